@@ -1,0 +1,92 @@
+"""Linear + cross entropy in plain PyTorch, a chunk of rows at a time: the logits are never all there.
+
+For a scalar loss the gradients of a chunk are computed right after its logits, while they are in the cache, so forward
+and backward together read a logit from memory about once (2,038 x 4,000 logits, one core: 0.11 instead of 0.26 s
+beside the matrix products). Double backward goes through the plain formula.
+
+Letters: M rows, D width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
+
+
+def plain_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """Compute the loss of each row, `[M]`: lse(z) - (1 - eps) z_y - eps mean(z) (Szegedy et al. 2016), 0 if ignored."""
+    logits = F.linear(x, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the losses of all rows; gradients are computed in forward, where any is needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        M, V = x.shape[0], weight.shape[0]
+        wanted = ctx.needs_input_grad[:3]
+        dx = torch.empty_like(x) if wanted[0] else None
+        # Sums over rows accumulate in fp32 at least.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dweight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        dbias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
+        total = torch.zeros((), dtype=wide, device=x.device)
+        step = max(1, CHUNK_BYTES // (4 * V))
+        for start in range(0, M, step):
+            rows = slice(start, start + step)
+            counts = target[rows] != ignore_index  # [m]
+            label = torch.where(counts, target[rows], 0)[:, None]
+            logits = F.linear(x[rows], weight, bias).to(wide)  # [m, V]
+            lse = logits.logsumexp(-1)
+            loss = lse - (1.0 - label_smoothing) * logits.gather(1, label).squeeze(1)
+            if label_smoothing > 0.0:
+                loss -= label_smoothing * logits.mean(1)
+            total += loss.masked_fill_(~counts, 0.0).sum()
+            if not any(wanted):
+                continue
+            # d loss / d z = softmax(z) - (1 - eps) onehot(y) - eps / V
+            dlogits = logits.sub_(lse[:, None]).exp_()
+            if label_smoothing > 0.0:
+                dlogits.sub_(label_smoothing / V)
+            dlogits.scatter_add_(1, label, dlogits.new_full(label.shape, label_smoothing - 1.0))
+            dlogits.masked_fill_(~counts[:, None], 0.0)
+            if dbias is not None:
+                dbias += dlogits.sum(0)
+            dlogits = dlogits.to(x.dtype)
+            if dx is not None:
+                torch.mm(dlogits, weight.to(x.dtype), out=dx[rows])
+            if dweight is not None:
+                if dweight.dtype == dlogits.dtype:
+                    dweight.addmm_(dlogits.t(), x[rows])
+                else:
+                    dweight += torch.mm(dlogits.t(), x[rows])
+        ctx.settings = ignore_index, label_smoothing
+        ctx.save_for_backward(x, weight, bias, target, dx, dweight, dbias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, target, dx, dweight, dbias = ctx.saved_tensors
+        (grad,) = grads
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            inputs = [t for t, wanted in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wanted]
+            loss = plain_loss(x, weight, bias, target, *ctx.settings).sum()
+            found = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
+            return *(next(found) if wanted else None for wanted in ctx.needs_input_grad[:3]), None, None, None
+        scaled = [None if d is None else (d * grad).to(t.dtype) for d, t in ((dx, x), (dweight, weight), (dbias, bias))]
+        return *scaled, None, None, None

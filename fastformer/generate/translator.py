@@ -1,0 +1,121 @@
+"""Text to text: tokenise, search in batches of similar length, detokenise, in the order of the input."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastformer.generate.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.models import TranslationModel
+from fastformer.text import ParallelCorpus, Tokenizer, collate, collate_source, encode_pairs, encode_source
+
+logger = logging.getLogger("fastformer")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of a sentence; log probability in nats, summed over its tokens, and the score that ranked it."""
+
+    text: str
+    log_probability: float
+    score: float
+
+
+class Translator:
+    """A model with its tokenizers.
+
+    Args:
+        model: put into evaluation mode.
+        source_tokenizer, target_tokenizer: those it was trained with.
+        max_source_length: longer sentences are cut, as in training; tokens with eos.
+    """
+
+    def __init__(
+        self,
+        model: TranslationModel,
+        source_tokenizer: Tokenizer,
+        target_tokenizer: Tokenizer,
+        max_source_length: int = 256,
+    ) -> None:
+        for side, tokenizer, size in (
+            ("source", source_tokenizer, model.config.source_vocabulary),
+            ("target", target_tokenizer, model.config.target_vocabulary),
+        ):
+            if tokenizer.size != size:
+                raise ValueError(f"the {side} tokenizer has {tokenizer.size} entries, the model {size}")
+        self.model = model.eval()
+        self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
+        self.max_source_length = max_source_length
+
+    def translate(
+        self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
+    ) -> list[str]:
+        """Translate sentences; an empty one stays empty.
+
+        Args:
+            sentences: plain text, one sentence each.
+            options: how to search; beam 1 is greedy.
+            batch_size: sentences searched at a time.
+        """
+        options = replace(options or SearchOptions(), n_best=1)
+        return [best[0].text for best in self.candidates(sentences, options, batch_size)]
+
+    def candidates(
+        self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
+    ) -> list[list[Translation]]:
+        """Like `translate`, with the `n_best` translations of each sentence and their scores."""
+        options = options or SearchOptions()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
+        for indices, found in self._search(sentences, options, batch_size):
+            for index, hypotheses in zip(indices, found, strict=True):
+                results[index] = [
+                    Translation(self.target_tokenizer.decode(h.ids), h.log_probability, h.score) for h in hypotheses
+                ]
+        return results
+
+    def _search(
+        self, sentences: Sequence[str], options: SearchOptions, batch_size: int
+    ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
+        sequences, cut = encode_source(sentences, self.source_tokenizer, self.max_source_length)
+        if cut:
+            logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
+        lengths = sequences.lengths
+        order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
+        device = self.model.output.weight.device
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
+            ids = ids.to(device)
+            if options.beam == 1:
+                yield indices, [[h] for h in greedy_search(self.model, ids, source_lengths, options)]
+            else:
+                yield indices, beam_search(self.model, ids, source_lengths, options)
+
+    @torch.inference_mode()
+    def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
+        """Score given translations: (log probability in nats, tokens with eos) of each pair.
+
+        Raises:
+            ValueError: the numbers of sentences differ, or a side of a pair is empty or too long.
+        """
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        corpus = ParallelCorpus(list(sources), list(targets))
+        pairs = encode_pairs(corpus, self.source_tokenizer, self.target_tokenizer, self.max_source_length)
+        if len(pairs) != len(sources):
+            raise ValueError(f"{len(sources) - len(pairs)} pairs have an empty or too long side")
+        device = self.model.output.weight.device
+        results: list[tuple[float, int]] = []
+        for start in range(0, len(pairs), batch_size):
+            end = min(start + batch_size, len(pairs))
+            batch = collate(pairs.take(torch.arange(start, end).numpy())).to(device)
+            hidden = self.model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
+            log_p = self.model.logits(hidden).float().log_softmax(-1)
+            chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).double()
+            lengths = batch.target_lengths.tolist()
+            parts = torch.split(chosen, lengths)
+            results.extend((float(part.sum()), length) for part, length in zip(parts, lengths, strict=True))
+        return results

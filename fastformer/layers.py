@@ -1,0 +1,474 @@
+"""Drop-in Transformer layers and stacks: torch.nn's classes on our modules and ops.
+
+Each layer is one formula, `compose`, written over functions that attend. torch's `forward` gives it attention with
+torch's masks, `packed` gives it attention within packed sequences, and a decoder with a cache gives it attention to
+what it kept. Constructors run torch's own, so initial values under a seed are torch's, then take over the submodules.
+
+Letters: B batch, T targets, S sources, D model width.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.modules import LayerNorm, RMSNorm, has_hooks, share
+from fastformer.multihead_attention import MultiheadAttention
+from fastformer.packing import Layout
+from fastformer.reference import Activation
+
+Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
+
+
+def adopt(module: nn.Module) -> nn.Module:
+    """Return our version of a torch.nn layer around the same parameters, or `module` itself where we have none.
+
+    Only torch's own classes are recognised, not subclasses, whose `forward` may differ.
+    """
+    ours = {
+        nn.LayerNorm: LayerNorm,
+        nn.RMSNorm: RMSNorm,
+        nn.MultiheadAttention: MultiheadAttention,
+        nn.TransformerEncoderLayer: TransformerEncoderLayer,
+        nn.TransformerDecoderLayer: TransformerDecoderLayer,
+        nn.TransformerEncoder: TransformerEncoder,
+        nn.TransformerDecoder: TransformerDecoder,
+        nn.Transformer: Transformer,
+    }.get(type(module))
+    return ours.adopt(module) if ours is not None else module  # type: ignore[attr-defined]
+
+
+def _take_over(module: nn.Module) -> None:
+    """Replace the direct submodules of `module` by ours, in place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            setattr(module, name, nn.ModuleList(adopt(layer) for layer in child).train(child.training))
+        else:
+            setattr(module, name, adopt(child))
+
+
+def _activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
+    """Recognise the activations that `functional.feed_forward` knows."""
+    if activation is F.relu or type(activation) is nn.ReLU:
+        return "relu"
+    if activation is F.gelu:
+        return "gelu"
+    if type(activation) is nn.GELU:
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    return None
+
+
+def _plain(module: nn.Module, *types: type[nn.Module]) -> bool:
+    """Whether the module does exactly what its class says, so that an op may work with its parameters."""
+    return type(module) in types and not has_hooks(module)
+
+
+def _feed_forward(layer: Any, x: Tensor) -> Tensor:
+    """The second sublayer: one op where nothing was replaced, else its modules in turn."""
+    first, dropout, second = layer.linear1, layer.dropout, layer.linear2
+    name = _activation_name(layer.activation)
+    if name is None or not (_plain(first, nn.Linear) and _plain(dropout, nn.Dropout) and _plain(second, nn.Linear)):
+        return cast(Tensor, second(dropout(layer.activation(first(x)))))
+    return functional.feed_forward(
+        x,
+        first.weight,
+        first.bias,
+        second.weight,
+        second.bias,
+        activation=name,
+        dropout_p=dropout.p if dropout.training else 0.0,
+    )
+
+
+def _add_norm(x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> tuple[Tensor, Tensor]:
+    """The step between sublayers: (norm(residual + dropout(x)), residual + dropout(x))."""
+    if not (_plain(dropout, nn.Dropout) and _plain(norm, LayerNorm, nn.LayerNorm)):
+        total = residual + _dropout(x, dropout)
+        return norm(total), total
+    return functional.dropout_add_layer_norm(
+        x,
+        residual,
+        norm.normalized_shape,
+        norm.weight,
+        norm.bias,
+        eps=norm.eps,
+        dropout_p=dropout.p if dropout.training else 0.0,
+    )
+
+
+def _dropout(x: Tensor, dropout: Any) -> Tensor:
+    if not _plain(dropout, nn.Dropout):
+        return cast(Tensor, dropout(x))
+    return functional.dropout(x, dropout.p if dropout.training else 0.0)
+
+
+class _Layer(nn.Module):
+    """What encoder and decoder layers share."""
+
+    @classmethod
+    def adopt(cls, module: nn.Module) -> Self:
+        """Return a layer of this class around the parameters of `module`."""
+        layer = share(cls, module)
+        _take_over(layer)
+        return layer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        if not hasattr(self, "activation"):
+            self.activation = F.relu
+
+
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
+
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass that overrides `_sa_block` or
+    `_ff_block` keeps torch's `forward`, which calls them.
+    """
+
+    _overridden = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._overridden = cls._overridden or bool({"_sa_block", "_ff_block"} & cls.__dict__.keys())
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        _take_over(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Encode `[S, B, D]`, `[B, S, D]` if batch_first, or unbatched `[S, D]`.
+
+        Args:
+            src: the input.
+            src_mask: `[S, S]` or `[B * H, S, S]`, bool (True = may not attend) or additive.
+            src_key_padding_mask: `[B, S]`, bool (True = ignore) or additive.
+            is_causal: states that src_mask, which must be given, is the causal mask.
+        """
+        if self._overridden:
+            return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+
+        def attention(x: Tensor) -> Tensor:
+            return self.self_attn(  # type: ignore[no-any-return]
+                x,
+                x,
+                x,
+                attn_mask=src_mask,
+                key_padding_mask=src_key_padding_mask,
+                need_weights=False,
+                is_causal=is_causal,
+            )[0]
+
+        return self.compose(src, attention)
+
+    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False) -> Tensor:
+        """Encode packed sequences: `[S, D]` -> `[S, D]`."""
+        return self.compose(tokens, lambda x: self.self_attn.packed(x, layout, causal=causal))  # type: ignore[operator]
+
+    def compose(self, x: Tensor, attention: Attention) -> Tensor:
+        """Compute the layer, given what attends."""
+        if self.norm_first:
+            h, x = _add_norm(attention(self.norm1(x)), x, self.dropout1, self.norm2)
+            return x + _dropout(_feed_forward(self, h), self.dropout2)
+        x, _ = _add_norm(attention(x), x, self.dropout1, self.norm1)
+        return _add_norm(_feed_forward(self, x), x, self.dropout2, self.norm2)[0]
+
+
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
+
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass that overrides `_sa_block`,
+    `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    """
+
+    _overridden = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._overridden = cls._overridden or bool({"_sa_block", "_mha_block", "_ff_block"} & cls.__dict__.keys())
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        _take_over(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`.
+
+        Args:
+            tgt: the input.
+            memory: the encoder's output, likewise with S.
+            tgt_mask: `[T, T]` or `[B * H, T, T]`, bool (True = may not attend) or additive.
+            memory_mask: `[T, S]` or `[B * H, T, S]`, likewise.
+            tgt_key_padding_mask: `[B, T]`, bool (True = ignore) or additive.
+            memory_key_padding_mask: `[B, S]`, likewise.
+            tgt_is_causal: states that tgt_mask, which must be given, is the causal mask.
+            memory_is_causal: the same of memory_mask.
+        """
+        if self._overridden:
+            return nn.TransformerDecoderLayer.forward(
+                self,
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+
+        def self_attention(x: Tensor) -> Tensor:
+            return self.self_attn(  # type: ignore[no-any-return]
+                x,
+                x,
+                x,
+                attn_mask=tgt_mask,
+                key_padding_mask=tgt_key_padding_mask,
+                need_weights=False,
+                is_causal=tgt_is_causal,
+            )[0]
+
+        def cross_attention(x: Tensor) -> Tensor:
+            return self.multihead_attn(  # type: ignore[no-any-return]
+                x,
+                memory,
+                memory,
+                attn_mask=memory_mask,
+                key_padding_mask=memory_key_padding_mask,
+                need_weights=False,
+                is_causal=memory_is_causal,
+            )[0]
+
+        return self.compose(tgt, self_attention, cross_attention)
+
+    def packed(
+        self, tokens: Tensor, layout: Layout, memory: Tensor, memory_layout: Layout, causal: bool = True
+    ) -> Tensor:
+        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`."""
+        return self.compose(
+            tokens,
+            lambda x: self.self_attn.packed(x, layout, causal=causal),  # type: ignore[operator]
+            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout),  # type: ignore[operator]
+        )
+
+    def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:
+        """Compute the layer, given what attends."""
+        if self.norm_first:
+            h, x = _add_norm(self_attention(self.norm1(x)), x, self.dropout1, self.norm2)
+            h, x = _add_norm(cross_attention(h), x, self.dropout2, self.norm3)
+            return x + _dropout(_feed_forward(self, h), self.dropout3)
+        x, _ = _add_norm(self_attention(x), x, self.dropout1, self.norm1)
+        x, _ = _add_norm(cross_attention(x), x, self.dropout2, self.norm2)
+        return _add_norm(_feed_forward(self, x), x, self.dropout3, self.norm3)[0]
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """torch.nn.TransformerEncoder without its inference fast path, whose results differ from its documented ones.
+
+    `enable_nested_tensor` and `mask_check` are accepted and change nothing.
+    """
+
+    def __init__(
+        self,
+        encoder_layer: nn.Module,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)  # type: ignore[arg-type]
+        self.enable_nested_tensor = enable_nested_tensor
+
+    @classmethod
+    def adopt(cls, module: nn.Module) -> Self:
+        """Return a stack of this class around the parameters of `module`."""
+        stack = share(cls, module)
+        stack.use_nested_tensor = False
+        _take_over(stack)
+        return stack
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Run every layer, then the norm; arguments as in the layer, is_causal None = not stated."""
+        output = src
+        for layer in self.layers:
+            output = layer(output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
+        return output if self.norm is None else self.norm(output)
+
+    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False) -> Tensor:
+        """Encode packed sequences: `[S, D]` -> `[S, D]`."""
+        for layer in self.layers:
+            tokens = layer.packed(tokens, layout, causal)
+        return tokens if self.norm is None else self.norm(tokens)
+
+
+class TransformerDecoder(nn.TransformerDecoder):
+    """torch.nn.TransformerDecoder on our layers."""
+
+    @classmethod
+    def adopt(cls, module: nn.Module) -> Self:
+        """Return a stack of this class around the parameters of `module`."""
+        stack = share(cls, module)
+        _take_over(stack)
+        return stack
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Run every layer, then the norm; arguments as in the layer, tgt_is_causal None = not stated."""
+        output = tgt
+        for layer in self.layers:
+            output = layer(
+                output,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=bool(tgt_is_causal),
+                memory_is_causal=memory_is_causal,
+            )
+        return output if self.norm is None else self.norm(output)
+
+    def packed(self, tokens: Tensor, layout: Layout, memory: Tensor, memory_layout: Layout) -> Tensor:
+        """Decode packed sequences causally: `[T, D]` with memory `[S, D]` -> `[T, D]`."""
+        for layer in self.layers:
+            tokens = layer.packed(tokens, layout, memory, memory_layout)
+        return tokens if self.norm is None else self.norm(tokens)
+
+
+class Transformer(nn.Transformer):
+    """torch.nn.Transformer on our stacks; custom encoders and decoders are used as they are."""
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        custom_encoder: Any | None = None,
+        custom_decoder: Any | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        with warnings.catch_warnings():
+            # torch says that its nested-tensor path will not be used; ours has none.
+            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
+            super().__init__(
+                d_model,
+                nhead,
+                num_encoder_layers,
+                num_decoder_layers,
+                dim_feedforward,
+                dropout,
+                activation,
+                custom_encoder,
+                custom_decoder,
+                layer_norm_eps,
+                batch_first,
+                norm_first,
+                bias,
+                device,
+                dtype,
+            )
+        if custom_encoder is None:
+            self.encoder = adopt(self.encoder)
+        if custom_decoder is None:
+            self.decoder = adopt(self.decoder)
+
+    @classmethod
+    def adopt(cls, module: nn.Module) -> Self:
+        """Return a Transformer of this class around the parameters of `module`."""
+        transformer = share(cls, module)
+        _take_over(transformer)
+        return transformer

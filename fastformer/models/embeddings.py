@@ -1,0 +1,78 @@
+"""Token embeddings with positions: what stands before the first layer.
+
+Letters: T packed tokens, D model width, V vocabulary.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+
+Positions = Literal["sinusoidal", "learned"]
+
+
+def sinusoidal_positions(length: int, width: int) -> Tensor:
+    """Compute the sinusoidal encoding (Vaswani et al. 2017, section 3.5), fp32 `[length, width]`.
+
+    PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos of the same angle.
+    """
+    frequencies = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, ceil(D / 2)]
+    table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
+    return table.float()
+
+
+class Embedding(nn.Module):
+    """dropout(scale * token embedding + position encoding).
+
+    Args:
+        vocabulary: V.
+        width: D.
+        positions: "sinusoidal" (any length; the table grows) or "learned" (up to max_length).
+        max_length: most positions of learned encodings, first size of the sinusoidal table.
+        scale: multiply the token embedding by sqrt(D), as Vaswani et al. (section 3.4); without it positions drown
+            the words.
+        dropout: of the sum.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        positions: Positions = "sinusoidal",
+        max_length: int = 512,
+        scale: bool = True,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if positions not in get_args(Positions):
+            raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, not {positions!r}")
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(max_length, width) if positions == "learned" else None
+        self.scale = math.sqrt(width) if scale else 1.0
+        self.dropout = nn.Dropout(dropout)
+        # Not part of the checkpoint: it follows from the width.
+        table = torch.empty(0, width) if positions == "learned" else sinusoidal_positions(max_length, width)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Embed ids `[...]` at int64 positions `[...]`, all below `length`: `[..., D]`.
+
+        Raises:
+            ValueError: length is beyond what learned positions hold.
+        """
+        x = self.tokens(ids) * self.scale
+        if self.positions is not None:
+            if length > self.positions.num_embeddings:
+                raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
+            x = x + self.positions(positions)
+        else:
+            if length > self.table.shape[0]:
+                self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
+            x = x + self.table[positions]
+        return functional.dropout(x, self.dropout.p if self.training else 0.0)

@@ -1,0 +1,223 @@
+"""The encoder-decoder Transformer for translation (Vaswani et al. 2017), from ids to hidden states, without padding.
+
+The model packs its input once; every layer works on real tokens only. It returns hidden states, not logits: the loss,
+beside the model, projects them where it needs them.
+
+Letters: B batch, T target and S source positions (packed: of all sentences together), D model width, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.layers import (
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from fastformer.models.embeddings import Embedding, Positions
+from fastformer.modules import LayerNorm
+from fastformer.packing import Layout, pack
+from fastformer.text import Batch
+
+Embeddings = Literal["separate", "tied", "shared"]
+Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
+
+
+def _choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
+    return {"help": help_, "choices": choices}
+
+
+@dataclass(frozen=True)
+class TranslationConfig:
+    """Everything that decides the shape of a `TranslationModel`; stored with every checkpoint."""
+
+    source_vocabulary: int = field(metadata={"help": "size of the source vocabulary (set from the tokenizer)"})
+    target_vocabulary: int = field(metadata={"help": "size of the target vocabulary (set from the tokenizer)"})
+    d_model: int = field(default=512, metadata={"help": "width of the model"})
+    heads: int = field(default=8, metadata={"help": "attention heads; must divide d_model"})
+    encoder_layers: int = field(default=6, metadata={"help": "layers of the encoder"})
+    decoder_layers: int = field(default=6, metadata={"help": "layers of the decoder"})
+    feed_forward: int = field(default=2048, metadata={"help": "width of the feed-forward layers"})
+    dropout: float = field(default=0.1, metadata={"help": "dropout everywhere"})
+    activation: str = field(default="relu", metadata=_choice("activation", ("relu", "gelu")))
+    norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
+    final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer of each stack"})
+    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
+    bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
+    positions: str = field(default="sinusoidal", metadata=_choice("position encoding", get_args(Positions)))
+    max_positions: int = field(default=512, metadata={"help": "longest sequence with learned positions"})
+    embeddings: str = field(
+        default="tied",
+        metadata=_choice(
+            "tied: target embedding is the output projection; shared: source embedding too",
+            get_args(Embeddings),
+        ),
+    )
+    scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
+    output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
+    initialisation: str = field(
+        default="xavier_uniform", metadata=_choice("of the weight matrices", get_args(Initialisation))
+    )
+    pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
+    bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
+    eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
+
+    def __post_init__(self) -> None:
+        for name in ("source_vocabulary", "target_vocabulary", "d_model", "heads", "feed_forward", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("encoder_layers", "decoder_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.d_model % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        for item in self.__dataclass_fields__.values():
+            choices = item.metadata.get("choices")
+            if choices and getattr(self, item.name) not in choices:
+                raise ValueError(f"{item.name} must be one of {', '.join(choices)}, not {getattr(self, item.name)!r}")
+        if self.embeddings == "shared" and self.source_vocabulary != self.target_vocabulary:
+            raise ValueError(
+                f"embeddings 'shared' needs one joint vocabulary, not {self.source_vocabulary} and "
+                f"{self.target_vocabulary} entries"
+            )
+
+
+class TranslationModel(nn.Module):
+    """Encoder, decoder and embeddings; `output` projects hidden states to logits."""
+
+    def __init__(self, config: TranslationConfig) -> None:
+        super().__init__()
+        self.config = config
+        c = config
+
+        def embedding(vocabulary: int) -> Embedding:
+            positions: Positions = c.positions  # type: ignore[assignment]
+            return Embedding(vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, c.dropout)
+
+        layer = (c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias)
+        self.source_embedding = embedding(c.source_vocabulary)
+        self.target_embedding = embedding(c.target_vocabulary)
+        self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.encoder_layers, self._final_norm())
+        self.decoder = TransformerDecoder(TransformerDecoderLayer(*layer), c.decoder_layers, self._final_norm())
+        self.output = nn.Linear(c.d_model, c.target_vocabulary, bias=c.output_bias)
+        self._initialise()
+        if c.embeddings == "shared":
+            self.source_embedding.tokens.weight = self.target_embedding.tokens.weight
+        if c.embeddings != "separate":
+            self.output.weight = self.target_embedding.tokens.weight
+
+    def _final_norm(self) -> LayerNorm | None:
+        c = self.config
+        return LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
+
+    def _initialise(self) -> None:
+        """Draw the weight matrices as configured; embeddings from N(0, 1/D), so that tied logits start near 1."""
+        draw = {
+            "xavier_uniform": nn.init.xavier_uniform_,
+            "xavier_normal": nn.init.xavier_normal_,
+            "normal": lambda w: nn.init.normal_(w, std=0.02),
+            "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
+        }[self.config.initialisation]
+        for name, parameter in self.named_parameters():
+            if name.endswith(("tokens.weight", "positions.weight")):
+                nn.init.normal_(parameter, std=self.config.d_model**-0.5)
+            elif parameter.dim() > 1:
+                draw(parameter)
+        if self.output.bias is not None:
+            nn.init.zeros_(self.output.bias)
+
+    def encode(self, source: Tensor, source_lengths: Tensor) -> tuple[Tensor, Layout]:
+        """Encode source ids, packed `[S]` or padded `[B, S]`: packed memory `[S, D]` and its layout."""
+        layout = Layout.from_lengths(source_lengths, source.device)
+        ids = _packed_ids("source", source, layout)
+        x = self.source_embedding(ids, layout.positions, layout.max_length)
+        return self.encoder.packed(x, layout), layout
+
+    def forward(self, source: Tensor, source_lengths: Tensor, target_in: Tensor, target_lengths: Tensor) -> Tensor:
+        """Compute the hidden states of the real target positions, packed in order: `[T, D]`.
+
+        Args:
+            source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
+            source_lengths: int64 `[B]`; on the CPU, so that nothing waits for the device.
+            target_in: int64 ids that begin with bos, packed `[T]` or padded `[B, T]`.
+            target_lengths: int64 `[B]`, on the CPU.
+        """
+        memory, source_layout = self.encode(source, source_lengths)
+        layout = Layout.from_lengths(target_lengths, target_in.device)
+        ids = _packed_ids("target_in", target_in, layout)
+        x = self.target_embedding(ids, layout.positions, layout.max_length)
+        return self.decoder.packed(x, layout, memory, source_layout)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project hidden states `[..., D]` to logits `[..., V]`."""
+        return self.output(hidden)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def attention_maps(self, source: Tensor, target_in: Tensor) -> dict[str, Tensor]:
+        """Compute every attention weight for one sentence pair.
+
+        Args:
+            source: int64 ids with eos, `[S]`.
+            target_in: int64 ids that begin with bos, `[T]`.
+
+        Returns:
+            "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`.
+        """
+        maps: dict[str, list[Tensor]] = {"encoder": [], "decoder": [], "cross": []}
+
+        def watch(name: str, attn: nn.Module, memory: Tensor | None = None):  # type: ignore[no-untyped-def]
+            def attend(x: Tensor) -> Tensor:
+                kv = x if memory is None else memory
+                mask = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
+                out, weights = attn(
+                    x, kv, kv, attn_mask=mask if name == "decoder" else None, average_attn_weights=False
+                )
+                maps[name].append(weights)
+                return out  # type: ignore[no-any-return]
+
+            return attend
+
+        steps = torch.arange(max(len(source), len(target_in)), device=source.device)
+        x = self.source_embedding(source, steps[: len(source)], len(source))
+        for layer in self.encoder.layers:
+            x = layer.compose(x, watch("encoder", layer.self_attn))
+        memory = x if self.encoder.norm is None else self.encoder.norm(x)
+        x = self.target_embedding(target_in, steps[: len(target_in)], len(target_in))
+        for layer in self.decoder.layers:
+            x = layer.compose(
+                x,
+                watch("decoder", layer.self_attn),
+                watch("cross", layer.multihead_attn, memory),
+            )
+        return {name: torch.stack(weights) for name, weights in maps.items()}
+
+
+def _packed_ids(name: str, ids: Tensor, layout: Layout) -> Tensor:
+    if ids.dim() == 2:
+        return pack(ids, layout)
+    if ids.dim() != 1 or ids.shape[0] != layout.total:
+        raise ValueError(
+            f"{name} must be packed [{layout.total}] or padded [{layout.batch}, length], not {list(ids.shape)}"
+        )
+    return ids
+
+
+def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
+    """Sum of the cross entropy over the real target tokens of a batch, fp32, in nats; padding never takes part.
+
+    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
+    """
+    hidden = model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
+    target = batch.target_out
+    if target.dim() == 2:
+        target = pack(target, Layout.from_lengths(batch.target_lengths, target.device))
+    return functional.linear_cross_entropy(
+        hidden, model.output.weight, target, model.output.bias, label_smoothing=label_smoothing, reduction="sum"
+    )

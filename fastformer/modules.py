@@ -1,0 +1,182 @@
+"""Drop-in modules: torch.nn's classes with the ops of `fastformer.functional` inside.
+
+Each subclasses its torch.nn original and overrides `forward` only, so constructor, initial values, `state_dict` keys
+and repr are torch's own, and checkpoints load both ways. `adopt` turns an existing torch module into ours around the
+very same parameters.
+
+Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
+"""
+
+from typing import Any, Self, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from fastformer import functional
+from fastformer.reference import Activation, Reduction
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def share(cls: type[M], module: nn.Module) -> M:
+    """Build a module of class `cls` that holds the parameters, buffers, submodules and settings of `module` itself.
+
+    No constructor runs, so no random number is drawn and nothing is copied.
+    """
+    twin = cls.__new__(cls)
+    for name, value in module.__dict__.items():
+        # The containers are copied so that replacing a submodule of the twin leaves the original as it was.
+        twin.__dict__[name] = value.copy() if isinstance(value, dict) else value
+    return twin
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `[..., *normalized_shape]`."""
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    @classmethod
+    def adopt(cls, module: nn.LayerNorm) -> Self:
+        """Return a module of this class around the parameters of `module`."""
+        return share(cls, module)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch.nn.RMSNorm on `fastformer.functional.rms_norm` (Zhang and Sennrich 2019)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., *normalized_shape]`."""
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    @classmethod
+    def adopt(cls, module: nn.RMSNorm) -> Self:
+        """Return a module of this class around the parameters of `module`."""
+        return share(cls, module)
+
+
+class FeedForward(nn.Module):
+    """dropout(activation(linear1(x))) -> linear2, with the parameter names of torch's Transformer layers.
+
+    Args:
+        d_model: D, width of input and output.
+        dim_feedforward: F, width of the hidden activations.
+        dropout: of the hidden activations.
+        activation: "relu", "gelu", "gelu_tanh", or gated: "geglu", "swiglu", "reglu" (linear1 is then 2F wide).
+        bias: whether both linear maps have one.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = "relu",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in get_args(Activation):
+            raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, not {activation!r}")
+        width = 2 * dim_feedforward if activation in functional.GATED else dim_feedforward
+        self.activation: Activation = activation
+        self.linear1 = nn.Linear(d_model, width, bias, device, dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D]`."""
+        return functional.feed_forward(
+            x,
+            self.linear1.weight,
+            self.linear1.bias,
+            self.linear2.weight,
+            self.linear2.bias,
+            activation=self.activation,
+            dropout_p=self.dropout.p if self.training else 0.0,
+        )
+
+    def extra_repr(self) -> str:
+        """Show the activation."""
+        return f"activation={self.activation!r}"
+
+
+class LinearCrossEntropy(nn.Module):
+    """Output projection and cross entropy in one step; the logits need not be kept.
+
+    Args:
+        in_features: D.
+        num_classes: V.
+        bias: whether the projection has one.
+        ignore_index: targets of this value count for nothing.
+        label_smoothing: share of the probability spread over all classes.
+        reduction: "mean", "sum" or "none".
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = True,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if reduction not in get_args(Reduction):
+            raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, not {reduction!r}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+        self.in_features, self.num_classes = in_features, num_classes
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.reduction: Reduction = reduction
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the values that `nn.Linear(in_features, num_classes, bias)` draws."""
+        init.kaiming_uniform_(self.weight, a=5**0.5)
+        if self.bias is not None:
+            bound = self.in_features**-0.5
+            init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of `[..., D]` against int64 targets `[...]`."""
+        return functional.linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+        )
+
+    def logits(self, input: Tensor) -> Tensor:
+        """Project `[..., D]` to `[..., V]`."""
+        return nn.functional.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Show the sizes and settings."""
+        return (
+            f"in_features={self.in_features}, num_classes={self.num_classes}, bias={self.bias is not None}, "
+            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}"
+        )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says, so that its parameters must not be used past it.
+
+    An instance whose `forward` was replaced counts too: libraries that move weights between devices do that.
+    """
+    state: dict[str, Any] = module.__dict__
+    return "forward" in state or any(state.get(name) for name in _HOOKS)

@@ -1,0 +1,174 @@
+"""Corpora as token ids: encoded sentence pairs, kept compact, with too long ones dropped or truncated and counted.
+
+One flat array and offsets a side: 29,000 pairs are 4 MB instead of 26 MB of lists, and picking the sentences of a
+batch is one gather. No special ids are stored here; `batches.collate` adds them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .files import ParallelCorpus
+from .special_ids import SpecialIds
+from .tokenizers import Tokenizer
+
+_CHUNK = 10_000  # sentences encoded at a time, so that the lists of Python integers stay small
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of token ids, without special ids: sequence i is ``ids[offsets[i] : offsets[i + 1]]``.
+
+    `ids` int32 [total], `offsets` int64 [count + 1].
+    """
+
+    ids: NDArray[np.int32]
+    offsets: Ints
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> "Sequences":
+        """Flatten lists of ids."""
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        flat = np.fromiter((i for ids in lists for i in ids), np.int32, int(lengths.sum()))
+        return cls(flat, _offsets(lengths))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        return [int(i) for i in self.ids[self.offsets[index] : self.offsets[index + 1]]]
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens in each sequence, int64 [count]."""
+        return np.diff(self.offsets)
+
+    def take(self, indices: Ints) -> "Sequences":
+        """The sequences at `indices`, in that order."""
+        lengths = self.offsets[indices + 1] - self.offsets[indices]
+        offsets = _offsets(lengths)
+        where = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], lengths)
+        return Sequences(self.ids[where], offsets)
+
+    def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
+        """All sequences packed, each with an id put before or after it: ids int64 [total + count], lengths [count]."""
+        lengths = self.lengths + (first is not None) + (last is not None)
+        offsets = _offsets(lengths)
+        ids = np.empty(offsets[-1], np.int64)
+        real = np.ones(len(ids), bool)
+        if first is not None:
+            ids[offsets[:-1]] = first
+            real[offsets[:-1]] = False
+        if last is not None:
+            ids[offsets[1:] - 1] = last
+            real[offsets[1:] - 1] = False
+        ids[real] = self.ids
+        return ids, lengths
+
+
+def _offsets(lengths: Ints) -> Ints:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+@dataclass(frozen=True)
+class EncodedPairs:
+    """Encoded sentence pairs without special ids, the special ids of both sides, and what happened to the rest."""
+
+    source: Sequences
+    target: Sequences
+    source_ids: SpecialIds
+    target_ids: SpecialIds
+    dropped: int = 0
+    truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, indices: Ints) -> "EncodedPairs":
+        """The pairs at `indices`, in that order; the counts are not carried over."""
+        return replace(self, source=self.source.take(indices), target=self.target.take(indices), dropped=0, truncated=0)
+
+    def __str__(self) -> str:
+        notes = [f"{len(self):,} pairs", f"{len(self.source.ids):,} source and {len(self.target.ids):,} target tokens"]
+        if self.dropped:
+            notes.append(f"{self.dropped:,} pairs too long or empty dropped")
+        if self.truncated:
+            notes.append(f"{self.truncated:,} pairs truncated")
+        return ", ".join(notes)
+
+
+def encode_pairs(
+    corpus: ParallelCorpus,
+    source_tokenizer: Tokenizer,
+    target_tokenizer: Tokenizer,
+    max_length: int = 256,
+    too_long: Literal["drop", "truncate"] = "drop",
+) -> EncodedPairs:
+    """Encode a corpus. `max_length` counts what the model sees, tokens + eos, on each side.
+
+    A pair with a longer side is dropped, or both sides are cut to ``max_length - 1`` tokens so that eos still follows;
+    a pair with a side that has no token at all is dropped. Both are counted. Raises ``ValueError`` for wrong arguments
+    and when no pair is left.
+    """
+    if too_long not in ("drop", "truncate"):
+        raise ValueError(f"too_long must be drop or truncate, got {too_long!r}")
+    _check_max_length(max_length)
+    source = _encode(corpus.source, source_tokenizer)
+    target = _encode(corpus.target, target_tokenizer)
+    longest = np.maximum(source.lengths, target.lengths)  # [pairs]
+    keep = np.minimum(source.lengths, target.lengths) > 0
+    truncated = 0
+    if too_long == "drop":
+        keep &= longest < max_length
+    else:
+        truncated = int(np.count_nonzero(keep & (longest >= max_length)))
+        source, target = _truncate(source, max_length - 1), _truncate(target, max_length - 1)
+    kept = np.flatnonzero(keep)
+    if len(kept) == 0:
+        raise ValueError(f"{corpus.name}: no pair has between 1 and {max_length - 1} tokens a side; raise max_length")
+    return EncodedPairs(
+        source.take(kept),
+        target.take(kept),
+        source_tokenizer.special_ids,
+        target_tokenizer.special_ids,
+        dropped=len(corpus) - len(kept),
+        truncated=truncated,
+    )
+
+
+def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
+    """Encode sentences for inference, cut like training's to ``max_length - 1`` tokens; also how many were cut.
+
+    Raises ``ValueError`` when `max_length` leaves no room for a token and eos.
+    """
+    _check_max_length(max_length)
+    sequences = Sequences.from_lists(tokenizer.encode_batch(list(lines)))
+    return _truncate(sequences, max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
+
+
+def _check_max_length(max_length: int) -> None:
+    if max_length < 2:
+        raise ValueError(f"max_length must be >= 2 (a token and eos), got {max_length}")
+
+
+def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+    chunks = [
+        Sequences.from_lists(tokenizer.encode_batch(lines[start : start + _CHUNK]))
+        for start in range(0, max(len(lines), 1), _CHUNK)
+    ]
+    ids = np.concatenate([chunk.ids for chunk in chunks])
+    return Sequences(ids, _offsets(np.concatenate([chunk.lengths for chunk in chunks])))
+
+
+def _truncate(sequences: Sequences, length: int) -> Sequences:
+    position = np.arange(len(sequences.ids)) - np.repeat(sequences.offsets[:-1], sequences.lengths)
+    return Sequences(sequences.ids[position < length], _offsets(np.minimum(sequences.lengths, length)))

@@ -1,0 +1,182 @@
+r"""Lines of text from files, and line-aligned pairs of them.
+
+A line ends at ``\n`` or ``\r\n`` and nowhere else. ``str.splitlines`` would also split at U+0085, U+2028 and a form
+feed, which do occur inside sentences, and then two aligned files no longer have the same number of lines. A file is
+read whole and decoded strictly: one wrong byte is an error that names its line, because a replaced character would
+end up in the vocabulary. The price is memory, about twice the file.
+"""
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+_GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class TextError(ValueError):
+    """A text file, a corpus or a tokenizer is unusable; the message is one line and names the file and line."""
+
+
+def _read_bytes(path: Path) -> bytes:
+    if path.is_dir():
+        raise TextError(f"{path}: is a folder, not a text file")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except OSError as error:
+        raise TextError(f"{path}: cannot be read ({error.strerror})") from error
+    if data and (path.suffix == ".gz" or data.startswith(_GZIP_MAGIC)):
+        try:
+            return gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TextError(f"{path}: not a complete gzip file ({error})") from error
+    return data
+
+
+def read_lines(path: str | Path) -> list[str]:
+    r"""The lines of a UTF-8 file, plain or gzip, without their line ends; a byte order mark is dropped.
+
+    Raises ``FileNotFoundError`` when there is no such file, and ``TextError`` for a folder, an empty file, a broken
+    gzip file, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
+    """
+    path = Path(path)
+    data = _read_bytes(path).removeprefix(_BYTE_ORDER_MARK)
+    if not data:
+        raise TextError(f"{path}: the file is empty")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TextError(
+            f"{path}:{line}: not valid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
+        ) from None
+    if (nul := text.find("\0")) >= 0:
+        line = text.count("\n", 0, nul) + 1
+        raise TextError(f"{path}:{line}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def write_atomic(path: str | Path, data: bytes) -> None:
+    """Replace a file in one step: after a crash or on a full disk the old content is still there, whole."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: str | Path, lines: Iterable[str]) -> None:
+    """Write lines as UTF-8 with a final newline, atomically; a line that holds a newline is a ``TextError``."""
+    lines = list(lines)
+    for number, line in enumerate(lines, start=1):
+        if "\n" in line:
+            raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode("utf-8"))
+
+
+def sample_lines(lines: Sequence[str], count: int, seed: int) -> list[str]:
+    """At most `count` of the lines, drawn without replacement and kept in order: a tokenizer needs no more."""
+    if count >= len(lines):
+        return list(lines)
+    chosen = np.random.default_rng(seed).choice(len(lines), size=count, replace=False)
+    return [lines[i] for i in sorted(chosen.tolist())]
+
+
+@dataclass(frozen=True)
+class ParallelCorpus:
+    """Sentence pairs: ``source[i]`` is translated by ``target[i]``; `dropped_*` count the pairs left out."""
+
+    source: list[str]
+    target: list[str]
+    name: str = "corpus"
+    dropped_empty: int = 0
+    dropped_copies: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.source) != len(self.target):
+            raise TextError(f"{self.name}: {len(self.source):,} source lines but {len(self.target):,} target lines")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, indices: Sequence[int], name: str) -> "ParallelCorpus":
+        """The pairs at `indices`, in that order, under a name of their own."""
+        return ParallelCorpus([self.source[i] for i in indices], [self.target[i] for i in indices], name=name)
+
+    def __str__(self) -> str:
+        notes = [f"{self.name}: {len(self):,} pairs"]
+        if self.dropped_empty:
+            notes.append(f"{self.dropped_empty:,} with an empty side dropped")
+        if self.dropped_copies:
+            notes.append(f"{self.dropped_copies:,} copies of held-out pairs dropped")
+        return ", ".join(notes)
+
+
+def read_parallel(source_path: str | Path, target_path: str | Path, name: str | None = None) -> ParallelCorpus:
+    """Read two line-aligned files; pairs of which a side is blank are dropped and counted, spaces at the ends cut.
+
+    Raises what `read_lines` raises, and ``TextError`` when the line counts differ or no pair is left.
+    """
+    source, target = read_lines(source_path), read_lines(target_path)
+    if len(source) != len(target):
+        raise TextError(
+            f"{source_path} has {len(source):,} lines but {target_path} has {len(target):,}: "
+            "line i of one must translate line i of the other"
+        )
+    pairs = [(left.strip(), right.strip()) for left, right in zip(source, target, strict=True)]
+    kept = [(left, right) for left, right in pairs if left and right]
+    if not kept:
+        raise TextError(f"{source_path} and {target_path}: every pair of lines has an empty side")
+    return ParallelCorpus(
+        [left for left, _ in kept],
+        [right for _, right in kept],
+        name=name or Path(source_path).name,
+        dropped_empty=len(pairs) - len(kept),
+    )
+
+
+def split(
+    corpus: ParallelCorpus, validation: int, test: int, seed: int
+) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+    """Shuffle a corpus and split it in training, validation and test pairs with no pair in common.
+
+    Disjoint in content, not only in line number: the held-out pairs are distinct, and every further copy of one is
+    dropped from training (Europarl repeats its formulas thousands of times). Raises ``ValueError`` for a negative
+    count, and ``TextError`` when fewer than one distinct pair would be left for training.
+    """
+    if validation < 0 or test < 0:
+        raise ValueError(f"validation and test must not be negative, got {validation} and {test}")
+    order = np.random.default_rng(seed).permutation(len(corpus)).tolist()
+    held: dict[tuple[str, str], int] = {}
+    train, copies = [], 0
+    for i in order:
+        pair = (corpus.source[i], corpus.target[i])
+        if pair in held:
+            copies += 1
+        elif len(held) < validation + test:
+            held[pair] = i
+        else:
+            train.append(i)
+    if not train:
+        raise TextError(
+            f"{corpus.name}: {len(corpus):,} pairs ({len(held):,} distinct) leave none for training "
+            f"after {validation:,} for validation and {test:,} for test"
+        )
+    chosen = list(held.values())
+    return (
+        replace(corpus.take(train, "train"), dropped_empty=corpus.dropped_empty, dropped_copies=copies),
+        corpus.take(chosen[:validation], "valid"),
+        corpus.take(chosen[validation:], "test"),
+    )

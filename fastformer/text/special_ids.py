@@ -1,0 +1,60 @@
+"""The ids of `<unk> <pad> <bos> <eos>`: one small value that travels with a tokenizer, its files and its corpora.
+
+They are configurable because checkpoints from elsewhere have their own; the default order is the word vocabulary's.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Four distinct ids >= 0; raises ``ValueError`` otherwise."""
+
+    unk_id: int = 0
+    pad_id: int = 1
+    bos_id: int = 2
+    eos_id: int = 3
+
+    def __post_init__(self) -> None:
+        ids = list(asdict(self).values())
+        if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) != 4:
+            shown = ", ".join(f"{name}={value!r}" for name, value in asdict(self).items())
+            raise ValueError(f"special ids must be four distinct integers >= 0, got {shown}")
+
+    def names(self) -> Mapping[int, str]:
+        """The symbol of each special id."""
+        return {self.unk_id: UNK, self.pad_id: PAD, self.bos_id: BOS, self.eos_id: EOS}
+
+    def drop(self, ids: Iterable[int]) -> list[int]:
+        """The ids without padding, bos and eos; unk stays, since a word stood there."""
+        silent = {self.pad_id, self.bos_id, self.eos_id}
+        return [i for i in ids if i not in silent]
+
+
+class WithSpecialIds:
+    """Gives a tokenizer the four ids as read-only attributes."""
+
+    special_ids: SpecialIds
+
+    @property
+    def unk_id(self) -> int:
+        """The id of an unknown piece or word."""
+        return self.special_ids.unk_id
+
+    @property
+    def pad_id(self) -> int:
+        """The id of padding."""
+        return self.special_ids.pad_id
+
+    @property
+    def bos_id(self) -> int:
+        """The id that starts the decoder's input."""
+        return self.special_ids.bos_id
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a source and a target sentence."""
+        return self.special_ids.eos_id

@@ -1,0 +1,211 @@
+"""`TrainConfig`, every training hyperparameter with its help line, and the TOML files that hold such dataclasses.
+
+The help text and the allowed values live in the fields' metadata, so the command line, the error messages and the run
+folder's config.toml are made from one place. `load_toml` gives back plain dictionaries of what the file states and not
+finished objects: flags on the command line may then override the file before defaults fill the rest.
+"""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastformer.train.schedules import SCHEDULES
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    metadata = {"help": help, "choices": choices, "at_least": at_least, "above": above, "below": below}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""
+
+    optimizer: str = _option("adamw", "optimiser", choices=("adamw", "adam", "sgd"))
+    lr: float = _option(1e-3, "peak learning rate", above=0)
+    betas: tuple[float, float] = _option((0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1)
+    eps: float = _option(1e-9, "Adam's term that avoids division by zero", above=0)
+    momentum: float = _option(0.9, "momentum of sgd", at_least=0, below=1)
+    weight_decay: float = _option(0.0, "weight decay of matrices (biases and norms are left alone)", at_least=0)
+    schedule: str = _option("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES)
+    warmup_steps: int = _option(4000, "steps of linear rise to the peak learning rate", at_least=0)
+    min_lr: float = _option(0.0, "lowest learning rate of a schedule that decays", at_least=0)
+    plateau_factor: float = _option(0.5, "schedule=plateau: factor of one reduction", above=0, below=1)
+    plateau_patience: int = _option(2, "schedule=plateau: validations without a lower loss to accept", at_least=0)
+    plateau_divisor: float = _option(4.0, "schedule=divide_on_plateau: divisor of one reduction", above=1)
+    label_smoothing: float = _option(0.1, "probability mass spread over all words", at_least=0, below=1)
+    clip_norm: float = _option(1.0, "largest gradient norm; 0: no clipping", at_least=0)
+    accumulate: int = _option(1, "batches whose gradients make one step", at_least=1)
+    steps: int | None = _option(None, "end after this many optimiser steps", at_least=1)
+    epochs: int | None = _option(None, "end after this many passes over the data", at_least=1)
+    minutes: float | None = _option(None, "end after this many minutes, validations included", above=0)
+    batch_tokens: int = _option(4096, "most tokens in a batch", at_least=1)
+    batch_sentences: int | None = _option(None, "most sentences in a batch", at_least=1)
+    validate_every: int | None = _option(None, "validate and save every n steps; unset: after each epoch", at_least=1)
+    metric: str = _option("loss", "validation value that decides best weights and early stopping, such as bleu")
+    patience: int | None = _option(None, "stop after this many validations without a better metric", at_least=1)
+    keep: int = _option(3, "last checkpoints to keep, besides the best", at_least=1)
+    average: int = _option(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1)
+    seed: int = _option(1, "seed of every random generator", at_least=0, below=2**32)
+    precision: str = _option("fp32", "fp32, or bf16 autocast with fp32 weights", choices=("fp32", "bf16"))
+    threads: int | None = _option(None, "CPU threads of torch; unset: torch's choice", at_least=1)
+    log_every: int = _option(50, "steps between two records of loss and speed", at_least=1)
+    tensorboard: bool = _option(False, "write TensorBoard event files too")
+
+    def __post_init__(self) -> None:
+        """Check every value; raises ValueError with one line naming field, value and what is allowed."""
+        check_values(self)
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}; it must not be")
+        if self.average > self.keep:
+            raise ValueError(f"average={self.average} needs keep >= {self.average}, but keep={self.keep}")
+        if self.steps is None and self.epochs is None and self.minutes is None:
+            raise ValueError("no end of training is set; give steps, epochs or minutes")
+
+
+def check_values(config: Any) -> None:
+    """Check a dataclass instance against its type hints and its fields' metadata (choices, at_least, above, below)."""
+    hints = typing.get_type_hints(type(config))
+    for each in dataclasses.fields(config):
+        value, rule = getattr(config, each.name), each.metadata
+        _check_type(each.name, value, hints[each.name])
+        if rule.get("choices") and value not in rule["choices"]:
+            raise ValueError(f"{each.name}={value!r} is not allowed; choose {', '.join(rule['choices'])}")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not _within(number, rule):
+                raise ValueError(f"{each.name}={value} is out of range; it must be {_range_text(rule)}")
+
+
+def _within(number: float, rule: Mapping[str, Any]) -> bool:
+    at_least, above, below = rule.get("at_least"), rule.get("above"), rule.get("below")
+    return (
+        abs(number) != float("inf")
+        and number == number
+        and (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (below is None or number < below)
+    )
+
+
+def _range_text(rule: Mapping[str, Any]) -> str:
+    names = {"at_least": "at least", "above": "above", "below": "below"}
+    parts = [f"{text} {rule[key]}" for key, text in names.items() if rule.get(key) is not None]
+    return " and ".join(parts) or "a finite number"
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise ValueError(f"{name}={value!r} has the wrong type; it must be {_hint_text(hint)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return isinstance(value, tuple) and all(_fits(one, arguments[0]) for one in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if hint is Any or not isinstance(hint, type):
+        return True
+    if hint in (int, float):  # bool is an int to Python, but `steps = true` is a mistake
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _hint_text(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_hint_text(one) for one in arguments if one is not type(None))
+    if origin is tuple:
+        return f"a list of {len(arguments)} values"
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false", Path: "a path"}
+    return names.get(hint, str(hint))
+
+
+def load_toml(path: Path | str, sections: Mapping[str, type]) -> dict[str, dict[str, Any]]:
+    """The values that a TOML file states: {section: {key: value}}, with every section present.
+
+    sections: {"model": TranslationConfig, "train": TrainConfig, …}; a key must be a field of its section's dataclass
+    and have its type. Arrays become tuples. Raises FileNotFoundError, or ValueError naming file, section and key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such configuration file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    result: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for section, values in content.items():
+        if section not in sections:
+            raise ValueError(f"{path}: unknown section [{section}]{_nearest(section, sections)}")
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: {section} must be a section [{section}], not a value")
+        hints = typing.get_type_hints(sections[section])
+        names = {each.name for each in dataclasses.fields(sections[section]) if each.init}
+        for key, value in values.items():
+            if key not in names:
+                raise ValueError(f"{path}: unknown key {key!r} in [{section}]{_nearest(key, names)}")
+            result[section][key] = _from_toml(path, section, key, value, hints[key])
+    return result
+
+
+def _from_toml(path: Path, section: str, key: str, value: Any, hint: Any) -> Any:
+    value = tuple(value) if isinstance(value, list) else value
+    accepts_path = hint is Path or Path in typing.get_args(hint)
+    value = Path(value) if accepts_path and isinstance(value, str) else value
+    try:
+        _check_type(key, value, hint)
+    except ValueError as error:
+        raise ValueError(f"{path}: [{section}] {error}") from None
+    return value
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+
+
+def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
+    """Write {section: dataclass instance or mapping} as TOML that `load_toml` reads back; unset values are left out."""
+    import tomli_w
+
+    path = Path(path)
+    content = {}
+    for section, values in sections.items():
+        items = values if isinstance(values, Mapping) else {f.name: getattr(values, f.name) for f in _fields(values)}
+        content[section] = {key: _to_toml(value) for key, value in items.items() if value is not None}
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(tomli_w.dumps(content), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _fields(config: Any) -> list[dataclasses.Field[Any]]:
+    return [each for each in dataclasses.fields(config) if each.init]
+
+
+def _to_toml(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_to_toml(one) for one in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,155 @@
+"""One stream of records, written as JSON lines, as CSV and, when asked, as TensorBoard events.
+
+A record is flat: {"kind": "train" | "validation" | "average", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}.
+metrics.jsonl is the truth, appended line by line; metrics.csv holds the same for spreadsheets and is written anew when
+a record brings a new column. A resumed run cuts both where its checkpoint was made, so no step appears twice.
+"""
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+JSONL, CSV = "metrics.jsonl", "metrics.csv"
+
+
+class MetricsLog:
+    """The metrics of one run folder. `count` is the number of records so far; a checkpoint stores it."""
+
+    def __init__(self, folder: Path | str, count: int = 0, tensorboard: bool = False) -> None:
+        """Keep the first `count` records that are there (0: start anew) and append to them."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._records = read_metrics(self.folder)[:count] if (self.folder / JSONL).exists() else []
+        self._columns: list[str] = []
+        self._rewrite_jsonl()
+        self._rewrite_csv()
+        step = self._records[-1]["step"] + 1 if self._records else 0
+        self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
+
+    @property
+    def count(self) -> int:
+        """Records written so far."""
+        return len(self._records)
+
+    def write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
+        """Append a record and give it back."""
+        record = {"kind": kind, "step": step, **values}
+        self._records.append(record)
+        with (self.folder / JSONL).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        if set(record).issubset(self._columns):
+            with (self.folder / CSV).open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(record)
+        else:
+            self._rewrite_csv()
+        if self._events is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}", value, step)
+        return record
+
+    def close(self) -> None:
+        """Flush TensorBoard's events; the other files are complete after every record."""
+        if self._events is not None:
+            self._events.close()
+
+    def _rewrite_jsonl(self) -> None:
+        _replace(self.folder / JSONL, "".join(json.dumps(record) + "\n" for record in self._records))
+
+    def _rewrite_csv(self) -> None:
+        self._columns = list(dict.fromkeys(name for record in self._records for name in record))
+        temporary = self.folder / f".{CSV}"
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            if self._columns:
+                writer.writeheader()
+            writer.writerows(self._records)
+        os.replace(temporary, self.folder / CSV)
+
+
+class RunningSums:
+    """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rate = 0.0
+        self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._tokens, self._steps, self._seconds = 0, 0, 0.0
+        self._since = 0.0
+
+    def start(self, now: float) -> None:
+        """Begin to measure time, at the start of a run or of a resumed one."""
+        self._since = now - self._seconds
+
+    def pause(self, seconds: float) -> None:
+        """Leave a span, such as a validation, out of the speed."""
+        self._since += seconds
+
+    def add(self, loss: Tensor, norm: Tensor, tokens: int, rate: float) -> None:
+        """Add a step: its summed loss, gradient norm before clipping, tokens and learning rate."""
+        self._loss += loss
+        self._norm += norm
+        self._tokens, self._steps, self.rate = self._tokens + tokens, self._steps + 1, rate
+
+    def finite(self) -> bool:
+        """Whether every loss and norm so far was finite; waits for the device."""
+        return bool(torch.isfinite(self._loss + self._norm))
+
+    def take(self, now: float) -> dict[str, float]:
+        """The values of a record, and begin anew: mean loss per token, mean norm, rate, tokens per second."""
+        values = {
+            "loss": self._loss.item() / max(self._tokens, 1),
+            "gradient_norm": self._norm.item() / self._steps,
+            "lr": self.rate,
+            "tokens_per_second": self._tokens / max(now - self._since, 1e-9),
+        }
+        self._loss.zero_()
+        self._norm.zero_()
+        self._tokens, self._steps, self._since = 0, 0, now
+        return values
+
+    def state_dict(self, now: float) -> dict[str, Any]:
+        """What a resumed run needs to write the same next record."""
+        sums = {"loss": self._loss.cpu(), "norm": self._norm.cpu()}
+        return {**sums, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._loss.copy_(state["loss"])
+        self._norm.copy_(state["norm"])
+        self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a run folder or of a metrics.jsonl file; a last line that a crash cut off is left out."""
+    path = Path(path)
+    path = path / JSONL if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such metrics file")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: is not a JSON record") from None
+    return records
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _tensorboard_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("tensorboard=True needs TensorBoard: pip install 'fastformer[tensorboard]'") from None
+    return SummaryWriter(str(folder), purge_step=step)

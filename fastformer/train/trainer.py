@@ -1,0 +1,360 @@
+"""`Trainer`: the one training loop, for translation and for language models.
+
+The loop knows nothing of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
+function that validates. The gradient of a step is that of the mean over all real tokens of its batches, so how they
+are cut into batches and accumulated does not change it.
+
+The host waits for the device only where a number is written down (every `log_every` steps): loss and gradient norm are
+summed on the device until then. On the CPU, where looking is free, a loss that is not finite stops the run before it
+reaches the weights; on a GPU at the next record, and always before a checkpoint is written.
+
+A resumed run continues bit for bit (on the CPU, with a budget in steps or epochs): the state holds the position in the
+data, the generators and the sums since the last record. Validation draws from generators that are put back afterwards,
+so validating more or less often, and being interrupted, changes nothing. A budget in minutes depends on the clock.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.train.checkpoints import Checkpoint, CheckpointFolder, average_checkpoints
+from fastformer.train.config import TrainConfig
+from fastformer.train.interrupt import Interrupt
+from fastformer.train.metrics import MetricsLog, RunningSums
+from fastformer.train.optimizers import build_optimizer
+from fastformer.train.progress import Progress, describe
+from fastformer.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
+from fastformer.train.schedules import Schedule
+from fastformer.train.weights import CheckpointError, put_weights
+
+_LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+class Batch(Protocol):
+    """What the loop asks of a batch."""
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens that the loss is summed over."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The batch on a device."""
+
+
+class BatchSource(Protocol):
+    """The training data. The batches of an epoch must depend on its number only, not on global generators."""
+
+    def batches_in(self, epoch: int) -> int:
+        """Number of batches of an epoch (the first is 0)."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch from number `start` on."""
+
+
+class DivergedError(FloatingPointError):
+    """The loss or the gradient is not finite; the last good checkpoint is untouched."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all."""
+
+    reason: str
+    step: int
+    epoch: int
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]
+    best_value: float | None
+    best: Path | None
+
+
+@dataclass
+class _Position:
+    """Where the run stands: everything countable, saved with each checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_value: float | None = None
+    worse: int = 0
+    records: int = 0
+
+
+class Trainer:
+    """Trains `model` in a run folder: `checkpoints/`, `metrics.jsonl`, `metrics.csv`.
+
+    loss(model, batch): the loss summed over the batch's real tokens, a scalar tensor with gradient.
+    batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
+    "perplexity" is added from "loss" when absent. config: `TrainConfig`. architecture: the model's configuration
+    (dataclass or mapping), stored in each checkpoint and compared on resuming. The device is that of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        batches: BatchSource,
+        config: TrainConfig,
+        folder: Path | str,
+        *,
+        validate: Callable[[Any], Mapping[str, float]] | None = None,
+        architecture: Any = None,
+        show: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model, self.config, self.folder = model, config, Path(folder)
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
+        self.device = next(model.parameters()).device
+        self._loss, self._batches, self._validate, self._architecture = loss, batches, validate, architecture
+        self._clock, self._progress = clock, Progress(show)
+        self._optimizer = build_optimizer(model, config)
+        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._schedule = Schedule(
+            config.schedule, config.lr, config.warmup_steps, config.min_lr,
+            config.plateau_factor, config.plateau_patience, config.plateau_divisor,
+        )  # fmt: skip
+        self._at = _Position()
+        self._start = 0.0
+        self._sums = RunningSums(self.device)
+        self._metrics: dict[str, float] = {}
+        self._saved_step = -1
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        seed_everything(config.seed)
+
+    def resume(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
+        """Continue from a checkpoint of this run, the last one by default; call it before `fit`.
+
+        A damaged checkpoint raises CheckpointError naming the previous good one; `fallback` takes that one instead.
+        """
+        self.checkpoints.recover()
+        checkpoint = self.checkpoints.open(path, fallback)
+        state = checkpoint.state()
+        if state["optimizer_name"] != self.config.optimizer or state["schedule_name"] != self.config.schedule:
+            raise CheckpointError(
+                f"{checkpoint.path}: was trained with optimizer={state['optimizer_name']} and "
+                f"schedule={state['schedule_name']}, not {self.config.optimizer} and {self.config.schedule}"
+            )
+        checkpoint.load_into(self.model, self._architecture)
+        rates = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group.update(rate)  # what the configuration says now, not what it said when the checkpoint was written
+        self._schedule.load_state_dict(state["schedule"])
+        self._sums.load_state_dict(state["sums"])
+        self._at = _Position(**state["position"])
+        self._metrics, self._saved_step = dict(checkpoint.metrics), checkpoint.step
+        set_random_state(state["random"])
+        return checkpoint
+
+    def fit(self) -> Result:
+        """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.
+
+        The first Ctrl-C finishes the step, saves, validates and returns; the second raises KeyboardInterrupt at once.
+        Raises DivergedError for a loss or gradient that is not finite, OSError when a checkpoint cannot be written.
+        """
+        if self._at.step == 0 and self.checkpoints.paths():
+            raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
+        self._log = MetricsLog(self.folder, self._at.records, self.config.tensorboard)
+        self._start = self._clock() - self._at.seconds
+        self._sums.start(self._clock())
+        notice = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
+        self.model.train()
+        try:
+            with self._progress, Interrupt(lambda: self._progress.line(notice)) as interrupt:
+                reason = self._run(interrupt)
+                self._finish(reason)
+        finally:
+            self._log.close()
+        best = self.checkpoints.best()
+        at, value = self._at, self.checkpoints.best_value()
+        return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best)
+
+    def load_best(self) -> Checkpoint:
+        """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
+        checkpoint = self.checkpoints.open(self.checkpoints.best() or self.checkpoints.last())
+        checkpoint.load_into(self.model, self._architecture)
+        return checkpoint
+
+    def _run(self, interrupt: Interrupt) -> str:
+        while (reason := self._end()) is None:
+            batches = iter(self._batches.epoch(self._at.epoch, self._at.batch))
+            while group := list(islice(batches, self.config.accumulate)):
+                self._step(group)
+                if self._at.step % self.config.log_every == 0:
+                    self._record()
+                due = self.config.validate_every is not None and self._at.step % self.config.validate_every == 0
+                if due and not self._validate_and_save():
+                    return "patience"
+                if interrupt.requested:
+                    return "interrupted"
+                if (reason := self._end()) is not None:
+                    return reason
+            if self._at.batch == 0:
+                raise ValueError(f"batches: epoch {self._at.epoch} has no batch")
+            self._at.epoch, self._at.batch = self._at.epoch + 1, 0
+            if self.config.validate_every is None and not self._validate_and_save():
+                return "patience"
+        return reason
+
+    def _end(self) -> str | None:
+        self._at.seconds = self._clock() - self._start
+        config, at = self.config, self._at
+        if config.steps is not None and at.step >= config.steps:
+            return "steps"
+        if config.minutes is not None and at.seconds >= 60 * config.minutes:
+            return "minutes"
+        return "epochs" if config.epochs is not None and at.epoch >= config.epochs else None
+
+    def _spent(self) -> float:
+        """The part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
+        config, at = self.config, self._at
+        parts = [0.0]
+        if config.steps is not None:
+            parts.append(at.step / config.steps)
+        if config.minutes is not None:
+            parts.append(at.seconds / (60 * config.minutes))
+        if config.epochs is not None:
+            within = at.batch / max(self._batches.batches_in(at.epoch), 1) if at.batch else 0.0
+            parts.append((at.epoch + within) / config.epochs)
+        return min(max(parts), 1.0)
+
+    def _step(self, batches: list[Any]) -> None:
+        rate = self._schedule.rate(self._at.step + 1, self._spent())
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        tokens = sum(batch.tokens for batch in batches)
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            with self._autocast():
+                loss = self._loss(self.model, batch.to(self.device, non_blocking=True))
+            (loss / max(tokens, 1)).backward()
+            total += loss.detach()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        self._sums.add(total, norm, tokens, rate)
+        if self.device.type == "cpu":
+            self._check_finite(self._at.step + 1)
+        if self.config.clip_norm:
+            nn.utils.clip_grads_with_norm_(self._parameters, self.config.clip_norm, norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._at.step += 1
+        self._at.batch += len(batches)
+        self._at.tokens += tokens
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    def _check_finite(self, step: int) -> None:
+        if self._sums.finite():
+            return
+        last = self.checkpoints.last()
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+        raise DivergedError(
+            f"loss or gradient is not finite at step {step} (lr {self._sums.rate:.2e}); {kept}; "
+            "try a lower lr, more warmup_steps or a lower clip_norm"
+        )
+
+    def _record(self) -> None:
+        self._check_finite(self._at.step)
+        record = self._write("train", self._sums.take(self._clock()))
+        spent = self._spent()
+        left = self._at.seconds * (1 - spent) / spent if spent else math.inf
+        self._progress.step(record, spent, left)
+
+    def _validate_and_save(self) -> bool:
+        """Validate and save as the configuration asks for; False when patience is at its end."""
+        self._check_finite(self._at.step)
+        paused, best = self._clock(), None
+        if self._validate is not None:
+            value = self._evaluate("validation")
+            if self._is_better(value, self._at.best_value):
+                self._at.best_value, self._at.worse, best = value, 0, value
+            else:
+                self._at.worse += 1
+            if "loss" in self._metrics:
+                self._schedule.observe(self._metrics["loss"])
+        self._save(best)
+        self._sums.pause(self._clock() - paused)
+        return self.config.patience is None or self._at.worse < self.config.patience
+
+    def _evaluate(self, kind: str) -> float:
+        """Validate, record and show the values; gives back the one that decides."""
+        assert self._validate is not None
+        self.model.eval()
+        with torch.no_grad(), preserved_randomness(), self._autocast():
+            values = {name: float(value) for name, value in self._validate(self.model).items()}
+        self.model.train()
+        if "loss" in values:
+            values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
+        if self.config.metric not in values:
+            names = ", ".join(values)
+            raise ValueError(f"metric={self.config.metric!r} is not among the validation's values: {names}")
+        self._metrics = values
+        self._progress.line(f"{kind}: {describe(self._write(kind, values))}")
+        return values[self.config.metric]
+
+    def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any]:
+        self._at.seconds = self._clock() - self._start
+        epoch = self._at.epoch + (self._at.batch > 0)  # for people: counted from 1, the one just ended stays
+        return self._log.write(kind, self._at.step, epoch=epoch, seconds=self._at.seconds, **values)
+
+    def _is_better(self, value: float, best: float | None) -> bool:
+        if math.isnan(value):
+            return False
+        return best is None or (value < best if self.config.metric in _LOWER_IS_BETTER else value > best)
+
+    def _save(self, best: float | None) -> Path:
+        self._at.seconds, self._at.records = self._clock() - self._start, self._log.count
+        state = {
+            "optimizer_name": self.config.optimizer,
+            "schedule_name": self.config.schedule,
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "sums": self._sums.state_dict(self._clock()),
+            "position": dict(vars(self._at)),
+            "random": random_state(),
+        }
+        path = self.checkpoints.save(
+            self._at.step, self.model.state_dict(), state, self._architecture, self._metrics, best
+        )
+        self._saved_step = self._at.step
+        return path
+
+    def _finish(self, reason: str) -> None:
+        """Save and validate the end of the run, without a trace in the saved state: a longer run goes on from there."""
+        if self._saved_step != self._at.step:
+            self._check_finite(self._at.step)
+            self._metrics = {}
+            path = self._save(None)
+            if self._validate is not None:
+                value = self._evaluate("validation")
+                if self._is_better(value, self.checkpoints.best_value()):
+                    self.checkpoints.mark_best(path, value)
+        if self.config.average > 1 and reason != "interrupted":
+            self._average()
+        self._progress.line(f"ended at step {self._at.step:,}: {reason}")
+
+    def _average(self) -> None:
+        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        averaged = average_checkpoints(self.checkpoints.paths()[-self.config.average :])
+        put_weights(self.model, averaged, self.checkpoints.folder)
+        metrics, best = self._metrics, None
+        if self._validate is not None:
+            value = self._evaluate("average")
+            best = value if self._is_better(value, self.checkpoints.best_value()) else None
+        self.checkpoints.save(self._at.step, self.model.state_dict(), None, self._architecture, self._metrics, best)
+        put_weights(self.model, weights, self.checkpoints.folder)
+        self._metrics = metrics

@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers; nothing here imports torch.nn, autograd or the environment."""

@@ -20,6 +20,7 @@ from fastformer.reference import Activation, Alignment, Reduction
 
 OPS = (
     "attention",
+    "attention_with_weights",
     "packed_attention",
     "layer_norm",
     "rms_norm",
@@ -224,6 +225,7 @@ def attention_with_weights(
     _check_attention(q, k, v, mask, key_mask)
     _check_choice("alignment", alignment, get_args(Alignment))
     _check_probability("dropout_p", dropout_p)
+    _fused("attention_with_weights", q)
     allowed = _masks(q, k, causal, alignment, query_lengths, key_lengths, key_mask)
     return reference.attention_with_weights(q, k, v, mask, allowed, dropout_p=dropout_p, scale=scale)
 
@@ -384,6 +386,15 @@ def feed_forward(
     return reference.feed_forward(x, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p)
 
 
+def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be int64, not {target.dtype}")
+    if target.device.type == "cpu" and target.numel() and not torch.compiler.is_compiling():
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        if wrong.numel():
+            raise IndexError(f"target must lie between 0 and {classes - 1} or be {ignore_index}, not {int(wrong[0])}")
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -404,6 +415,10 @@ def linear_cross_entropy(
         ignore_index: targets of this value count for nothing.
         label_smoothing: share of the probability spread over all classes (Szegedy et al. 2016).
         reduction: "mean" over the targets that count, "sum", or "none" (of target's shape).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+        IndexError: a target on the CPU is no class.
     """
     _check_choice("reduction", reduction, get_args(Reduction))
     _check_probability("label_smoothing", label_smoothing)
@@ -411,6 +426,7 @@ def linear_cross_entropy(
         raise ValueError(f"target must be of shape {list(x.shape[:-1])}, not {list(target.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must be of shape [V, {x.shape[-1]}], not {list(weight.shape)}")
+    _check_classes(target, weight.shape[0], ignore_index)
     _fused("linear_cross_entropy", x)
     loss = reference.linear_cross_entropy(
         x.reshape(math.prod(target.shape), x.shape[-1]),

@@ -49,6 +49,10 @@ def _take_over(module: nn.Module) -> None:
             setattr(module, name, nn.ModuleList(adopt(layer) for layer in child).train(child.training))
         else:
             setattr(module, name, adopt(child))
+    if isinstance(module, nn.TransformerEncoderLayer):
+        # Closes torch's inference fast path, which skips overridden methods and, in torch's own stack, hands over
+        # nested tensors.
+        module.activation_relu_or_gelu = 0
 
 
 def _activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
@@ -106,8 +110,20 @@ def _dropout(x: Tensor, dropout: Any) -> Tensor:
     return functional.dropout(x, dropout.p if dropout.training else 0.0)
 
 
+def _overrides(cls: type, original: type, *methods: str) -> bool:
+    """Whether a class, by itself or through a base, replaces one of these methods of torch's."""
+    return any(getattr(cls, name) is not getattr(original, name) for name in methods)
+
+
 class _Layer(nn.Module):
     """What encoder and decoder layers share."""
+
+    _overridden = False
+
+    def _check_composable(self) -> None:
+        """Refuse to compose a layer whose `_sa_block`, `_mha_block` or `_ff_block` a subclass replaced."""
+        if self._overridden:
+            raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
 
     @classmethod
     def adopt(cls, module: nn.Module) -> Self:
@@ -130,11 +146,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     `_ff_block` keeps torch's `forward`, which calls them.
     """
 
-    _overridden = False
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._overridden = cls._overridden or bool({"_sa_block", "_ff_block"} & cls.__dict__.keys())
+        cls._overridden = _overrides(cls, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
 
     def __init__(
         self,
@@ -202,6 +216,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     def compose(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
+        self._check_composable()
         if self.norm_first:
             h, x = _add_norm(attention(self.norm1(x)), x, self.dropout1, self.norm2)
             return x + _dropout(_feed_forward(self, h), self.dropout2)
@@ -216,11 +231,9 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
     """
 
-    _overridden = False
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._overridden = cls._overridden or bool({"_sa_block", "_mha_block", "_ff_block"} & cls.__dict__.keys())
+        cls._overridden = _overrides(cls, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
 
     def __init__(
         self,
@@ -323,6 +336,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
     def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
+        self._check_composable()
         if self.norm_first:
             h, x = _add_norm(self_attention(self.norm1(x)), x, self.dropout1, self.norm2)
             h, x = _add_norm(cross_attention(h), x, self.dropout2, self.norm3)
@@ -335,7 +349,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 class TransformerEncoder(nn.TransformerEncoder):
     """torch.nn.TransformerEncoder without its inference fast path, whose results differ from its documented ones.
 
-    `enable_nested_tensor` and `mask_check` are accepted and change nothing.
+    `enable_nested_tensor` and `mask_check` are accepted and change nothing; a layer of torch's becomes one of ours.
     """
 
     def __init__(
@@ -346,7 +360,8 @@ class TransformerEncoder(nn.TransformerEncoder):
         enable_nested_tensor: bool = True,
         mask_check: bool = True,
     ) -> None:
-        super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)  # type: ignore[arg-type]
+        layer = adopt(encoder_layer)
+        super().__init__(layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)  # type: ignore[arg-type]
         self.enable_nested_tensor = enable_nested_tensor
 
     @classmethod
@@ -378,7 +393,10 @@ class TransformerEncoder(nn.TransformerEncoder):
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """torch.nn.TransformerDecoder on our layers."""
+    """torch.nn.TransformerDecoder on our layers; a layer of torch's becomes one of ours."""
+
+    def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
+        super().__init__(adopt(decoder_layer), num_layers, norm)  # type: ignore[arg-type]
 
     @classmethod
     def adopt(cls, module: nn.Module) -> Self:

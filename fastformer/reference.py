@@ -12,7 +12,7 @@ Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,39 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+class _PlainDoubleBackward(torch.autograd.Function):
+    """Passes SDPA's output and gradient through; a gradient that is to be differentiated takes the plain formula.
+
+    torch's fused attention, on every device, has no second derivative.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, q, k, v, mask, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grads[0], None, None, None, None, None, None
+        q, k, v, mask = ctx.saved_tensors
+        inputs = [x for x, wanted in zip((q, k, v, mask), ctx.needs_input_grad[1:5], strict=True) if wanted]
+        if ctx.causal:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        weights = _scores_to_weights(q, _repeat_heads(k, q.shape[1]), mask, ctx.scale)
+        out = torch.matmul(weights, _repeat_heads(v, q.shape[1]))
+        found = iter(torch.autograd.grad(out, inputs, grads[0].to(out.dtype), create_graph=True))
+        return None, *(next(found) if wanted else None for wanted in ctx.needs_input_grad[1:5]), None, None
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -149,6 +182,8 @@ def attention(
     out = F.scaled_dot_product_attention(
         q, k, v, merged, dropout_p, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
     )
+    if out.requires_grad and dropout_p == 0.0 and not torch.compiler.is_compiling():
+        out = _PlainDoubleBackward.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
@@ -191,7 +226,7 @@ def packed_attention(
     T, S = layout.max_length, key_layout.max_length
     if max(T, S) <= _SHORT and key_layout.shortest > 0 and k.shape[1] == q.shape[1]:
         return _short_packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p, scale=scale)
-    wide = [unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout))]  # [B, H, L, K]
+    q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))  # [B, H, L, K]
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = key_layout.full or (causal and layout is key_layout)
     allowed = None
@@ -205,7 +240,7 @@ def packed_attention(
             key_lengths=key_layout.offsets.diff(),
             key_mask=None,
         )
-    out = attention(*wide, None, allowed, causal=causal and alone, dropout_p=dropout_p, scale=scale)
+    out = attention(q, k, v, None, allowed, causal=causal and alone, dropout_p=dropout_p, scale=scale)
     return pack(out.transpose(1, 2), layout)
 
 

@@ -172,7 +172,7 @@ def test_state_cannot_run_code(tmp_path):
             return os.mkdir, (str(tmp_path / "hacked"),)
 
     path = CheckpointFolder(tmp_path / "run").save(1, {"w": torch.ones(1)}, {"evil": Evil()})
-    with pytest.raises(Exception, match="weights_only|Weights only|Unsupported"):
+    with pytest.raises(Exception, match=r"Weights only load failed"):
         Checkpoint.open(path).state()
     assert not (tmp_path / "hacked").exists()
 
@@ -186,14 +186,16 @@ def test_another_architecture_is_named_by_its_first_differing_setting(tmp_path):
         checkpoint.load_into(model, {"d_model": 4, "heads": 8, "layers": 3})
     with pytest.raises(CheckpointError, match=r"it has layers=6, this model nothing$"):
         checkpoint.load_into(model, {"d_model": 4, "heads": 2})
-    with pytest.raises(CheckpointError, match=r"holds embedding.weight of shape \[6, 4\], but this model's is \[6, 8\]"):
+    with pytest.raises(
+        CheckpointError, match=r"holds embedding.weight of shape \[6, 4\], but this model's is \[6, 8\]"
+    ):
         checkpoint.load_into(Tied(width=8))
     with pytest.raises(CheckpointError, match=r"does not hold weight, which this model has"):
         checkpoint.load_into(nn.Linear(4, 6))
+    smaller = Tied()
+    del smaller.output
     with pytest.raises(CheckpointError, match=r"holds output.weight, which this model does not have"):
-        model_without = Tied()
-        del model_without.output
-        checkpoint.load_into(model_without)
+        checkpoint.load_into(smaller)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 

@@ -7,7 +7,8 @@ Letters: B sentences, N hypotheses a sentence, T steps taken, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +20,24 @@ from fastformer.models import TranslationConfig, TranslationModel
 _COMPACT_AT = 0.125
 
 
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search.
+    """How to search; each setting is described by its help text."""
 
-    Attributes:
-        beam: hypotheses kept a sentence; 1 is greedy search.
-        n_best: translations returned a sentence, at most `beam`.
-        length_penalty: a finished hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0 = none.
-        max_ratio, max_extra: at most max_ratio * source length + max_extra tokens.
-        max_length: at most this many tokens, whatever the source; None = no further limit.
-        min_length: at least this many tokens before eos.
-        no_repeat_ngram: no n-gram of this size twice in a hypothesis; 0 = off.
-    """
-
-    beam: int = 4
-    n_best: int = 1
-    length_penalty: float = 1.0
-    max_ratio: float = 2.0
-    max_extra: int = 10
-    max_length: int | None = None
-    min_length: int = 0
-    no_repeat_ngram: int = 0
+    beam: int = _option(4, "hypotheses kept a sentence; 1 is greedy search")
+    n_best: int = _option(1, "translations returned a sentence, at most beam")
+    length_penalty: float = _option(
+        1.0, "a hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0: none"
+    )
+    max_ratio: float = _option(2.0, "at most max_ratio * source length + max_extra tokens")
+    max_extra: int = _option(10, "see max_ratio")
+    max_length: int | None = _option(None, "at most this many tokens, whatever the source")
+    min_length: int = _option(0, "at least this many tokens before the end")
+    no_repeat_ngram: int = _option(0, "no n-gram of this size twice in a translation; 0: off")
 
     def __post_init__(self) -> None:
         for name, least in (("beam", 1), ("n_best", 1), ("max_extra", 0), ("min_length", 0), ("no_repeat_ngram", 0)):
@@ -48,22 +45,29 @@ class SearchOptions:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1, not {self.max_length}")
+        if self.max_length is not None and self.min_length > self.max_length:
+            raise ValueError(f"min_length ({self.min_length}) must not exceed max_length ({self.max_length})")
         if self.n_best > self.beam:
             raise ValueError(f"n_best ({self.n_best}) must not exceed beam ({self.beam})")
         if not (math.isfinite(self.length_penalty) and math.isfinite(self.max_ratio) and self.max_ratio >= 0):
             raise ValueError("length_penalty and max_ratio must be finite, max_ratio not negative")
 
-    def limits(self, source_lengths: Tensor) -> Tensor:
-        """Compute the most tokens of each sentence, eos included: int64 `[B]`."""
+    def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
+        """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`."""
         limits = (source_lengths * self.max_ratio).long() + self.max_extra
-        if self.max_length is not None:
-            limits = limits.clamp(max=self.max_length)
+        for most in (self.max_length, config.longest):
+            if most is not None:
+                limits = limits.clamp(max=most)
         return limits.clamp(min=1)
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translation: ids without bos and eos; log probability in nats, and the score that ranked it."""
+    """One translation: ids without bos and eos; log probability in nats, and the score that ranked it.
+
+    The log probability is the model's own, summed over the tokens (eos included, unless the length limit cut it off);
+    tokens that the options rule out keep their share.
+    """
 
     ids: list[int]
     log_probability: float
@@ -91,7 +95,7 @@ def greedy_search(
     if B == 0:
         return []
     state = DecoderState(model, source, source_lengths)
-    limits = options.limits(source_lengths).to(device)
+    limits = options.limits(source_lengths, config).to(device)
     longest = int(limits.max())
     output = torch.full((B, longest + 1), config.bos_id, device=device)  # column 0 is bos
     scores = torch.zeros(B, device=device)
@@ -99,12 +103,11 @@ def greedy_search(
     active = torch.arange(B, device=device)  # sentences still in the batch
     running = torch.ones(B, dtype=torch.bool, device=device)  # [rows in the batch]
     for t in range(longest):
-        logits = state.step(output[active, t])
-        _forbid(logits, config, t, options.min_length)
-        if options.no_repeat_ngram:
-            _forbid_repeats(logits, output[active, 1 : t + 1], options.no_repeat_ngram)
+        logits = state.step(output[active, t]).float()
+        total = logits.logsumexp(-1)
+        _forbid(logits, output[active, 1 : t + 1], config, options)
         best, ids = logits.max(-1)
-        log_p = best.float() - logits.float().logsumexp(-1)
+        log_p = best - total
         output[active, t + 1] = ids
         scores[active] += torch.where(running, log_p, 0.0)
         ended = running & (ids == config.eos_id)
@@ -139,7 +142,7 @@ def beam_search(
     if B == 0:
         return []
     state = DecoderState(model, source, source_lengths, hypotheses=N)
-    limits = options.limits(source_lengths).to(device)
+    limits = options.limits(source_lengths, config).to(device)
     longest = int(limits.max())
     results: list[list[Hypothesis]] = [[] for _ in range(B)]
 
@@ -151,11 +154,9 @@ def beam_search(
     finished = _Finished(B, N, longest, options.length_penalty, device)
     for t in range(longest):
         b = active.numel()
-        logits = state.step(tokens[:, :, t].flatten())
-        _forbid(logits, config, t, options.min_length)
-        if options.no_repeat_ngram:
-            _forbid_repeats(logits, tokens[:, :, 1 : t + 1].flatten(0, 1), options.no_repeat_ngram)
-        log_p = logits.float().log_softmax(-1).view(b, N, -1)
+        log_p = state.step(tokens[:, :, t].flatten()).float().log_softmax(-1)
+        _forbid(log_p, tokens[:, :, 1 : t + 1].flatten(0, 1), config, options)
+        log_p = log_p.view(b, N, -1)
         V = log_p.shape[-1]
         # 2N candidates: even if N of them end here, N are left to carry on.
         candidates, where = (scores[:, :, None] + log_p).flatten(1).topk(min(2 * N, N * V), -1)  # [b, 2N]
@@ -238,14 +239,25 @@ def _hypothesis(ids: list[int], length: int, log_probability: float, score: floa
     return Hypothesis(ids[:-1] if ids[-1] == eos_id else ids, log_probability, score)
 
 
-def _forbid(logits: Tensor, config: TranslationConfig, step: int, min_length: int) -> None:
-    """Rule out tokens that no translation contains, in place, and eos before the minimum length."""
-    logits[:, [config.pad_id, config.bos_id]] = -math.inf
-    if step < min_length:
-        logits[:, config.eos_id] = -math.inf
+def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: SearchOptions) -> None:
+    """Rule out, in place, what may not follow `tokens` `[R, t]`: set its scores `[R, V]` to -inf.
+
+    Padding and bos never may, eos not before the minimum length, except where nothing else is left.
+    """
+    scores[:, config.pad_id] = -math.inf
+    scores[:, config.bos_id] = -math.inf
+    early = tokens.shape[1] < options.min_length
+    eos = scores[:, config.eos_id].clone()
+    if early:
+        scores[:, config.eos_id] = -math.inf
+    if options.no_repeat_ngram:
+        _forbid_repeats(scores, tokens, options.no_repeat_ngram)
+        if early:
+            stuck = scores.amax(-1) == -math.inf
+            scores[:, config.eos_id] = torch.where(stuck, eos, -math.inf)
 
 
-def _forbid_repeats(logits: Tensor, tokens: Tensor, size: int) -> None:
+def _forbid_repeats(scores: Tensor, tokens: Tensor, size: int) -> None:
     """Rule out, in place, tokens that would repeat an n-gram of `tokens` `[R, t]`."""
     t = tokens.shape[1]
     if t < size:
@@ -254,4 +266,4 @@ def _forbid_repeats(logits: Tensor, tokens: Tensor, size: int) -> None:
     last = tokens[:, t - size + 1 :]  # the size - 1 tokens before the next one; none for size 1
     seen = (grams[:, :, :-1] == last[:, None]).all(-1)  # [R, t - size + 1]
     row, start = seen.nonzero(as_tuple=True)
-    logits[row, grams[row, start, -1]] = -math.inf
+    scores[row, grams[row, start, -1]] = -math.inf

@@ -28,7 +28,10 @@ class Translator:
     Args:
         model: put into evaluation mode.
         source_tokenizer, target_tokenizer: those it was trained with.
-        max_source_length: longer sentences are cut, as in training; tokens with eos.
+        max_source_length: longer sentences are cut, as in training; tokens with eos. Learned positions may allow less.
+
+    Raises:
+        ValueError: a tokenizer does not belong to the model.
     """
 
     def __init__(
@@ -44,9 +47,13 @@ class Translator:
         ):
             if tokenizer.size != size:
                 raise ValueError(f"the {side} tokenizer has {tokenizer.size} entries, the model {size}")
+        for name in ("pad_id", "bos_id", "eos_id"):
+            ours, theirs = getattr(target_tokenizer, name), getattr(model.config, name)
+            if ours != theirs:
+                raise ValueError(f"the target tokenizer has {name} {ours}, the model {theirs}")
         self.model = model.eval()
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
-        self.max_source_length = max_source_length
+        self.max_source_length = min(max_source_length, model.config.longest or max_source_length)
 
     def translate(
         self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
@@ -66,8 +73,9 @@ class Translator:
     ) -> list[list[Translation]]:
         """Like `translate`, with the `n_best` translations of each sentence and their scores."""
         options = options or SearchOptions()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        _check_batch_size(batch_size)
+        if isinstance(sentences, str):
+            raise TypeError("sentences must be a list of sentences, not one string")
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
         for indices, found in self._search(sentences, options, batch_size):
             for index, hypotheses in zip(indices, found, strict=True):
@@ -101,8 +109,11 @@ class Translator:
         Raises:
             ValueError: the numbers of sentences differ, or a side of a pair is empty or too long.
         """
+        _check_batch_size(batch_size)
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        if not sources:
+            return []
         corpus = ParallelCorpus(list(sources), list(targets))
         pairs = encode_pairs(corpus, self.source_tokenizer, self.target_tokenizer, self.max_source_length)
         if len(pairs) != len(sources):
@@ -119,3 +130,8 @@ class Translator:
             parts = torch.split(chosen, lengths)
             results.extend((float(part.sum()), length) for part, length in zip(parts, lengths, strict=True))
         return results
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")

@@ -73,6 +73,8 @@ class Embedding(nn.Module):
             x = x + self.positions(positions)
         else:
             if length > self.table.shape[0]:
-                self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
+                # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
+                with torch.inference_mode(False):
+                    self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
             x = x + self.table[positions]
         return functional.dropout(x, self.dropout.p if self.training else 0.0)

@@ -6,6 +6,7 @@ beside the model, projects them where it needs them.
 Letters: B batch, T target and S source positions (packed: of all sentences together), D model width, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -68,12 +69,15 @@ class TranslationConfig:
     eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
 
     def __post_init__(self) -> None:
-        for name in ("source_vocabulary", "target_vocabulary", "d_model", "heads", "feed_forward", "max_positions"):
+        sizes = ("d_model", "heads", "encoder_layers", "decoder_layers", "feed_forward", "max_positions")
+        for name in ("source_vocabulary", "target_vocabulary", *sizes):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("encoder_layers", "decoder_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("pad_id", "bos_id", "eos_id"):
+            if not 0 <= getattr(self, name) < self.target_vocabulary:
+                raise ValueError(
+                    f"{name} must be below target_vocabulary ({self.target_vocabulary}), not {getattr(self, name)}"
+                )
         if self.d_model % self.heads:
             raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
         if not 0.0 <= self.dropout < 1.0:
@@ -87,6 +91,11 @@ class TranslationConfig:
                 f"embeddings 'shared' needs one joint vocabulary, not {self.source_vocabulary} and "
                 f"{self.target_vocabulary} entries"
             )
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence on either side: learned positions end somewhere, sinusoidal ones do not."""
+        return self.max_positions if self.positions == "learned" else None
 
 
 class TranslationModel(nn.Module):
@@ -119,7 +128,7 @@ class TranslationModel(nn.Module):
 
     def _initialise(self) -> None:
         """Draw the weight matrices as configured; embeddings from N(0, 1/D), so that tied logits start near 1."""
-        draw = {
+        draw: Callable[[Tensor], Tensor] = {
             "xavier_uniform": nn.init.xavier_uniform_,
             "xavier_normal": nn.init.xavier_normal_,
             "normal": lambda w: nn.init.normal_(w, std=0.02),
@@ -161,7 +170,7 @@ class TranslationModel(nn.Module):
 
     @torch.no_grad()
     def attention_maps(self, source: Tensor, target_in: Tensor) -> dict[str, Tensor]:
-        """Compute every attention weight for one sentence pair.
+        """Compute every attention weight for one sentence pair; call `.eval()` first, or dropout takes some away.
 
         Args:
             source: int64 ids with eos, `[S]`.

@@ -235,10 +235,10 @@ class CheckpointFolder:
             original = self.folder / path.name.removeprefix(".swap-")
             if not original.exists():
                 os.replace(path, original)
-        self._remove(self._index()["removed"])
         for pattern in (".swap-*", ".new-*", ".old-*"):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path)
+        self._remove(self._index()["removed"])
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:

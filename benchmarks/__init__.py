@@ -1,0 +1,1 @@
+"""How fast and how small, against what one would use instead; `pytest benchmarks --benchmark-only` prints it."""

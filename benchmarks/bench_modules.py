@@ -1,0 +1,154 @@
+"""The drop-in modules against their torch.nn originals on the same padded input: never slower is the goal.
+
+Masks as in translation: padding on the source, causal and padding on the target; lengths of Multi30k. "eval" is the
+forward pass under no_grad, where torch has its fast path; "train" is forward and backward with dropout 0.1. This
+compares the modules alone, both doing the work on padding; the gain from leaving it out is in bench_training_step.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer
+from benchmarks.conftest import Race, Side, saved_for_backward
+from benchmarks.lengths import typical_batch
+
+WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
+SENTENCES = 16
+TOLERANCE = 1e-5  # fp32, a few hundred terms a sum
+
+Call = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Input:
+    """Padded activations `[B, S, D]`, `[B, T, D]` and torch's masks for them (True = ignore)."""
+
+    source: Tensor
+    target: Tensor
+    source_padding: Tensor
+    target_padding: Tensor
+    causal: Tensor
+
+
+def _input(device: torch.device) -> Input:
+    batch = typical_batch("random")[0]
+    sides, paddings = [], []
+    for lengths in (batch.source_lengths[:SENTENCES], batch.target_lengths[:SENTENCES]):
+        steps = torch.arange(int(lengths.max()))
+        paddings.append((steps >= lengths[:, None]).to(device))
+        sides.append(torch.randn(SENTENCES, len(steps), WIDTH, device=device))
+    T = sides[1].shape[1]
+    return Input(*sides, *paddings, torch.ones(T, T, dtype=torch.bool, device=device).triu(1))
+
+
+def _layer_norm(x: Input) -> Call:
+    return lambda module: module(x.source)
+
+
+def _attention(x: Input) -> Call:
+    return lambda module: module(x.source, x.source, x.source, key_padding_mask=x.source_padding, need_weights=False)[0]
+
+
+def _attention_with_weights(x: Input) -> Call:
+    return lambda module: module(x.source, x.source, x.source, key_padding_mask=x.source_padding)[0]
+
+
+def _encoder_layer(x: Input) -> Call:
+    return lambda module: module(x.source, src_key_padding_mask=x.source_padding)
+
+
+def _decoder_layer(x: Input) -> Call:
+    return lambda module: module(
+        x.target,
+        x.source,
+        tgt_mask=x.causal,
+        tgt_key_padding_mask=x.target_padding,
+        memory_key_padding_mask=x.source_padding,
+        tgt_is_causal=True,
+    )
+
+
+def _transformer(x: Input) -> Call:
+    return lambda module: module(
+        x.source,
+        x.target,
+        tgt_mask=x.causal,
+        src_key_padding_mask=x.source_padding,
+        tgt_key_padding_mask=x.target_padding,
+        memory_key_padding_mask=x.source_padding,
+        tgt_is_causal=True,
+    )
+
+
+_BOTH: dict[str, Any] = {"dropout": 0.1, "batch_first": True}
+_LAYER: dict[str, Any] = {**_BOTH, "dim_feedforward": HIDDEN}
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[Input], Call]]] = {
+    "LayerNorm": ("LayerNorm", {"normalized_shape": WIDTH}, _layer_norm),
+    "MultiheadAttention": ("MultiheadAttention", {"embed_dim": WIDTH, "num_heads": HEADS, **_BOTH}, _attention),
+    "MultiheadAttention with weights": (
+        "MultiheadAttention",
+        {"embed_dim": WIDTH, "num_heads": HEADS, **_BOTH},
+        _attention_with_weights,
+    ),
+    "TransformerEncoderLayer": (
+        "TransformerEncoderLayer",
+        {"d_model": WIDTH, "nhead": HEADS, **_LAYER},
+        _encoder_layer,
+    ),
+    "TransformerDecoderLayer": (
+        "TransformerDecoderLayer",
+        {"d_model": WIDTH, "nhead": HEADS, **_LAYER},
+        _decoder_layer,
+    ),
+    "Transformer 2+2": (
+        "Transformer",
+        {"d_model": WIDTH, "nhead": HEADS, "num_encoder_layers": 2, "num_decoder_layers": 2, **_LAYER},
+        _transformer,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("case", CASES)
+def bench_module(race: Race, case: str, mode: Literal["eval", "train"]) -> None:
+    name, arguments, make = CASES[case]
+    with warnings.catch_warnings():
+        # torch warns of its own encoder: first that its nested-tensor path is off, later that it is a prototype.
+        warnings.filterwarnings("ignore", message=".*nested.?tensor.*")
+        theirs = getattr(nn, name)(**arguments).to(race.device)
+        ours = getattr(fastformer, name)(**arguments).to(race.device)
+        ours.load_state_dict(theirs.state_dict())
+        x = _input(race.device)
+        call = make(x)
+        padding = x.target_padding if name in ("TransformerDecoderLayer", "Transformer") else x.source_padding
+        direction = torch.randn_like(x.target if padding is x.target_padding else x.source)
+        direction[padding] = 0.0  # torch's fast path has zeros at padding, its documented path has values
+
+        def backward(module: nn.Module) -> Tensor:
+            out = call(module)
+            out.backward(direction)
+            return out
+
+        run: Callable[[nn.Module], Tensor] = torch.no_grad()(call) if mode == "eval" else backward
+        outputs = [run(module.eval())[~padding] for module in (ours, theirs)]
+        race.gate("output", *outputs, TOLERANCE)
+        if mode == "train":
+            pairs = list(zip(ours.parameters(), theirs.parameters(), strict=True))
+            race.gate("gradients", *(torch.cat([p[i].grad.flatten() for p in pairs]) for i in (0, 1)), TOLERANCE)
+            for module in (ours, theirs):
+                module.train()
+            saved = [saved_for_backward(lambda m=module: call(m), module.parameters()) for module in (ours, theirs)]
+            race.note(saved_for_backward_bytes={"ours": saved[0], "theirs": saved[1]})
+        race(
+            f"{case}, {mode}",
+            Side("fastformer", lambda: run(ours)),
+            Side(f"torch.nn.{name}", lambda: run(theirs)),
+            rounds=ROUNDS,
+            goal=0.95,
+        )

@@ -1,0 +1,363 @@
+"""The translation application: data, tokenizers, model, training and decoding around one run folder.
+
+A run folder describes itself, so that nothing but its path is needed to resume, translate or evaluate:
+
+    config.toml      [data] [model] [train]: every setting, defaults included
+    data.json        what was read: counts, and a fingerprint that a resumed run must meet again
+    tokenizer/       source/ and target/ (the same one twice if joint)
+    checkpoints/     weights as safetensors, resumable state
+    metrics.jsonl    losses, speed, validation scores; metrics.csv the same
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fastformer.generate import SearchOptions, Translator
+from fastformer.models import TranslationConfig, TranslationModel, translation_loss
+from fastformer.text import (
+    Batches,
+    EncodedPairs,
+    ParallelCorpus,
+    SpecialIds,
+    Tokenizer,
+    WordTokenizer,
+    encode_pairs,
+    load_tokenizer,
+    number_corpus,
+    open_dataset,
+    read_parallel,
+    split,
+    train_sentencepiece,
+)
+from fastformer.text.scores import Scores, score_translations
+from fastformer.train import Checkpoint, Result, TrainConfig, Trainer, find_checkpoint, load_toml, save_toml
+from fastformer.train.config import check_values
+
+logger = logging.getLogger("fastformer")
+
+TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
+Split = Literal["train", "valid", "test"]
+
+
+def _option(default: Any, help: str, **rule: Any) -> Any:
+    return field(default=default, metadata={"help": help, **rule})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from, and how it becomes ids and batches."""
+
+    dataset: str | None = _option(
+        "numbers", "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`"
+    )
+    source: str = _option("en", "source language, as the dataset names it")
+    target: str = _option("fr", "target language")
+    train_source: Path | None = _option(None, "file of source sentences (plain or .gz), instead of a dataset")
+    train_target: Path | None = _option(None, "file of their translations, line by line")
+    valid_source: Path | None = _option(None, "the same for validation; unset: split from training")
+    valid_target: Path | None = _option(None, "see valid_source")
+    test_source: Path | None = _option(None, "the same for testing; unset: split from training")
+    test_target: Path | None = _option(None, "see test_source")
+    valid_size: int = _option(500, "pairs split off (or generated) for validation", at_least=1)
+    test_size: int = _option(500, "pairs split off (or generated) for testing", at_least=1)
+    train_size: int = _option(10_000, "pairs generated for training (numbers only)", at_least=1)
+    tokenizer: str = _option(
+        "bpe", "sentencepiece's bpe, unigram, char or word; or words: a plain word list", choices=TOKENIZERS
+    )
+    vocabulary: int = _option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
+    joint: bool = _option(True, "one vocabulary for both languages")
+    character_coverage: float = _option(1.0, "share of characters sentencepiece must cover", above=0)
+    minimum_frequency: int = _option(2, "tokenizer=words: rarer words become <unk>", at_least=1)
+    lowercase: bool = _option(False, "lower-case both sides")
+    unk_id: int = _option(0, "id of the unknown token", at_least=0)
+    pad_id: int = _option(1, "id of padding", at_least=0)
+    bos_id: int = _option(2, "id of the begin token", at_least=0)
+    eos_id: int = _option(3, "id of the end token", at_least=0)
+    max_length: int = _option(256, "longest sentence in tokens with eos", at_least=2)
+    too_long: str = _option("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
+    bucket: bool = _option(False, "batches of similar lengths (only padded execution needs them)")
+    bleu_sentences: int = _option(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if (self.train_source is None) != (self.train_target is None):
+            raise ValueError("train_source and train_target must be given together")
+        for part in ("valid", "test"):
+            if (getattr(self, f"{part}_source") is None) != (getattr(self, f"{part}_target") is None):
+                raise ValueError(f"{part}_source and {part}_target must be given together")
+        if self.dataset is None and self.train_source is None:
+            raise ValueError("no data: give dataset, or train_source and train_target")
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """The four special ids as one value."""
+        return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
+
+
+SECTIONS: Mapping[str, type] = {"data": DataConfig, "model": TranslationConfig, "train": TrainConfig}
+# Set from the tokenizers, never by a user.
+DERIVED = ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id")
+
+
+def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
+    """Read or generate the training, validation and test pairs.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and line, or the setting.
+    """
+    if data.train_source is not None and data.train_target is not None:
+        train = read_parallel(data.train_source, data.train_target, "train")
+        held: dict[Split, ParallelCorpus] = {}
+        if data.valid_source is not None and data.valid_target is not None:
+            held["valid"] = read_parallel(data.valid_source, data.valid_target, "valid")
+        if data.test_source is not None and data.test_target is not None:
+            held["test"] = read_parallel(data.test_source, data.test_target, "test")
+        valid_size, test_size = (
+            0 if part in held else size for part, size in (("valid", data.valid_size), ("test", data.test_size))
+        )
+        train, valid, test = split(train, valid_size, test_size, seed=1)
+        return {"train": train, "valid": held.get("valid", valid), "test": held.get("test", test)}
+    if data.dataset == "numbers":
+        if data.source != "en":
+            raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
+        parts = number_corpus(data.target, data.train_size, data.valid_size, data.test_size)
+    else:
+        assert data.dataset is not None
+        parts = open_dataset(data.dataset, data.source, data.target)
+    return dict(zip(("train", "valid", "test"), parts, strict=True))
+
+
+def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
+    """Learn the vocabularies, from the training pairs only."""
+
+    def build(lines: list[str]) -> Tokenizer:
+        if data.tokenizer == "words":
+            return WordTokenizer.from_lines(
+                lines,
+                minimum_frequency=data.minimum_frequency,
+                maximum_size=data.vocabulary,
+                lowercase=data.lowercase,
+                special_ids=data.special_ids,
+            )
+        return train_sentencepiece(
+            lines,
+            data.vocabulary,
+            model_type=data.tokenizer,  # type: ignore[arg-type]
+            character_coverage=data.character_coverage,
+            special_ids=data.special_ids,
+            lowercase=data.lowercase,
+        )
+
+    if data.joint:
+        both = build(train.source + train.target)
+        return both, both
+    return build(train.source), build(train.target)
+
+
+def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
+    """Mean cross entropy per target token (eos included, no smoothing), in nats."""
+    device = model.output.weight.device
+    longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
+    total, count = 0.0, 0
+    for batch in Batches(pairs, tokens=max(tokens, longest), shuffle=False).epoch(0):
+        total += float(translation_loss(model, batch.to(device)))
+        count += batch.tokens
+    return total / count
+
+
+class TranslationRun:
+    """One run: its settings, its data, its tokenizers and its model.
+
+    Use `create` for a new folder and `open` for one that exists.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        data: DataConfig,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.folder, self.data, self.train_config = folder, data, train
+        self.device = torch.device(device)
+        self.corpora = read_corpora(data)
+        self.tokenizers = tokenizers or build_tokenizers(data, self.corpora["train"])
+        source, target = self.tokenizers
+        derived = {
+            "source_vocabulary": source.size,
+            "target_vocabulary": target.size,
+            "pad_id": target.pad_id,
+            "bos_id": target.bos_id,
+            "eos_id": target.eos_id,
+        }
+        self.model_config = TranslationConfig(**{**model, **derived})
+        self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path | str,
+        data: DataConfig,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        device: torch.device | str = "cpu",
+    ) -> "TranslationRun":
+        """Read the data, learn the vocabularies, and write a new run folder.
+
+        Args:
+            folder: must not hold a run yet.
+            data: where the text comes from.
+            model: settings of `TranslationConfig`, without those that follow from the tokenizers.
+            train: hyperparameters.
+            device: of the model.
+
+        Raises:
+            FileExistsError: the folder holds a run already.
+        """
+        folder = Path(folder)
+        if (folder / "config.toml").exists():
+            raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
+        run = cls(folder, data, model, train, device=device)
+        folder.mkdir(parents=True, exist_ok=True)
+        source, target = run.tokenizers
+        source.save(folder / "tokenizer" / "source")
+        target.save(folder / "tokenizer" / "target")
+        (folder / "data.json").write_text(json.dumps(run.data_report(), indent=1) + "\n", encoding="utf-8")
+        # Written last: a folder with a config.toml is a run.
+        save_toml(folder / "config.toml", {"data": data, "model": run.model_config, "train": train})
+        return run
+
+    @classmethod
+    def open(
+        cls, folder: Path | str, train: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    ) -> "TranslationRun":
+        """Open a run to resume it, with changes to its [train] settings such as a longer budget.
+
+        Raises:
+            FileNotFoundError: the folder holds no run.
+            ValueError: the training data is not what the run was started with.
+        """
+        folder = Path(folder)
+        sections = read_config(folder)
+        config = TrainConfig(**{**sections["train"], **(train or {})})
+        model = {k: v for k, v in sections["model"].items() if k not in DERIVED}
+        run = cls(folder, DataConfig(**sections["data"]), model, config, load_tokenizers(folder), device)
+        before = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        if before["fingerprint"] != run.data_report()["fingerprint"]:
+            raise ValueError(f"{folder}: the training data differs from what this run was started with")
+        return run
+
+    def data_report(self) -> dict[str, Any]:
+        """Counts of what was read, and a fingerprint of the encoded training pairs."""
+        digest = hashlib.sha256()
+        for side in (self.pairs.source, self.pairs.target):
+            digest.update(side.ids.tobytes())
+            digest.update(side.offsets.tobytes())
+        return {
+            "corpora": {name: str(corpus) for name, corpus in self.corpora.items()},
+            "training": str(self.pairs),
+            "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
+            "fingerprint": digest.hexdigest(),
+        }
+
+    def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:
+        """Train to the end of the budget; see `fastformer.train.Trainer`.
+
+        Args:
+            resume: continue from the last checkpoint.
+            fallback: where that one is damaged, take the one before.
+            show: progress on the terminal.
+        """
+        train = self.train_config
+        torch.manual_seed(train.seed)
+        model = TranslationModel(self.model_config).to(self.device)
+
+        def loss(model: TranslationModel, batch: Any) -> torch.Tensor:
+            return translation_loss(model, batch, train.label_smoothing)
+
+        batches = Batches(
+            self.pairs,
+            tokens=train.batch_tokens if train.batch_sentences is None else None,
+            sentences=train.batch_sentences,
+            seed=train.seed,
+            bucket=self.data.bucket,
+        )
+        trainer = Trainer(
+            model,
+            loss,
+            batches,
+            train,
+            self.folder,
+            validate=self._validation(),
+            architecture=self.model_config,
+            show=show,
+        )
+        if resume:
+            trainer.resume(fallback=fallback)
+        return trainer.fit()
+
+    def _validation(self) -> Callable[[TranslationModel], dict[str, float]]:
+        corpus, data = self.corpora["valid"], self.data
+        pairs = encode_pairs(corpus, *self.tokenizers, max_length=data.max_length, too_long="truncate")
+        shown = corpus.take(range(min(data.bleu_sentences, len(corpus))), "valid")
+
+        def validate(model: TranslationModel) -> dict[str, float]:
+            values = {"loss": corpus_loss(model, pairs)}
+            if len(shown):
+                translator = Translator(model, *self.tokenizers, max_source_length=data.max_length)
+                scores = score_translations(translator.translate(shown.source, SearchOptions(beam=1)), shown.target)
+                values |= {"bleu": scores.bleu, "chrf": scores.chrf}
+            return values
+
+        return validate
+
+
+def read_config(folder: Path | str) -> dict[str, dict[str, Any]]:
+    """Read the settings of a run folder, by section."""
+    path = Path(folder) / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
+    return load_toml(path, SECTIONS)
+
+
+def load_tokenizers(folder: Path | str) -> tuple[Tokenizer, Tokenizer]:
+    """Load the source and target tokenizers of a run folder."""
+    source, target = (load_tokenizer(Path(folder) / "tokenizer" / side) for side in ("source", "target"))
+    return source, target
+
+
+def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Translator:
+    """Load a run's model and tokenizers, ready to translate.
+
+    Args:
+        folder: of the run.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: of the model.
+
+    Raises:
+        FileNotFoundError: there is no such run or checkpoint.
+        fastformer.train.CheckpointError: the checkpoint is damaged or of another architecture.
+    """
+    folder = Path(folder)
+    sections = read_config(folder)
+    config = TranslationConfig(**sections["model"])
+    model = TranslationModel(config)
+    Checkpoint.open(find_checkpoint(folder, checkpoint)).load_into(model, config)
+    return Translator(model.to(device), *load_tokenizers(folder), max_source_length=sections["data"]["max_length"])
+
+
+def evaluate(
+    translator: Translator, corpus: ParallelCorpus, options: SearchOptions | None = None, lowercase: bool = False
+) -> tuple[Scores, list[str]]:
+    """Translate a corpus and compare with its target side: the scores and the translations."""
+    translations = translator.translate(corpus.source, options)
+    return score_translations(translations, corpus.target, lowercase), translations

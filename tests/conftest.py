@@ -1,0 +1,35 @@
+"""Settings and fixtures of all tests."""
+
+import os
+from pathlib import Path
+
+# Before torch is imported: idle OpenMP threads that spin cost other processes more than they save here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import torch
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def slow_path():
+    """Compare with what torch documents: its inference fast path disagrees with it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.fixture(scope="session")
+def multi30k() -> Path:
+    """The folder of the Multi30k files; tests that need it are skipped where it is absent."""
+    folder = DATA / "multi30k"
+    if not folder.is_dir():
+        pytest.skip(f"needs the Multi30k files in {folder}")
+    return folder

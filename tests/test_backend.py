@@ -1,0 +1,151 @@
+"""The choice of an implementation: precedence, threads, torch.compile, and requests that cannot be met."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from fastformer import functional, fused
+
+X = torch.randn(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _restore():
+    before = fastformer.get_backend()
+    yield
+    fastformer.set_backend(before)
+
+
+def in_fresh_python(code: str, backend: str | None) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "FASTFORMER_BACKEND"}
+    if backend is not None:
+        environment["FASTFORMER_BACKEND"] = backend
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_the_environment_is_the_default():
+    code = "import fastformer; print(fastformer.get_backend())"
+    assert in_fresh_python(code, None).stdout.strip() == "auto"
+    assert in_fresh_python(code, "reference").stdout.strip() == "reference"
+
+
+def test_a_misspelt_environment_raises_with_the_choices():
+    run = in_fresh_python("import fastformer.functional", "tritn")
+    assert run.returncode != 0
+    assert "FASTFORMER_BACKEND is 'tritn'; it must be one of auto, triton, reference" in run.stderr
+
+
+def test_the_function_is_not_hidden_by_its_module():
+    code = "import fastformer.functional, fastformer\nwith fastformer.backend('reference'): print(fastformer.get_backend())"
+    assert in_fresh_python(code, None).stdout.strip() == "reference"
+
+
+def test_context_beats_set_backend_and_nests():
+    fastformer.set_backend("reference")
+    with fastformer.backend("auto"):
+        assert fastformer.get_backend() == "auto"
+        with fastformer.backend("triton"):
+            assert fastformer.get_backend() == "triton"
+        assert fastformer.get_backend() == "auto"
+    assert fastformer.get_backend() == "reference"
+
+
+def test_the_context_ends_with_an_exception():
+    with pytest.raises(KeyError), fastformer.backend("triton"):
+        raise KeyError
+    assert fastformer.get_backend() == "auto"
+
+
+def test_the_context_belongs_to_one_thread_and_the_setting_to_all():
+    seen = []
+    with fastformer.backend("triton"):
+        thread = threading.Thread(target=lambda: seen.append(fastformer.get_backend()))
+        thread.start()
+        thread.join()
+    fastformer.set_backend("reference")
+    thread = threading.Thread(target=lambda: seen.append(fastformer.get_backend()))
+    thread.start()
+    thread.join()
+    assert seen == ["auto", "reference"]
+
+
+@pytest.mark.parametrize("choose", [fastformer.set_backend, lambda name: fastformer.backend(name).__enter__()])
+def test_an_unknown_backend_raises_and_changes_nothing(choose):
+    with pytest.raises(ValueError, match="backend is 'cuda'; it must be one of auto, triton, reference"):
+        choose("cuda")
+    assert fastformer.get_backend() == "auto"
+
+
+q = torch.randn(1, 2, 3, 4)
+CALLS = {
+    "attention": lambda: functional.attention(q, q, q),
+    "attention_with_weights": lambda: functional.attention_with_weights(q, q, q),
+    "packed_attention": lambda: functional.packed_attention(
+        q[0].mT, q[0].mT, q[0].mT, fastformer.packing.Layout.from_lengths([2])
+    ),
+    "layer_norm": lambda: functional.layer_norm(X, 3),
+    "rms_norm": lambda: functional.rms_norm(X, 3),
+    "dropout_add_layer_norm": lambda: functional.dropout_add_layer_norm(X, X, 3),
+    "feed_forward": lambda: functional.feed_forward(X, X, None, X.T, None),
+    "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, X, torch.tensor([0, 1])),
+}
+
+
+def test_every_op_is_listed():
+    assert set(CALLS) == set(functional.OPS)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_triton_raises_with_the_reason_where_it_cannot_run(op, monkeypatch):
+    monkeypatch.setattr(fused, "unsupported", lambda op, x: f"{op} is not for {x.device.type}")
+    with fastformer.backend("triton"), pytest.raises(RuntimeError, match=f"'triton' was asked for, but {op} is not for"):
+        CALLS[op]()
+    with fastformer.backend("reference"):
+        CALLS[op]()
+    with fastformer.backend("auto"):
+        CALLS[op]()
+
+
+def test_modules_obey_too():
+    module = fastformer.TransformerEncoderLayer(4, 2, 8)
+    with fastformer.backend("triton"), pytest.raises(RuntimeError, match="triton"):
+        module(torch.randn(3, 2, 4))
+
+
+def test_explain_says_what_would_run():
+    for subject in (X, nn.Linear(2, 2), nn.ReLU()):
+        lines = fastformer.explain(subject).splitlines()
+        assert [line.split(":")[0] for line in lines] == list(functional.OPS)
+        assert all(": reference (" in line for line in lines)
+    with fastformer.backend("triton"):
+        assert "layer_norm: raises (" in fastformer.explain(X)
+    with fastformer.backend("reference"):
+        assert "layer_norm: reference (chosen)" in fastformer.explain(X)
+    with pytest.raises(TypeError, match="subject must be a module or a tensor, not str"):
+        fastformer.explain("x")
+
+
+def test_compiled_code_follows_a_switch():
+    compiled = torch.compile(lambda x: functional.layer_norm(x, 3), backend="eager")
+    compiled(X)
+    with fastformer.backend("triton"), pytest.raises(RuntimeError, match="'triton' was asked for"):
+        compiled(X)
+    compiled(X)
+    fastformer.set_backend("triton")
+    with pytest.raises(RuntimeError, match="'triton' was asked for"):
+        compiled(X)
+
+
+def test_a_context_inside_compiled_code():
+    def norm(x):
+        with fastformer.backend("reference"):
+            return functional.layer_norm(x, 3)
+
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), norm(X))

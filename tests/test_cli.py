@@ -1,0 +1,234 @@
+"""The command line as a person uses it, with real files, right and wrong input."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.cli import main
+
+TRAIN = (
+    "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
+    "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --steps 4 --warmup-steps 2 "
+    "--validate-every 2 --bleu-sentences 4 --threads 1 --device cpu"
+)
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def fastformer(*arguments: str, cwd: Path, stdin: bytes = b"") -> Done:
+    """Run a command in this process, which saves two seconds of imports each."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setenv("COLUMNS", "160")
+        patch.setattr(sys, "argv", ["fastformer", *arguments])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny trained run in `run/`."""
+    folder = tmp_path_factory.mktemp("cli")
+    done = fastformer(*TRAIN.split(), "--run", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "ended after 4 steps" in done.stdout
+    return folder
+
+
+def test_a_run_folder_describes_itself(run: Path) -> None:
+    names = {path.name for path in (run / "run").iterdir()}
+    assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "metrics.csv"} <= names
+    assert (run / "run" / "history.png").stat().st_size > 1000
+    described = fastformer("info", "--run", "run", cwd=run)
+    assert described.returncode == 0
+    assert "parameters" in described.stdout
+    assert "backend: auto" in described.stdout
+
+
+def test_translate_sentence_file_and_standard_input_agree(run: Path) -> None:
+    sentences = ["seven", "", "twelve thousand one"]
+    (run / "in.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
+    by_argument = fastformer("translate", "--run", "run", "--max-length", "5", sentences[0], cwd=run)
+    by_stdin = fastformer(
+        "translate", "--run", "run", "--max-length", "5", cwd=run, stdin="\n".join(sentences).encode()
+    )
+    by_file = fastformer(
+        *["translate", "--run", "run", "--max-length", "5", "--input", "in.txt", "--output", "out.txt"], cwd=run
+    )
+    assert (by_argument.returncode, by_stdin.returncode, by_file.returncode) == (0, 0, 0)
+    lines = (run / "out.txt").read_text(encoding="utf-8").split("\n")
+    assert lines[-1] == ""
+    assert by_stdin.stdout == "\n".join(lines)
+    assert by_argument.stdout.strip() == lines[0].strip()
+    assert lines[1] == ""
+
+
+def test_n_best_prints_scores_in_order(run: Path) -> None:
+    done = fastformer(
+        *["translate", "--run", "run", "--beam", "3", "--n-best", "3", "--scores", "--max-length", "6", "nine"], cwd=run
+    )
+    assert done.returncode == 0, done.stderr
+    scores = [float(line.split("\t")[0]) for line in done.stdout.strip("\n").split("\n")]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_evaluate_prints_signatures(run: Path) -> None:
+    done = fastformer(*["evaluate", "--run", "run", "--beam", "1", "--max-length", "5"], cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:13a", done.stdout)
+    assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
+
+
+def test_resume_continues_and_a_longer_budget_is_taken(run: Path) -> None:
+    done = fastformer(*["train", "--run", "run", "--resume", "--steps", "6", "--device", "cpu"], cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert "ended after 6 steps" in done.stdout
+    steps = [json.loads(line)["step"] for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 6
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        "[data]\nvocabulary = 60\njoint = false\ntrain_size = 100\nvalid_size = 5\ntest_size = 5\nbleu_sentences = 0\n"
+        "[model]\nd_model = 16\nheads = 2\nencoder_layers = 1\ndecoder_layers = 1\nfeed_forward = 16\n"
+        "[train]\nsteps = 1\nlr = 0.5\nbatch_tokens = 200\n"
+    )
+    done = fastformer(*["train", "--config", "c.toml", "--lr", "0.25", "--device", "cpu", "--run", "r"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = (tmp_path / "r" / "config.toml").read_text()
+    assert "lr = 0.25" in config
+    assert "d_model = 16" in config
+
+
+@pytest.mark.parametrize("target", ["fr", "de"])
+def test_demo_refuses_a_folder_that_is_not_a_demo(tmp_path: Path, target: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    done = fastformer("demo", "--target", target, "--run", "mine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mine is not empty" in done.stderr
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+WRONG = [
+    ("train --run run --steps 1", "run holds a run already"),
+    ("train --run new", "no end of training is set"),
+    ("train --run new --steps 1 --heads 3", "heads (3) must divide d_model (512)"),
+    ("train --run new --steps 1 --tokenizer wordpiece", "tokenizer"),
+    ("train --run new --steps 1 --activation swish", "activation must be one of"),
+    ("train --run new --steps 1 --dropout 2", "dropout"),
+    ("train --run new --steps 1 --target it", "fr, de"),
+    ("train --run new --steps 1 --dataset missing", "missing"),
+    ("train --run new --steps 1 --train-source a.txt", "train_source and train_target must be given together"),
+    ("train --run new --steps 1 --train-source no.en --train-target no.fr", "no.en"),
+    ("train --run new --steps 1 --train-source three.txt --train-target two.txt", "has 3 lines but two.txt has 2"),
+    ("train --run new --steps 1 --train-source bad.txt --train-target two.txt", "bad.txt:2: not valid UTF-8"),
+    ("train --run new --steps 1 --train-source empty.txt --train-target two.txt", "empty.txt"),
+    ("train --run new --config typo.toml", "did you mean 'd_model'?"),
+    ("train --run new --config derived.toml --steps 1", "pad_id is set from the tokenizer"),
+    ("train --run new --config no.toml", "no such configuration file"),
+    ("train --run run --resume --heads 4", "takes its data and model from the run folder"),
+    ("train --run nothing --resume --steps 9", "not a run folder"),
+    ("train --run new --steps 1 --device tpu", "device must be"),
+    ("translate --run nothing hello", "not a run folder"),
+    ("translate --run run --checkpoint newest hello", "best, last, average"),
+    ("translate --run run --beam 0 hello", "beam must be at least 1"),
+    ("translate --run run --beam 2 --n-best 3 hello", "n_best (3) must not exceed beam (2)"),
+    ("translate --run run --input no.txt", "no.txt"),
+    ("translate --run run --batch-size 0 hello", "batch_size must be at least 1"),
+    ("evaluate --run run --split dev", "split must be test or valid"),
+    ("evaluate --run run --source three.txt", "--source and --target must be given together"),
+    ("data multi31k --from .", "multi30k"),
+    ("data multi30k --from nowhere", "nowhere"),
+    ("demo --target it --run new", "fr, de"),
+    ("info --run nothing", "not a run folder"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG, ids=[command for command, _ in WRONG])
+def test_a_mistake_gets_one_line_and_loses_nothing(run: Path, command: str, message: str) -> None:
+    (run / "three.txt").write_text("a\nb\nc\n")
+    (run / "two.txt").write_text("a\nb\n")
+    (run / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
+    (run / "empty.txt").write_text("")
+    (run / "typo.toml").write_text("[model]\nd_modle = 3\n")
+    (run / "derived.toml").write_text("[model]\npad_id = 3\n")
+    before = {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")}
+    done = fastformer(*command.split(), cwd=run)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().split("\n")) == 1
+    assert not (run / "new" / "config.toml").exists()
+    assert {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")} == before
+
+
+def test_standard_input_that_is_not_utf8(run: Path) -> None:
+    done = fastformer("translate", "--run", "run", cwd=run, stdin=b"ok\n\xff\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "standard input: not valid UTF-8 at byte 3" in done.stderr
+
+
+def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
+    weights = next((run / "run" / "checkpoints").rglob("model.safetensors"))
+    content = {path: path.read_bytes() for path in (run / "run" / "checkpoints").rglob("model.safetensors")}
+    try:
+        for path in content:
+            path.write_bytes(content[path][:-10])
+        done = fastformer("translate", "--run", "run", "one", cwd=run)
+    finally:
+        for path, kept in content.items():
+            path.write_bytes(kept)
+    assert done.returncode == 2
+    assert weights.name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_every_command_and_setting(tmp_path: Path) -> None:
+    text = fastformer("--help", cwd=tmp_path).stdout
+    assert all(name in text for name in ("demo", "data", "train", "translate", "evaluate", "info"))
+    text = fastformer("train", "--help", cwd=tmp_path).stdout
+    assert all(name in text for name in ("--d-model", "--lr", "--vocabulary", "Settings: train"))
+
+
+def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch': print('policy', os.environ.get('OMP_WAIT_POLICY'))\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import fastformer.cli\n"
+    )
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[0] == "policy PASSIVE"

@@ -1,0 +1,106 @@
+"""functional.packed_attention against the padded op, sequence by sequence."""
+
+import math
+
+import pytest
+import torch
+from closeness import assert_close, gradients, random
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from fastformer.functional import attention, packed_attention
+from fastformer.packing import Layout
+
+# Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.
+LENGTHS = {
+    "ragged": ([3, 1, 5], [2, 6, 1]),
+    "empty queries": ([0, 4, 0], [2, 3, 1]),
+    "empty keys": ([2, 3, 1], [0, 4, 0]),
+    "no key at all": ([2, 1], [0, 0]),
+    "equal": ([4, 4], [3, 3]),
+    "equal keys": ([4, 2], [3, 3]),
+    "long": ([70, 2], [5, 66]),
+    "no sequence": ([], []),
+}
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, **settings: object) -> Tensor:
+    out = []
+    for b in range(layout.batch):
+        rows = slice(*layout.offsets[b : b + 2].tolist())
+        keys = slice(*key_layout.offsets[b : b + 2].tolist())
+        x = [part.transpose(0, 1)[None] for part in (q[rows], k[keys], v[keys])]
+        out.append(attention(*x, **settings)[0].transpose(0, 1))
+    return torch.cat([*out, q[:0, :, :1].expand(0, -1, v.shape[2])])
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_equals_each_sequence_alone(name, kv_heads, causal, kind):
+    layout = Layout.from_lengths(LENGTHS[name][0])
+    key_layout = layout if kind == "self" else Layout.from_lengths(LENGTHS[name][1])
+    inputs = [random(layout.total, 4, 3), random(key_layout.total, kv_heads, 3), random(key_layout.total, kv_heads, 2)]
+    settings = {"causal": causal, "scale": 0.6}
+    expected = one_by_one(*inputs, layout, key_layout, **settings)
+    wanted = gradients(expected, inputs)
+    for dtype in (torch.float64, torch.float32):
+        x = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        out = packed_attention(*x, layout, None if kind == "self" else key_layout, **settings)
+        assert_close(out, expected.to(dtype))
+        for actual, gradient in zip(gradients(out, x), wanted, strict=True):
+            assert_close(actual, gradient.to(dtype))
+
+
+@pytest.mark.parametrize("lengths", [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])])
+@pytest.mark.parametrize("causal", [False, True])
+def test_first_and_second_derivative(lengths, causal):
+    layouts = [Layout.from_lengths(x) for x in lengths]
+    inputs = (random(layouts[0].total, 2, 2), random(layouts[1].total, 2, 2), random(layouts[1].total, 2, 1))
+    call = lambda *x: packed_attention(*x, *layouts, causal=causal)  # noqa: E731
+    assert gradcheck(call, inputs)
+    assert gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], [3, 70]])  # either side of the length that is computed without SDPA
+def test_half_precision(lengths):
+    layout = Layout.from_lengths(lengths)
+    x = [random(layout.total, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    expected = packed_attention(*(t.double() for t in x), layout, causal=True)
+    assert_close(packed_attention(*x, layout, causal=True), expected.bfloat16(), roundings=8)
+
+
+def test_dropout_rate_and_scale():
+    layout = Layout.from_lengths([40, 60])
+    q, k = random(100, 4, 8), random(100, 4, 8)
+    v = torch.cat([torch.eye(60, dtype=torch.float64)[:40], torch.eye(60, dtype=torch.float64)])
+    v = v[:, None].expand(100, 4, 60)  # the output is the weights
+    plain, p = packed_attention(q, k, v, layout), 0.25
+    torch.manual_seed(3)
+    dropped = packed_attention(q, k, v, layout, dropout_p=p)
+    n = int((plain != 0).sum())
+    zeros = int(((dropped == 0) & (plain != 0)).sum())
+    assert abs(zeros - n * p) < 5 * math.sqrt(n * p * (1 - p))
+    kept = dropped != 0
+    assert_close((dropped / plain)[kept], torch.full_like(plain[kept], 1 / (1 - p)))
+    torch.manual_seed(3)
+    assert torch.equal(packed_attention(q, k, v, layout, dropout_p=p), dropped)
+
+
+layout = Layout.from_lengths([2, 3])
+x = torch.zeros(5, 4, 8)
+BAD = [
+    ({"q": x[:4]}, r"q must be of shape \[5, heads, head size\], not \[4, 4, 8\]"),
+    ({"k": x[None]}, "k must be of shape"),
+    ({"key_layout": Layout.from_lengths([5])}, "layout has 2 sequences, key_layout 1"),
+    ({"k": x[:, :3], "v": x[:, :3]}, r"the heads of q \(4\) must be a multiple of those of k \(3\)"),
+    ({"k": x[..., :4]}, "q and k must have the same head size, not 8 and 4"),
+    ({"dropout_p": -0.1}, "dropout_p must be between 0 and 1, not -0.1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        packed_attention(**{"q": x, "k": x, "v": x, "layout": layout, **arguments})

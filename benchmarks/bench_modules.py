@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.conftest import Race, Side, saved_for_backward
+from benchmarks.conftest import Race, Side, flat_gradients, saved_for_backward
 from benchmarks.lengths import typical_batch
 
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
@@ -44,7 +44,9 @@ def _input(device: torch.device) -> Input:
         paddings.append((steps >= lengths[:, None]).to(device))
         sides.append(torch.randn(SENTENCES, len(steps), WIDTH, device=device))
     T = sides[1].shape[1]
-    return Input(*sides, *paddings, torch.ones(T, T, dtype=torch.bool, device=device).triu(1))
+    return Input(
+        sides[0], sides[1], paddings[0], paddings[1], torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
+    )
 
 
 def _layer_norm(x: Input) -> Call:
@@ -132,19 +134,22 @@ def bench_module(race: Race, case: str, mode: Literal["eval", "train"]) -> None:
 
         def backward(module: nn.Module) -> Tensor:
             out = call(module)
-            out.backward(direction)
+            out.backward(direction)  # type: ignore[no-untyped-call]
             return out
 
         run: Callable[[nn.Module], Tensor] = torch.no_grad()(call) if mode == "eval" else backward
         outputs = [run(module.eval())[~padding] for module in (ours, theirs)]
-        race.gate("output", *outputs, TOLERANCE)
+        race.gate("output", outputs[0], outputs[1], TOLERANCE)
         if mode == "train":
-            pairs = list(zip(ours.parameters(), theirs.parameters(), strict=True))
-            race.gate("gradients", *(torch.cat([p[i].grad.flatten() for p in pairs]) for i in (0, 1)), TOLERANCE)
+            race.gate("gradients", flat_gradients(ours.parameters()), flat_gradients(theirs.parameters()), TOLERANCE)
             for module in (ours, theirs):
                 module.train()
-            saved = [saved_for_backward(lambda m=module: call(m), module.parameters()) for module in (ours, theirs)]
-            race.note(saved_for_backward_bytes={"ours": saved[0], "theirs": saved[1]})
+            race.note(
+                saved_for_backward_bytes={
+                    "ours": saved_for_backward(lambda: call(ours), ours.parameters()),
+                    "theirs": saved_for_backward(lambda: call(theirs), theirs.parameters()),
+                }
+            )
         race(
             f"{case}, {mode}",
             Side("fastformer", lambda: run(ours)),

@@ -6,7 +6,8 @@ Every round times the competitor and then us, in the same process, and the ratio
 ratios of the two, so a slow drift of the machine cancels. A case is timed only after its gate: both sides gave the same
 result from the same parameters; otherwise it fails as wrong.
 
-`--enforce-goals` lets a case fail whose ratio is below its goal; without it the table says so.
+`--enforce-goals` lets a case fail whose ratio is below its goal; without it the table says so. `--full` adds the cases
+of the full-sized model where a smaller one stands for it; they take minutes on a CPU.
 """
 
 import os
@@ -18,7 +19,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,13 @@ class Stopwatch:
                 run()
             return time.process_time() - start
         self.flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(calls):
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 class Race:
@@ -104,8 +105,9 @@ class Race:
         """
         assert self.gates, "a speed counts only after a gate"
         watch = self.stopwatch
-        watch(theirs.run)
         calls = max(1, math.ceil(_ROUND_SECONDS / max(watch(ours.run), 1e-7)))
+        if calls > 1:  # longer work was warmed up by the gate
+            watch(theirs.run, calls)
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
         self.benchmark.pedantic(
             lambda: times["ours"].append(watch(ours.run, calls) / calls),
@@ -113,7 +115,7 @@ class Race:
             rounds=rounds,
             iterations=1,
         )
-        speed = theirs.tokens and ours.tokens / theirs.tokens
+        speed = ours.tokens / theirs.tokens
         ratio = statistics.median(speed * b / a for a, b in zip(times["ours"], times["theirs"], strict=True))
         a, b = statistics.median(times["ours"]), statistics.median(times["theirs"])
         tokens = (ours.tokens, theirs.tokens)
@@ -140,7 +142,12 @@ class Race:
         self.benchmark.extra_info.update(info)
 
 
-def saved_for_backward(forward: Callable[[], Tensor], parameters: Iterator[Tensor]) -> int:
+def flat_gradients(parameters: Iterable[Tensor]) -> Tensor:
+    """The gradients of all parameters in one row, zeros where there is none."""
+    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+
+
+def saved_for_backward(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
     """Bytes that autograd keeps between forward and backward, the parameters themselves left out."""
     known = {p.untyped_storage().data_ptr() for p in parameters}
     kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is used twice
@@ -166,7 +173,7 @@ def _versions() -> dict[str, str]:
         versions |= {
             "device": torch.cuda.get_device_name(),
             "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "triton": triton.__version__,
         }
     return versions
@@ -191,14 +198,17 @@ def race(benchmark: Any, stopwatch: Stopwatch, pytestconfig: pytest.Config) -> R
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--enforce-goals", action="store_true", help="a ratio below its goal fails")
+    parser.addoption("--full", action="store_true", help="training steps of the full-sized model too")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let pytest-benchmark's own columns show the same clock."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let pytest-benchmark's own columns show the same clock, and leave out what was not asked for."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.benchmark(timer=clock))
+            if "full" in item.name.replace("[", "-").replace("]", "-").split("-") and not config.getoption("--full"):
+                item.add_marker(pytest.mark.skip(reason="the full-sized model takes minutes: pass --full"))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, object]) -> None:
@@ -218,12 +228,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     other = max(len(row.against) for row in rows)
     write(f"{'case':<{width}}  {'against':<{other}}  {'ours':>14}  {'theirs':>14}  {'ratio':>6}  {'goal':>6}")
     for row in rows:
+        case = f"{row.case:<{width}}  {row.against:<{other}}"
         ours, theirs = _speed(row.ours, row.tokens[0]), _speed(row.theirs, row.tokens[1])
         goal = "" if row.goal is None else f"{row.goal:g}"
         missed = "  missed" if row.goal is not None and row.ratio < row.goal else ""
-        write(
-            f"{row.case:<{width}}  {row.against:<{other}}  {ours:>14}  {theirs:>14}  {row.ratio:>6.2f}  {goal:>6}{missed}"
-        )
+        write(f"{case}  {ours:>14}  {theirs:>14}  {row.ratio:>6.2f}  {goal:>6}{missed}")
 
 
 def _speed(seconds: float, tokens: int) -> str:

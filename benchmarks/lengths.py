@@ -52,7 +52,7 @@ def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
     for side in range(2):
         offsets = np.concatenate([[0], np.cumsum(lengths[:, side])])
         sides.append(Sequences(random.integers(4, VOCABULARY, offsets[-1], np.int32), offsets))
-    return EncodedPairs(*sides, SPECIAL, SPECIAL)
+    return EncodedPairs(sides[0], sides[1], SPECIAL, SPECIAL)
 
 
 def typical_batch(kind: str) -> tuple[Batch, Batch, float]:

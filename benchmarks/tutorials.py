@@ -151,14 +151,16 @@ class FixedLengthTranslation(nn.Module):
         c = model.config
         self.config = c
         self.embeddings = _Embeddings(c, self.LENGTH)
-        self.encoder = nn.ModuleList(_Layer(c, cross=False) for _ in range(c.encoder_layers))
-        self.decoder = nn.ModuleList(_Layer(c, cross=True) for _ in range(c.decoder_layers))
+        encoder = [_Layer(c, cross=False) for _ in range(c.encoder_layers)]
+        decoder = [_Layer(c, cross=True) for _ in range(c.decoder_layers)]
+        self.encoder, self.decoder = nn.ModuleList(encoder), nn.ModuleList(decoder)
         self.encoder_norm, self.decoder_norm = (nn.LayerNorm(c.d_model, c.norm_eps) for _ in range(2))
         _copy_embeddings(self.embeddings, model)
-        self.encoder_norm.load_state_dict(model.encoder.norm.state_dict())
-        self.decoder_norm.load_state_dict(model.decoder.norm.state_dict())
-        for ours, theirs in ((model.encoder, self.encoder), (model.decoder, self.decoder)):
-            for source, layer in zip(ours.layers, theirs, strict=True):
+        for source, norm in ((model.encoder.norm, self.encoder_norm), (model.decoder.norm, self.decoder_norm)):
+            assert source is not None, "T1 has a norm after each stack"
+            norm.load_state_dict(source.state_dict())
+        for stack, layers in ((model.encoder.layers, encoder), (model.decoder.layers, decoder)):
+            for source, layer in zip(stack, layers, strict=True):
                 _copy_layer(source, layer)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,16 +215,17 @@ class FixedLengthTranslation(nn.Module):
 
 def _copy_layer(source: Any, layer: _Layer) -> None:
     """Copy a layer with torch's parameter names."""
-    names = ["self_attn", "multihead_attn"][: len(layer.attentions)]
-    for name, attention in zip(names, layer.attentions, strict=True):
-        theirs = getattr(source, name)
-        weights, biases = theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
-        for linear, weight, bias in zip(
-            (attention.query, attention.key, attention.value), weights, biases, strict=True
-        ):
-            linear.load_state_dict({"weight": weight, "bias": bias})
-        attention.out.load_state_dict(theirs.out_proj.state_dict())
+    state = source.state_dict()
+
+    def copy(name: str, to: Any) -> None:
+        to.load_state_dict({kind: state[f"{name}{kind}"] for kind in ("weight", "bias")})
+
+    for name, attention in zip(("self_attn.", "multihead_attn."), layer.attentions, strict=False):
+        weights, biases = (state[f"{name}in_proj_{kind}"].chunk(3) for kind in ("weight", "bias"))
+        for i, part in enumerate(("query", "key", "value")):
+            getattr(attention, part).load_state_dict({"weight": weights[i], "bias": biases[i]})
+        copy(f"{name}out_proj.", attention.out)
     for i, norm in enumerate(layer.norms):
-        norm.load_state_dict(getattr(source, f"norm{i + 1}").state_dict())
-    layer.linear1.load_state_dict(source.linear1.state_dict())
-    layer.linear2.load_state_dict(source.linear2.state_dict())
+        copy(f"norm{i + 1}.", norm)
+    copy("linear1.", layer.linear1)
+    copy("linear2.", layer.linear2)

@@ -69,7 +69,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         time, rows = (1, 0) if self.batch_first or not batched else (0, 1)
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
-        self._check(query, key, value, key_padding_mask, attn_mask, is_causal, (batch, length, keys))
+        self._check(query, key, value, key_padding_mask, attn_mask, is_causal, rows, (batch, length, keys))
 
         q, k, v = self._project(query, key, value)  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
@@ -207,6 +207,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         is_causal: bool,
+        rows: int,
         sizes: tuple[int, int, int],
     ) -> None:
         """Raise what torch raises for arguments that do not fit together."""
@@ -224,6 +225,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             value.shape[:2] if self.in_proj_weight is None else value.shape
         ):
             raise AssertionError(f"key of shape {list(key.shape)} and value of {list(value.shape)} do not match")
+        if key.shape[rows] != batch:
+            raise RuntimeError(f"query and key must have the same batch, not {batch} and {key.shape[rows]}")
         if attn_mask is not None:
             shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
             if attn_mask.shape != shape:

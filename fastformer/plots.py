@@ -157,7 +157,7 @@ def _grid(figure: "Figure", rows: int, columns: int, count: int) -> "list[Axes]"
 
 
 def _title(figure: "Figure", title: str) -> None:
-    figure.suptitle(textwrap.fill(title, max(int(figure.get_figwidth() * _CHARACTERS_PER_INCH), 10)))
+    figure.suptitle(_plain(textwrap.fill(title, int(figure.get_figwidth() * _CHARACTERS_PER_INCH))))
 
 
 def _map(axes: "Axes", weights: Tensor) -> Any:
@@ -174,9 +174,12 @@ def _extent(tokens: Sequence[str], each: float, least: float, most: float) -> fl
 def _tick(set_ticks: Callable[..., Any], tokens: Sequence[str], inches: float, rotation: int = 0) -> None:
     """Label positions with tokens; of a sentence too long for the space, every n-th so that none overlap."""
     stride = math.ceil(len(tokens) * _INCHES_PER_LABEL / inches) or 1
-    # A dollar sign would begin a formula.
-    labels = [_shorten(token).replace("$", r"\$") for token in tokens[::stride]]
+    labels = [_plain(_shorten(token)) for token in tokens[::stride]]
     set_ticks(range(0, len(tokens), stride), labels=labels, rotation=rotation, fontsize="small")
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # a dollar sign would begin a formula
 
 
 def _shorten(token: str) -> str:

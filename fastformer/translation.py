@@ -161,8 +161,9 @@ def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer
     return build(train.source), build(train.target)
 
 
+@torch.no_grad()
 def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
-    """Mean cross entropy per target token (eos included, no smoothing), in nats."""
+    """Mean cross entropy per target token (eos included, no smoothing), in nats; call `.eval()` first."""
     device = model.output.weight.device
     longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
     total, count = 0.0, 0

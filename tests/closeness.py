@@ -1,6 +1,6 @@
 """The one measure of closeness: the largest error against the largest value, in units of the dtype's rounding."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,16 +23,12 @@ def assert_close(actual: Tensor, expected: Tensor, roundings: float = 100.0) -> 
     assert error <= limit, f"error {error:.3g}, allowed {limit:.3g}"  # false for NaN
 
 
-def gradients(output: Tensor, inputs: Iterable[Tensor], create_graph: bool = False) -> list[Tensor]:
-    """Gradients of a fixed random combination of the output's elements; zeros where an input plays no part."""
-    inputs = list(inputs)
+def gradients(output: Tensor | Sequence[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients of a fixed random combination of the outputs' elements; zeros where an input plays no part."""
+    outputs = [output] if isinstance(output, Tensor) else output
     generator = torch.Generator().manual_seed(7)
-    direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-    return list(
-        torch.autograd.grad(
-            output, inputs, direction, allow_unused=True, materialize_grads=True, create_graph=create_graph
-        )
-    )
+    directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
+    return list(torch.autograd.grad(outputs, list(inputs), directions, allow_unused=True, materialize_grads=True))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:

@@ -1,0 +1,466 @@
+"""Greedy and beam search against loops that recompute everything without a cache."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from translation_task import BOS, EOS, IDS, PAD, UNK, random_ids, random_model, reverse_batch, reversing_model
+
+from fastformer.generate import DecoderState, SearchOptions, beam_search, greedy_search
+from fastformer.text import collate_source
+
+
+def sources(lengths, seed=0, vocabulary=17):
+    """Packed ids with eos, and lengths with eos, of random sentences."""
+    generator = torch.Generator().manual_seed(seed)
+    return collate_source([random_ids(n, generator, vocabulary) for n in lengths], IDS)
+
+
+def rows_of(source, lengths):
+    return torch.split(source, lengths.tolist())
+
+
+def pad(source, lengths, extra=0):
+    rows = nn.utils.rnn.pad_sequence(rows_of(source, lengths), batch_first=True, padding_value=PAD)
+    return nn.functional.pad(rows, (0, extra), value=PAD)
+
+
+@torch.no_grad()
+def log_probabilities(model, source, prefixes):
+    """The uncached model on one sentence: log p of what follows each prefix (ids without bos), `[prefixes, V]`."""
+    n = len(prefixes)
+    target_in = torch.tensor([[BOS, *prefix] for prefix in prefixes])
+    hidden = model(source.repeat(n), torch.full((n,), len(source)), target_in, torch.full((n,), target_in.shape[1]))
+    return model.logits(hidden.view(*target_in.shape, -1)[:, -1]).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def sequence_scores(model, source, sequences):
+    """The uncached model on one sentence: log p of each sequence of tokens."""
+    n, sizes = len(sequences), torch.tensor([len(tokens) for tokens in sequences])
+    target_in = torch.tensor([i for tokens in sequences for i in (BOS, *tokens[:-1])])
+    hidden = model(source.repeat(n), torch.full((n,), len(source)), target_in, sizes)
+    log_p = model.logits(hidden).log_softmax(-1)
+    chosen = log_p[range(len(log_p)), [i for tokens in sequences for i in tokens]]
+    return [float(part.sum()) for part in torch.split(chosen, sizes.tolist())]
+
+
+def with_end(hypothesis, limit):
+    """The tokens that were scored: with eos, unless the limit cut it off."""
+    return hypothesis.ids if len(hypothesis.ids) == limit else [*hypothesis.ids, EOS]
+
+
+def allowed(log_p, prefix, options):
+    """The rules, word by word: no padding, no bos, no early end, no n-gram twice."""
+    log_p = log_p.clone()
+    log_p[[PAD, BOS]] = -math.inf
+    if len(prefix) < options.min_length:
+        log_p[EOS] = -math.inf
+    n = options.no_repeat_ngram
+    if n:
+        grams = [tuple(prefix[i : i + n]) for i in range(len(prefix) - n + 1)]
+        for token in range(len(log_p)):
+            if (*prefix[len(prefix) - n + 1 :], token)[-n:] in grams:
+                log_p[token] = -math.inf
+    return log_p
+
+
+def naive_greedy(model, source, options):
+    limit = int(options.limits(torch.tensor([len(source)]), model.config))
+    prefix, total = [], 0.0
+    while len(prefix) < limit:
+        log_p = allowed(log_probabilities(model, source, [prefix])[0], prefix, options)
+        token = int(log_p.argmax())
+        total += float(log_p[token])
+        if token == EOS:
+            break
+        prefix.append(token)
+    return prefix, total
+
+
+def naive_beam(model, source, options):
+    """The documented rule on lists: `n_best` (tokens, log p, score), best first."""
+    limit, N = int(options.limits(torch.tensor([len(source)]), model.config)), options.beam
+    beams, finished = [([], 0.0)], []
+    for t in range(1, limit + 1):
+        steps = log_probabilities(model, source, [prefix for prefix, _ in beams])
+        found = [
+            ([*prefix, token], total + log_p)
+            for (prefix, total), row in zip(beams, steps, strict=True)
+            for token, log_p in enumerate(allowed(row, prefix, options).tolist())
+            if log_p > -math.inf
+        ]
+        found.sort(key=lambda item: -item[1])
+        ended = [item for item in found[:N] if item[0][-1] == EOS]
+        beams = [item for item in found[: 2 * N] if item[0][-1] != EOS][:N]
+        ended += beams if t == limit else []
+        finished += [(tokens, total, total / t**options.length_penalty) for tokens, total in ended]
+        finished = sorted(finished, key=lambda item: -item[2])[:N]
+        if not beams or (len(finished) == N and beams[0][1] / t**options.length_penalty <= finished[-1][2]):
+            break
+    return [([i for i in tokens if i != EOS], total, score) for tokens, total, score in finished[: options.n_best]]
+
+
+RAGGED = [3, 1, 7, 1, 5]
+MODELS = {
+    "pre-norm": {"encoder_layers": 1},
+    "post-norm, no final norms": {"norm_first": False, "final_norm": False, "embeddings": "shared"},
+    "learned, no biases": {"positions": "learned", "bias": False, "output_bias": True, "embeddings": "separate"},
+}
+RULES = {
+    "plain": {},
+    "min_length": {"min_length": 5},
+    "no_repeat_ngram 1": {"no_repeat_ngram": 1},
+    "no_repeat_ngram 2": {"no_repeat_ngram": 2, "min_length": 2},
+    "no_repeat_ngram 3": {"no_repeat_ngram": 3},
+    "max_length": {"max_length": 3},
+}
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_is_the_uncached_loop(variant, rule):
+    """For random models and ragged batches, packed and padded; log probabilities are the model's own."""
+    model = random_model(1, **MODELS[variant]).double()
+    options = SearchOptions(beam=1, max_ratio=1.5, max_extra=4, **RULES[rule])
+    source, lengths = sources(RAGGED)
+    found = greedy_search(model, source, lengths, options)
+    for row, hypothesis in zip(rows_of(source, lengths), found, strict=True):
+        ids, log_p = naive_greedy(model, row, options)
+        assert hypothesis.ids == ids
+        assert hypothesis.log_probability == pytest.approx(log_p, abs=1e-4)
+        assert hypothesis.score == hypothesis.log_probability
+    for extra in (0, 2):
+        again = greedy_search(model, pad(source, lengths, extra), lengths, options)
+        assert [h.ids for h in again] == [h.ids for h in found]
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_beam_search_is_the_uncached_loop(variant, rule):
+    model = random_model(2, **MODELS[variant]).double()
+    options = SearchOptions(beam=3, n_best=3, length_penalty=0.7, max_ratio=1.0, max_extra=3, **RULES[rule])
+    source, lengths = sources([3, 1, 5])
+    for row, found in zip(rows_of(source, lengths), beam_search(model, source, lengths, options), strict=True):
+        expected = naive_beam(model, row, options)
+        assert [h.ids for h in found] == [ids for ids, _, _ in expected]
+        assert [h.log_probability for h in found] == pytest.approx([total for _, total, _ in expected], abs=1e-4)
+        assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_trained_model_ends_its_sentences(length_penalty):
+    """Greedy, beam 1 and the uncached loops agree where sentences end by themselves, at different steps."""
+    model = reversing_model()
+    batch = reverse_batch(1000, 12)
+    rows = rows_of(batch.source, batch.source_lengths)
+    options = SearchOptions(beam=4, n_best=4, length_penalty=length_penalty)
+    greedy = greedy_search(model, batch.source, batch.source_lengths, options)
+    beam = beam_search(model, batch.source, batch.source_lengths, options)
+    right = 0
+    for row, one, four in zip(rows, greedy, beam, strict=True):
+        assert one.ids == naive_greedy(model, row, options)[0]
+        expected = naive_beam(model, row, options)
+        assert [h.ids for h in four] == [ids for ids, _, _ in expected]
+        right += four[0].ids == row[:-1].flip(0).tolist()
+    assert right >= 9
+    alone = beam_search(model, batch.source, batch.source_lengths, replace(options, beam=1, n_best=1))
+    assert [h.ids for [h] in alone] == [h.ids for h in greedy]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beam_one_is_greedy(seed):
+    model = random_model(seed, output_bias=True).double()
+    with torch.no_grad():
+        model.output.bias[EOS] += seed  # from seldom to often
+    source, lengths = sources([2, 9, 1, 5, 5, 12], seed)
+    options = SearchOptions(beam=1, no_repeat_ngram=seed)
+    greedy, beam = (search(model, source, lengths, options) for search in (greedy_search, beam_search))
+    assert [h.ids for h in greedy] == [h.ids for [h] in beam]
+    assert [h.log_probability for h in greedy] == pytest.approx([h.log_probability for [h] in beam], abs=1e-4)
+
+
+def test_wide_beam_search_is_exhaustive():
+    """With as many beams as there are sequences, the n best are the n best of all of them."""
+    model = random_model(3, source_vocabulary=6, target_vocabulary=6).double()
+    words, L = [UNK, 4, 5], 4
+    every = [[*prefix, EOS] for n in range(L) for prefix in itertools.product(words, repeat=n)]
+    every += [list(tokens) for tokens in itertools.product(words, repeat=L)]
+    source, lengths = sources([2, 3], vocabulary=6)
+    true = [sequence_scores(model, row, every) for row in rows_of(source, lengths)]
+    for length_penalty in (0.0, 0.6, 1.0):
+        options = SearchOptions(beam=len(every), n_best=len(every), max_length=L, length_penalty=length_penalty)
+        for totals, found in zip(true, beam_search(model, source, lengths, options), strict=True):
+            scores = {
+                tuple(i for i in tokens if i != EOS): total / len(tokens) ** length_penalty
+                for tokens, total in zip(every, totals, strict=True)
+            }
+            best = sorted(scores, key=lambda ids: -scores[ids])
+            assert len(found) == len(every) == 121
+            assert [tuple(h.ids) for h in found] == best
+            assert [h.score for h in found] == pytest.approx([scores[ids] for ids in best], abs=1e-5)
+
+
+def test_length_penalty_changes_what_wins():
+    """With 0 the log probability ranks, with more of it longer hypotheses come first."""
+    model = random_model(4).double()
+    source, lengths = sources(RAGGED)
+    sizes = []
+    for length_penalty in (0.0, 1.0, 3.0):
+        options = SearchOptions(beam=5, n_best=5, length_penalty=length_penalty)
+        found = beam_search(model, source, lengths, options)
+        for sentence, limit in zip(found, options.limits(lengths, model.config).tolist(), strict=True):
+            for h in sentence:
+                assert h.score == pytest.approx(h.log_probability / len(with_end(h, limit)) ** length_penalty, rel=1e-5)
+        sizes.append(sum(len(sentence[0].ids) for sentence in found))
+    assert sizes[0] < sizes[1] <= sizes[2]
+
+
+@pytest.mark.parametrize("model", [random_model(5), reversing_model()], ids=["random", "trained"])
+def test_hypotheses_are_distinct_sorted_and_scored(model):
+    vocabulary = model.config.source_vocabulary
+    source, lengths = sources([3, 1, 6, 5, 2], vocabulary=vocabulary)
+    options = SearchOptions(beam=6, n_best=6, max_ratio=1.0, max_extra=4)
+    limits = options.limits(lengths, model.config).tolist()
+    for row, limit, found in zip(
+        rows_of(source, lengths), limits, beam_search(model, source, lengths, options), strict=True
+    ):
+        assert len({tuple(h.ids) for h in found}) == len(found) == 6
+        assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+        assert all(len(h.ids) <= limit and not {PAD, BOS, EOS} & set(h.ids) for h in found)
+        expected = sequence_scores(model, row, [with_end(h, limit) for h in found])
+        assert [h.log_probability for h in found] == pytest.approx(expected, abs=1e-3)
+
+
+def test_n_best_is_a_prefix_of_more():
+    model = random_model(6).double()
+    source, lengths = sources(RAGGED)
+    five, two = (beam_search(model, source, lengths, SearchOptions(beam=5, n_best=n)) for n in (5, 2))
+    assert [sentence[:2] for sentence in five] == two
+
+
+def test_vocabulary_smaller_than_the_beam():
+    """Where there are fewer hypotheses than beams, only real ones come back."""
+    model = random_model(7, source_vocabulary=5, target_vocabulary=5).double()
+    source, lengths = sources([1, 2], vocabulary=5)
+    found = beam_search(model, source, lengths, SearchOptions(beam=8, n_best=8, max_length=1))
+    assert [sorted(h.ids for h in sentence) for sentence in found] == [[[], [UNK], [4]]] * 2
+    assert all(math.isfinite(h.score) for sentence in found for h in sentence)
+
+
+def test_lengths():
+    """min_length counts tokens before eos, max_length all; each sentence has its own limit."""
+    model = random_model(8, output_bias=True)
+    with torch.no_grad():
+        model.output.bias[EOS] += 20  # ends as soon as it may
+    source, lengths = sources([2, 7])
+    for search, unwrap in ((greedy_search, lambda h: h), (beam_search, lambda h: h[0])):
+        sizes = [len(unwrap(h).ids) for h in search(model, source, lengths, SearchOptions(beam=2, min_length=4))]
+        assert sizes == [4, 4]
+    with torch.no_grad():
+        model.output.bias[EOS] -= 100  # never ends
+    for search, unwrap in ((greedy_search, lambda h: h), (beam_search, lambda h: h[0])):
+        options = SearchOptions(beam=2, max_ratio=1.5, max_extra=2)
+        assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [4 + 2, 12 + 2]
+        options = replace(options, max_length=9)
+        assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [6, 9]
+        options = SearchOptions(beam=2, max_ratio=0.0, max_extra=0)
+        assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [1, 1]
+
+
+def test_learned_positions_end_the_translation():
+    """The limit is also what the model can hold: no error in the middle of a search."""
+    model = random_model(9, positions="learned", max_positions=8, output_bias=True)
+    with torch.no_grad():
+        model.output.bias[EOS] -= 100
+    source, lengths = sources([7, 1])
+    assert [len(h.ids) for h in greedy_search(model, source, lengths)] == [8, 8]
+    assert [len(h.ids) for [h] in beam_search(model, source, lengths)] == [8, 8]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_repeat_ngram(size):
+    model = random_model(10)
+    source, lengths = sources(RAGGED)
+    options = SearchOptions(beam=4, n_best=4, no_repeat_ngram=size, max_extra=20)
+
+    def repeats(ids, n=size):
+        grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+        return len(grams) - len(set(grams))
+
+    assert any(repeats(h.ids) for h in greedy_search(model, source, lengths))
+    assert not any(repeats(h.ids) for h in greedy_search(model, source, lengths, options))
+    for sentence in beam_search(model, source, lengths, options):
+        assert not any(repeats(h.ids) for h in sentence)
+
+
+def test_nothing_left_to_say_ends_the_sentence():
+    """Every word used up, the end still forbidden: it ends all the same, and no score is NaN."""
+    model = random_model(11, source_vocabulary=7, target_vocabulary=7)
+    source, lengths = sources([2, 4], vocabulary=7)
+    options = SearchOptions(beam=3, n_best=3, no_repeat_ngram=1, min_length=9, max_extra=20)
+    greedy = greedy_search(model, source, lengths, options)
+    beam = beam_search(model, source, lengths, options)
+    for h in [*greedy, *itertools.chain(*beam)]:
+        assert sorted(h.ids) == [UNK, 4, 5, 6]
+        assert math.isfinite(h.score)
+    assert all(len({tuple(h.ids) for h in sentence}) == 3 for sentence in beam)
+
+
+@pytest.mark.parametrize("search", [greedy_search, beam_search])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_sentence_does_not_depend_on_its_batch(search, trained):
+    model = reversing_model() if trained else random_model(12).double()
+    source, lengths = sources([4, 1, 7, 2, 6, 6, 3, 1, 5], vocabulary=12)
+    rows = rows_of(source, lengths)
+    options = SearchOptions(beam=3, n_best=3) if search is beam_search else SearchOptions(beam=1)
+
+    def ids(found):
+        return [h.ids for h in found] if isinstance(found, list) else found.ids
+
+    together = [ids(h) for h in search(model, source, lengths, options)]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = search(model, torch.cat([rows[i] for i in order]), lengths[order], options)
+    assert [ids(h) for h in shuffled] == [together[i] for i in order]
+    for row, expected in zip(rows, together, strict=True):
+        assert [ids(h) for h in search(model, row, torch.tensor([len(row)]), options)] == [expected]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The number of rows of every decoder step."""
+    seen = []
+    step = DecoderState.step
+
+    def count(self, ids):
+        seen.append(len(ids))
+        assert ids.dim() == 1  # one token a row, never a prefix
+        return step(self, ids)
+
+    monkeypatch.setattr(DecoderState, "step", count)
+    return seen
+
+
+def test_finished_sentences_leave_the_batch(steps):
+    model = reversing_model()
+    batch = reverse_batch(2000, 40)
+    found = greedy_search(model, batch.source, batch.source_lengths)
+    sizes = torch.tensor([len(h.ids) + 1 for h in found])
+    running = [int((sizes > t).sum()) for t in range(int(sizes.max()))]
+    assert len(steps) == len(running)
+    # At most an eighth of the rows have finished.
+    assert all(left <= rows < left / 0.875 for left, rows in zip(running, steps, strict=True))
+    assert sum(steps) < 0.8 * steps[0] * len(steps)
+
+    steps.clear()
+    found = beam_search(model, batch.source, batch.source_lengths, SearchOptions(beam=3))
+    assert steps[0] == 120
+    assert all(rows % 3 == 0 for rows in steps)
+    assert steps == sorted(steps, reverse=True)
+    assert sum(steps) < 0.8 * steps[0] * len(steps)
+    # No sentence waits for the longest one of the batch.
+    alone = []
+    for row in rows_of(batch.source, batch.source_lengths)[:5]:
+        steps.clear()
+        beam_search(model, row, torch.tensor([len(row)]), SearchOptions(beam=3))
+        alone.append(len(steps))
+    steps.clear()
+    kept = torch.cat(rows_of(batch.source, batch.source_lengths)[:5])
+    beam_search(model, kept, batch.source_lengths[:5], SearchOptions(beam=3))
+    assert steps == [3 * sum(n > t for n in alone) for t in range(max(alone))]
+
+
+def test_cache_grows():
+    """Beyond its first capacity, more than once."""
+    model = random_model(13, output_bias=True).double()
+    with torch.no_grad():
+        model.output.bias[EOS] -= 100
+    source, lengths = sources([2])
+    options = SearchOptions(beam=2, max_ratio=0.0, max_extra=66, no_repeat_ngram=3)
+    greedy, beam = (search(model, source, lengths, options) for search in (greedy_search, beam_search))
+    for row, one, two in zip(rows_of(source, lengths), greedy, beam, strict=True):
+        assert one.ids == naive_greedy(model, row, options)[0]
+        assert len(one.ids) == 66
+        assert two[0].ids == naive_beam(model, row, options)[0][0]
+
+
+@torch.no_grad()
+def test_cached_logits_are_the_models():
+    """Step by step, with rows that are reordered and dropped on the way."""
+    model = random_model(14).double()
+    source, lengths = sources([3, 1, 6])
+    rows = rows_of(source, lengths)
+    N = 2
+    state = DecoderState(model, source, lengths, hypotheses=N)
+    generator = torch.Generator().manual_seed(1)
+    prefixes = [[] for _ in range(len(rows) * N)]
+    fed = torch.full((len(prefixes),), BOS)
+    for t in range(36):
+        logits = state.step(fed).float().log_softmax(-1)
+        for i, (prefix, row) in enumerate(zip(prefixes, logits, strict=True)):
+            torch.testing.assert_close(row, log_probabilities(model, rows[i // N], [prefix])[0], atol=1e-5, rtol=0)
+        if t % 3 == 1:
+            swap = torch.cat([torch.randint(b * N, b * N + N, (N,), generator=generator) for b in range(len(rows))])
+            state.reorder(swap)
+            prefixes = [list(prefixes[i]) for i in swap.tolist()]
+        if t == 5:
+            state.keep(torch.tensor([0, 2]))
+            rows, prefixes = (rows[0], rows[2]), prefixes[:N] + prefixes[2 * N :]
+        fed = torch.randint(4, 17, (len(prefixes),), generator=generator)
+        for prefix, token in zip(prefixes, fed.tolist(), strict=True):
+            prefix.append(token)
+
+
+def test_empty_batch():
+    model = random_model()
+    nothing, lengths = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    assert greedy_search(model, nothing, lengths) == []
+    assert beam_search(model, nothing, lengths) == []
+
+
+def test_search_leaves_the_model_as_it_was():
+    """Its mode, and a table of positions that training can go on with."""
+    model = random_model(15, max_positions=4).train()
+    source, lengths = sources(RAGGED)
+    greedy_search(model, source, lengths)
+    assert model.training
+    hidden = model(source, lengths, source, lengths)
+    hidden.sum().backward()
+
+
+def test_low_precision():
+    """bf16 weights and bf16 autocast decode; log probabilities are summed in fp32."""
+    source, lengths = sources(RAGGED, vocabulary=12)
+    exact = greedy_search(reversing_model(), source, lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = greedy_search(reversing_model(), source, lengths)
+        beam_search(reversing_model(), source, lengths)
+    half = random_model(16).bfloat16()
+    greedy_search(half, source, lengths)
+    beam_search(half, source, lengths)
+    same = sum(a.ids == b.ids for a, b in zip(exact, autocast, strict=True))
+    assert same >= 4
+
+
+ERRORS = [
+    ({"beam": 0}, "beam must be at least 1, not 0"),
+    ({"n_best": 0}, "n_best must be at least 1, not 0"),
+    ({"beam": 2, "n_best": 3}, "n_best (3) must not exceed beam (2)"),
+    ({"max_length": 0}, "max_length must be at least 1, not 0"),
+    ({"min_length": -1}, "min_length must be at least 0, not -1"),
+    ({"min_length": 5, "max_length": 4}, "min_length (5) must not exceed max_length (4)"),
+    ({"no_repeat_ngram": -1}, "no_repeat_ngram must be at least 0, not -1"),
+    ({"max_extra": -1}, "max_extra must be at least 0, not -1"),
+    ({"length_penalty": math.nan}, "length_penalty and max_ratio must be finite, max_ratio not negative"),
+    ({"max_ratio": -1.0}, "length_penalty and max_ratio must be finite, max_ratio not negative"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ERRORS)
+def test_option_errors(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SearchOptions(**changes)

@@ -1,0 +1,164 @@
+"""Figures: what is drawn is what was given, labelled, without overlap, and without pyplot's global state."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib")
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from fastformer.plots import plot_attention, plot_attention_heads, plot_history, plot_positions, save
+
+TRAIN = [{"kind": "train", "step": step, "epoch": 1, "seconds": 1.0, "loss": 5.0 / step, "lr": 0.1} for step in (1, 2)]
+VALIDATION = [
+    {"kind": "validation", "step": 2, "epoch": 1, "loss": 3.0, "perplexity": 20.0, "bleu": 11.0, "exact": 0.5},
+    {"kind": "validation", "step": 4, "epoch": 2, "loss": 2.0, "perplexity": 7.4, "bleu": 22.0, "exact": 0.75},
+]
+
+
+def tokens(count: int, word: str = "Wort") -> list[str]:
+    return [f"▁{word}{i}" for i in range(count)]
+
+
+def drawn(figure):
+    """The renderer, after the layout was computed as for a PNG."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return canvas.get_renderer()
+
+
+def labels_overlap(figure) -> bool:
+    renderer = drawn(figure)
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        boxes = [label.get_window_extent(renderer) for label in axis.get_ticklabels() if label.get_text()]
+        if any(one.overlaps(other) for one, other in itertools.pairwise(boxes)):
+            return True
+    return False
+
+
+def cut_off(figure) -> list[str]:
+    """Titles, axis names and tokens that the edge of the figure cuts."""
+    renderer, frame = drawn(figure), figure.bbox
+    texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label, axes.yaxis.label)]
+    texts += [label for axes in figure.axes for label in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+    boxes = {text.get_text(): text.get_window_extent(renderer) for text in [*texts, *figure.texts]}
+    return [
+        text
+        for text, box in boxes.items()
+        if text.strip("−0123456789.") and (box.x0 < 0 or box.y0 < 0 or box.x1 > frame.x1 or box.y1 > frame.y1)
+    ]
+
+
+def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
+    figure = plot_history({"small": [*TRAIN, *VALIDATION], "large": TRAIN})
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels == [
+        "loss (nats per token)", "validation perplexity", "validation BLEU (percent)", "validation exact",
+    ]  # fmt: skip
+    assert {axes.get_xlabel() for axes in figure.axes} == {"optimiser step"}
+    loss, perplexity, bleu, _ = figure.axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in loss.lines}
+    assert lines == {
+        "small, training": ([1, 2], [5.0, 2.5]),
+        "small, validation": ([2, 4], [3.0, 2.0]),
+        "large, training": ([1, 2], [5.0, 2.5]),
+    }
+    assert perplexity.get_yscale() == "log"
+    assert list(bleu.lines[0].get_ydata()) == [11.0, 22.0]
+    assert len({line.get_color() for line in loss.lines}) == 2
+    assert not cut_off(figure)
+
+
+def test_history_of_one_run_without_validation():
+    figure = plot_history({"run": TRAIN})
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.lines] == ["training"]
+
+
+def test_history_without_values_is_an_error():
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot_history({"run": []})
+
+
+@pytest.mark.parametrize(("target", "source"), [(1, 1), (3, 2), (12, 15), (8, 150)])
+def test_attention_map_shows_the_weights_under_readable_tokens(target, source):
+    weights = torch.rand(target, source, dtype=torch.bfloat16, requires_grad=True)
+    figure = plot_attention(weights, tokens(source), tokens(target), "a title that is longer than a narrow map is wide")
+    axes = figure.axes[0]
+    image = torch.from_numpy(axes.images[0].get_array().filled())
+    assert torch.equal(image, weights.detach().float())
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("source token", "target token")
+    shown = [label.get_text() for label in axes.get_xticklabels()]
+    stride = -(-source // len(shown))
+    assert shown == tokens(source)[::stride]
+    assert stride == 1 or source > 100
+    assert not labels_overlap(figure)
+    assert not cut_off(figure)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5, 8])
+def test_every_head_has_a_map_on_one_scale_and_only_outer_maps_have_tokens(heads):
+    weights = torch.rand(heads, 4, 6)
+    figure = plot_attention_heads(weights, tokens(6), tokens(4), "layer 1")
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == [f"head {head + 1}" for head in range(heads)]
+    for axes, expected in zip(panels, weights, strict=True):
+        assert torch.equal(torch.from_numpy(axes.images[0].get_array().filled()), expected)
+        assert axes.images[0].get_clim() == (0.0, 1.0)
+    assert not labels_overlap(figure)
+    bottom = {round(axes.get_position().x0, 3): axes for axes in panels}
+    assert all([label.get_text() for label in axes.get_xticklabels()] == tokens(6) for axes in bottom.values())
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == tokens(4)
+    assert heads == 1 or not panels[1].get_yticklabels()
+    assert not cut_off(figure)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "message"),
+    [
+        (plot_attention, (2, 3), r"weights has shape \[2, 3\]; the tokens ask for \[3, 2\]"),
+        (plot_attention, (1, 3, 2), r"weights has shape \[1, 3, 2\]; the tokens ask for \[3, 2\]"),
+        (plot_attention_heads, (3, 2), r"weights has shape \[3, 2\]; the tokens ask for \[H, 3, 2\]"),
+        (plot_attention_heads, (0, 3, 2), r"weights has shape \[0, 3, 2\]; the tokens ask for \[H, 3, 2\]"),
+    ],
+)
+def test_weights_that_do_not_fit_the_tokens_are_refused(function, shape, message):
+    with pytest.raises(ValueError, match=message):
+        function(torch.rand(shape), tokens(2), tokens(3))
+
+
+def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
+    figure = plot_attention(torch.rand(1, 3), ["$5", "x" * 80, "a_b^c$"], ["$$"], "costs $5 or $6")
+    drawn(figure)  # a broken formula would raise here
+    shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert shown == [r"\$5", "x" * 23 + "…", r"a_b^c\$"]
+
+
+def test_positions_show_values_and_their_cosine_similarity():
+    encoding = torch.randn(7, 4)
+    figure = plot_positions(encoding, "learned positions")
+    values, similarity = (torch.from_numpy(axes.images[0].get_array().filled()) for axes in figure.axes[:2])
+    assert torch.equal(values, encoding)
+    expected = torch.cosine_similarity(encoding[:, None], encoding[None], dim=-1)
+    torch.testing.assert_close(similarity, expected)
+    assert not cut_off(figure)
+    with pytest.raises(ValueError, match=r"encoding has shape \[4\]; it must be \[T, D\]"):
+        plot_positions(torch.randn(4))
+
+
+def test_save_makes_folders_and_a_png(tmp_path):
+    path = save(plot_positions(torch.zeros(2, 2)), tmp_path / "deep" / "figure.png")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_figures_leave_pyplot_alone_and_importing_draws_nothing():
+    code = (
+        "import sys, torch, fastformer.plots as p; assert 'matplotlib' not in sys.modules; "
+        "p.plot_attention(torch.ones(1, 1), ['a'], ['b']); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

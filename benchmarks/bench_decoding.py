@@ -51,7 +51,6 @@ def _model() -> TranslationModel:
     state; random signs in the last norm take that away at no cost.
     """
     model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY))
-    assert model.decoder.norm is not None
-    weight = model.decoder.norm.weight
-    weight.copy_(torch.randint(0, 2, weight.shape) * 2 - 1)
+    assert isinstance(model.decoder.norm, torch.nn.LayerNorm)
+    model.decoder.norm.weight.copy_(torch.randint(0, 2, (model.config.d_model,)) * 2 - 1)
     return model

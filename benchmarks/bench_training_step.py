@@ -45,7 +45,9 @@ def bench_training_step(race: Race, size: Literal["quick", "full"], batches: str
 
     _gate(race, (model, ours), (competitor, theirs))
     expected = dict(competitor.transformer.named_parameters())
-    pairs = [(p, expected[name]) for name, p in model.named_parameters() if name in expected]
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (p, expected[name]) for name, p in model.named_parameters() if name in expected
+    ]
     pairs.append((model.output.weight, competitor.embeddings.target.weight))
     race.gate("gradients", flat_gradients(p for p, _ in pairs), flat_gradients(p for _, p in pairs), TOLERANCE)
 

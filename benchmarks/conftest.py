@@ -3,7 +3,8 @@
 CPU: process CPU time on one thread, so that a busy machine does not count. GPU: device time by CUDA events with the L2
 cache flushed between repetitions, wall time in pytest-benchmark's own columns; this branch has not been run on a GPU.
 Every round times the competitor and then us, in the same process, and the ratio is the median over rounds of the
-ratios of the two, so a slow drift of the machine cancels. A case is timed only after its gate: both sides gave the same
+ratios of the two, so a slow drift of the machine cancels. What a neighbour on the same core or memory takes away does
+not cancel: the rate of a plain matrix product, measured beside each case, shows how much was there. A case is timed only after its gate: both sides gave the same
 result from the same parameters; otherwise it fails as wrong.
 
 `--enforce-goals` lets a case fail whose ratio is below its goal; without it the table says so. `--full` adds the cases
@@ -53,6 +54,7 @@ class Row:
     ratio: float
     goal: float | None
     tokens: tuple[int, int]
+    matmul_rate: float
 
 
 class Stopwatch:
@@ -109,6 +111,7 @@ class Race:
         if calls > 1:  # longer work was warmed up by the gate
             watch(theirs.run, calls)
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
+        rate = self._matmul_rate()
         self.benchmark.pedantic(
             lambda: times["ours"].append(watch(ours.run, calls) / calls),
             setup=lambda: times["theirs"].append(watch(theirs.run, calls) / calls),
@@ -119,7 +122,7 @@ class Race:
         ratio = statistics.median(speed * b / a for a, b in zip(times["ours"], times["theirs"], strict=True))
         a, b = statistics.median(times["ours"]), statistics.median(times["theirs"])
         tokens = (ours.tokens, theirs.tokens)
-        self.rows.append(Row(case, theirs.name, a, b, ratio, goal, tokens))
+        self.rows.append(Row(case, theirs.name, a, b, ratio, goal, tokens, rate))
         self.benchmark.extra_info.update(
             case=case,
             against=theirs.name,
@@ -128,6 +131,7 @@ class Race:
             ours_seconds=times["ours"],
             theirs_seconds=times["theirs"],
             calls_per_round=calls,
+            matmul_flops_per_second=rate,
             timer=watch.kind,
             gates=self.gates,
             **_versions(),
@@ -136,6 +140,11 @@ class Race:
             self.benchmark.extra_info.update(tokens_per_second={"ours": ours.tokens / a, "theirs": theirs.tokens / b})
         if self.enforce and goal is not None:
             assert ratio >= goal, f"{case}: {ratio:.2f} times {theirs.name}, the goal is {goal}"
+
+    def _matmul_rate(self) -> float:
+        """Operations a second of fp32 matrix products of 1024: what the machine gives just now."""
+        x = torch.randn(1024, 1024, device=self.device)
+        return 2 * 1024**3 / statistics.median(self.stopwatch(lambda: x @ x) for _ in range(3))
 
     def note(self, **info: object) -> None:
         """Keep further numbers with the result."""
@@ -224,6 +233,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     write = terminalreporter.write_line
     kind = "CUDA events" if torch.cuda.is_available() else "process CPU time, one thread"
     terminalreporter.section(f"fastformer against what one would use instead ({kind})")
+    slowest, fastest = (choose(row.matmul_rate for row in rows) / 1e9 for choose in (min, max))
+    write(f"torch {torch.__version__}; fp32 matrix product {slowest:,.0f} to {fastest:,.0f} GFLOP/s beside the cases")
     width = max(len(row.case) for row in rows)
     other = max(len(row.against) for row in rows)
     write(f"{'case':<{width}}  {'against':<{other}}  {'ours':>14}  {'theirs':>14}  {'ratio':>6}  {'goal':>6}")

@@ -24,7 +24,7 @@ from fastformer.cli_options import merged, with_settings
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
 from fastformer.text import DATASETS, TextError, prepare, read_lines, read_parallel
-from fastformer.train import CheckpointError, DivergedError, TrainConfig, load_toml
+from fastformer.train import TrainConfig, load_toml
 from fastformer.translation import (
     DERIVED,
     SECTIONS,
@@ -93,7 +93,9 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="continue the run in --run; only settings of train may be given")
+    ] = False,
     fallback: Annotated[
         bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")
     ] = False,
@@ -239,9 +241,12 @@ def main() -> None:
     )
     try:
         app()
-    except (ValueError, OSError, TextError, CheckpointError, DivergedError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        # TextError, CheckpointError and DivergedError are among these.
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

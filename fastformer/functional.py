@@ -29,6 +29,9 @@ OPS = (
     "linear_cross_entropy",
 )
 GATED = ("geglu", "swiglu", "reglu")
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 def _fused(op: str, x: Tensor) -> bool:
@@ -193,7 +196,7 @@ def attention(
         RuntimeError: backend "triton" was asked for and cannot run this.
     """
     _check_attention(q, k, v, mask, key_mask)
-    _check_choice("alignment", alignment, get_args(Alignment))
+    _check_choice("alignment", alignment, ALIGNMENTS)
     _check_probability("dropout_p", dropout_p)
     _fused("attention", q)
     mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 1 else mask  # SDPA takes [T, S] at least
@@ -223,7 +226,7 @@ def attention_with_weights(
     Costs memory for the weights; a query that may attend to nothing has weights 0.
     """
     _check_attention(q, k, v, mask, key_mask)
-    _check_choice("alignment", alignment, get_args(Alignment))
+    _check_choice("alignment", alignment, ALIGNMENTS)
     _check_probability("dropout_p", dropout_p)
     _fused("attention_with_weights", q)
     allowed = _masks(q, k, causal, alignment, query_lengths, key_lengths, key_mask)
@@ -374,7 +377,7 @@ def feed_forward(
     Returns:
         `[..., Dout]`.
     """
-    _check_choice("activation", activation, get_args(Activation))
+    _check_choice("activation", activation, ACTIVATIONS)
     _check_probability("dropout_p", dropout_p)
     width = weight1.shape[0] // 2 if activation in GATED else weight1.shape[0]
     if weight2.shape[1] != width or (activation in GATED and weight1.shape[0] % 2):
@@ -420,7 +423,7 @@ def linear_cross_entropy(
         ValueError, TypeError: an argument does not fit.
         IndexError: a target on the CPU is no class.
     """
-    _check_choice("reduction", reduction, get_args(Reduction))
+    _check_choice("reduction", reduction, REDUCTIONS)
     _check_probability("label_smoothing", label_smoothing)
     if x.shape[:-1] != target.shape:
         raise ValueError(f"target must be of shape {list(x.shape[:-1])}, not {list(target.shape)}")

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
 from fastformer.modules import share
@@ -60,7 +61,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
         # torch's own checks, so that a mistake raises what it raises there.
-        batched: bool = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)  # type: ignore[no-untyped-call]
+        batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if not batched:
             same = key is query, value is key
             query = query.unsqueeze(0)
@@ -122,11 +123,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Project `[..., D]` to keys and values, `[..., H, K]` each."""
-        if self.in_proj_weight is not None:
+        if self._qkv_same_embed_dim:
             D = self.embed_dim
             bias = None if self.in_proj_bias is None else self.in_proj_bias[D:]
-            both = F.linear(x, self.in_proj_weight[D:], bias).unflatten(-1, (2, self.num_heads, self.head_dim))
-            return both.unbind(-3)  # type: ignore[return-value]
+            k, v = self._heads(F.linear(x, self.in_proj_weight[D:], bias), 2).unbind(-3)
+            return k, v
         weights, biases = self._weights()
         k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
         return k, v
@@ -140,12 +141,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths)
         return F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim))
+    def _heads(self, x: Tensor, *parts: int) -> Tensor:
+        """View `[..., parts * D]` as `[..., parts, H, K]`."""
+        return x.view(*x.shape[:-1], *parts, self.num_heads, self.head_dim)
 
     def _weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """The three input projections, whichever way they are stored."""
-        if self.in_proj_weight is not None:
+        if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -154,10 +156,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project to `[..., H, K]`, with one matrix product for what is the same tensor."""
-        if self.in_proj_weight is not None and key is value:
+        if self._qkv_same_embed_dim and key is value:
             if query is key:
-                joint = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-                return joint.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[return-value]
+                q, k, v = self._heads(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3).unbind(-3)
+                return q, k, v
             return self.queries(query), *self.keys_values(key)
         weights, biases = self._weights()
         q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in zip((query, key, value), weights, biases, strict=True))
@@ -183,7 +185,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         mask = key_mask = None
         if attn_mask is not None:
             mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # the extra keys are open: False or 0.0
-            mask = mask.unflatten(0, (batch, self.num_heads)) if mask.dim() == 3 else mask  # [B, H, T, S] or [T, S]
+            mask = (
+                mask.view(batch, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
+            )  # [B, H, T, S] or [T, S]
             mask = ~mask if mask.dtype == torch.bool else mask
         if key_padding_mask is not None:
             padding = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
@@ -221,8 +225,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise RuntimeError("is_causal is a hint about attn_mask, which must be given with it")
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
-        if (key.shape[:2] if self.in_proj_weight is None else key.shape) != (
-            value.shape[:2] if self.in_proj_weight is None else value.shape
+        if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
+            value.shape[:2] if not self._qkv_same_embed_dim else value.shape
         ):
             raise AssertionError(f"key of shape {list(key.shape)} and value of {list(value.shape)} do not match")
         if key.shape[rows] != batch:

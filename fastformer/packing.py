@@ -58,8 +58,8 @@ class Layout:
         positions = torch.arange(total) - starts
         rows = torch.repeat_interleave(torch.arange(lengths.numel()), lengths, output_size=total)
         slots = rows * max_length + positions
-        move = {"device": device, "non_blocking": True}
-        return cls(lengths, offsets.to(**move), positions.to(**move), slots.to(**move), max_length)
+        offsets, positions, slots = (x.to(device, non_blocking=True) for x in (offsets, positions, slots))
+        return cls(lengths, offsets, positions, slots, max_length)
 
     @property
     def batch(self) -> int:

@@ -56,6 +56,8 @@ def allowed_positions(
     Args:
         shape: (B, T, S).
     """
+    if not causal and query_lengths is None and key_lengths is None and key_mask is None:
+        return None
     _, T, S = shape
     queries, keys = torch.arange(T, device=device)[:, None], torch.arange(S, device=device)  # [T, 1], [S]
     allowed = None
@@ -101,7 +103,11 @@ def _guard(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, 
 def _scores_to_weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """softmax(scale * q k^T + mask): `[B, H, T, S]`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(q * scale, k.transpose(-1, -2))
+    B, H, T, _ = q.shape
+    # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    scores = scores.view(B, H, T, k.shape[1])
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     return scores.softmax(-1)

@@ -135,7 +135,9 @@ def test_import_fastformer_is_light():
 
 
 def test_the_modules_need_no_extra():
-    assert not loaded_by("import fastformer; fastformer.Transformer, fastformer.functional, fastformer.packing") & EXTRAS
+    assert (
+        not loaded_by("import fastformer; fastformer.Transformer, fastformer.functional, fastformer.packing") & EXTRAS
+    )
 
 
 def test_every_public_name_is_there():

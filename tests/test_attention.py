@@ -137,7 +137,7 @@ def test_values_and_gradients(form, kv_heads):
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 3, 1, 130, 17), (2, 1, 67, 65, 33)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_against_sdpa_on_shapes_of_other_blocks(shape, causal):
-    """One element; one query, as in decoding; lengths and head size beyond a block of 64 or 32 and no multiple of it."""
+    """One element; one query, as in decoding; lengths and head size beyond a block of 64 or 32, no multiple of it."""
     B, H, T, S, K = shape
     inputs = [random(B, H, T, K), random(B, H, S, K), random(B, H, S, K)]
     expected = F.scaled_dot_product_attention(*inputs, is_causal=causal)

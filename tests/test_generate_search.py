@@ -119,10 +119,10 @@ RULES = {
     "no_repeat_ngram 3": {"no_repeat_ngram": 3},
     "max_length": {"max_length": 3},
 }
+CASES = [*((variant, "plain") for variant in MODELS), *(("pre-norm", rule) for rule in RULES if rule != "plain")]
 
 
-@pytest.mark.parametrize("variant", MODELS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("variant", "rule"), CASES)
 def test_greedy_is_the_uncached_loop(variant, rule):
     """For random models and ragged batches, packed and padded; log probabilities are the model's own."""
     model = random_model(1, **MODELS[variant]).double()
@@ -139,8 +139,7 @@ def test_greedy_is_the_uncached_loop(variant, rule):
         assert [h.ids for h in again] == [h.ids for h in found]
 
 
-@pytest.mark.parametrize("variant", MODELS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("variant", "rule"), CASES)
 def test_beam_search_is_the_uncached_loop(variant, rule):
     model = random_model(2, **MODELS[variant]).double()
     options = SearchOptions(beam=3, n_best=3, length_penalty=0.7, max_ratio=1.0, max_extra=3, **RULES[rule])

@@ -72,7 +72,7 @@ def test_order_and_bleu(translator):
     ids = translator.target_tokenizer.encode_batch(translations)
     tokenised = [" ".join(translator.target_tokenizer.words[i] for i in line) for line in ids]
     assert tokenised[0] != translations[0]
-    assert score_translations(tokenised, references).chrf < scores.chrf + 1e-9
+    assert score_translations(tokenised, references).bleu < scores.bleu - 10
     assert "tok:13a" in scores.bleu_signature
 
 
@@ -180,7 +180,8 @@ def test_a_tokenizer_of_another_model(translator):
         message = f"the {side} tokenizer has 7 entries, the model {size}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             Translator(model, *tokenizers)
-    moved = WordTokenizer.from_lines([" ".join(target.words[4:])], special_ids=SpecialIds(0, 1, 3, 2))
+    swapped = [*target.words[:2], target.words[3], target.words[2], *target.words[4:]]
+    moved = WordTokenizer(swapped, SpecialIds(bos_id=3, eos_id=2))
     with pytest.raises(ValueError, match=r"^the target tokenizer has bos_id 3, the model 2$"):
         Translator(model, source, moved)
 

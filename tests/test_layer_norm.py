@@ -31,7 +31,9 @@ def test_values_and_gradients(shape, normalized, affine, dtype):
     expected = expected if wide[2] is None else expected + wide[2]
     assert_close(out, expected.to(dtype))
     given = [t for t in (x, weight, bias) if t is not None]
-    for actual, wanted in zip(gradients(out, given), gradients(expected, [t for t in wide if t is not None]), strict=True):
+    for actual, wanted in zip(
+        gradients(out, given), gradients(expected, [t for t in wide if t is not None]), strict=True
+    ):
         assert_close(actual, wanted.to(dtype))
 
 

@@ -57,6 +57,7 @@ VARIANTS = {
     "output bias": {"output_bias": True},
     "no biases": {"bias": False},
     "gelu, eps, unscaled": {"activation": "gelu", "norm_eps": 1e-2, "scale_embeddings": False},
+    "beyond the short attention": {"encoder_layers": 1, "decoder_layers": 1},
     "unequal stacks, one head": {"encoder_layers": 1, "decoder_layers": 3, "heads": 1},
 }
 
@@ -67,7 +68,7 @@ def test_model_is_torchs_transformer(variant, dtype):
     """Packed and padded input give torch's loss on a padded batch, and torch's gradient of every parameter."""
     model = random_model(1, **VARIANTS[variant]).to(dtype)
     twin = TorchTwin(model.config).copy(model).to(dtype).train()  # train: not torch's inference fast path
-    packed = random_batch(RAGGED, vocabulary=13)
+    packed = random_batch([*RAGGED, (70, 66)] if "beyond" in variant else RAGGED, vocabulary=13)
     padded = padded_like(packed)
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
 
@@ -93,7 +94,7 @@ def twin_name(name, wanted):
 def test_hidden_states_and_logits_are_torchs(variant):
     model = random_model(2, **VARIANTS[variant]).double()
     twin = TorchTwin(model.config).copy(model).double().train()
-    packed = random_batch(RAGGED, vocabulary=13)
+    packed = random_batch([*RAGGED, (70, 66)] if "beyond" in variant else RAGGED, vocabulary=13)
     padded = padded_like(packed)
     logits = model.logits(hidden_states(model, packed))
     expected = pack(twin(padded.source, padded.target_in), Layout.from_lengths(packed.target_lengths))

@@ -143,7 +143,7 @@ def test_is_causal(need_weights, key_padding, mask_kind, batch_first):
 
 
 def test_is_causal_leaves_the_extra_keys_open():
-    """torch hides them with is_causal, need_weights=False, and shows them in all other forms; ours agrees with those."""
+    """torch hides them with is_causal and need_weights=False alone; ours agrees with all its other forms."""
     ours, torchs = twins(add_bias_kv=True, add_zero_attn=True)
     mask = nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
     inputs = inputs_for("self", ours)

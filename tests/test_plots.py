@@ -84,7 +84,7 @@ def test_history_without_values_is_an_error():
         plot_history({"run": []})
 
 
-@pytest.mark.parametrize(("target", "source"), [(1, 1), (3, 2), (12, 15), (8, 150)])
+@pytest.mark.parametrize(("target", "source"), [(1, 1), (3, 2), (12, 15), (8, 300)])
 def test_attention_map_shows_the_weights_under_readable_tokens(target, source):
     weights = torch.rand(target, source, dtype=torch.bfloat16, requires_grad=True)
     figure = plot_attention(weights, tokens(source), tokens(target), "a title that is longer than a narrow map is wide")

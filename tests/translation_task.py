@@ -149,6 +149,7 @@ def reverse_batch(seed: int, sentences: int, longest: int = 7, vocabulary: int =
 
 
 @functools.cache
+@torch.enable_grad()
 def reversing_model() -> TranslationModel:
     """A model that learned to reverse sentences, well enough to end them; shared, so leave it as it is."""
     steps = 200

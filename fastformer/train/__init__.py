@@ -1,5 +1,6 @@
 """Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
 
+from fastformer.train.batch_source import Batch, BatchSource
 from fastformer.train.checkpoints import (
     Checkpoint,
     CheckpointFolder,
@@ -14,6 +15,8 @@ from fastformer.train.trainer import DivergedError, Result, Trainer
 from fastformer.train.weights import CheckpointError, put_weights, read_weights, write_weights
 
 __all__ = [
+    "Batch",
+    "BatchSource",
     "Checkpoint",
     "CheckpointError",
     "CheckpointFolder",

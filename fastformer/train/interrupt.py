@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,8 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
-        self._notice()
+        with suppress(RuntimeError):  # the signal may have come in the middle of a write to the same stream
+            self._notice()
 
     def _restore(self) -> None:
         if self._previous is not None:

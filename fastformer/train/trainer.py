@@ -15,16 +15,17 @@ so validating more or less often, and being interrupted, changes nothing. A budg
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastformer.train.batch_source import BatchSource
 from fastformer.train.checkpoints import Checkpoint, CheckpointFolder, average_checkpoints
 from fastformer.train.config import TrainConfig
 from fastformer.train.interrupt import Interrupt
@@ -36,27 +37,6 @@ from fastformer.train.schedules import Schedule
 from fastformer.train.weights import CheckpointError, put_weights
 
 _LOWER_IS_BETTER = ("loss", "perplexity")
-
-
-class Batch(Protocol):
-    """What the loop asks of a batch."""
-
-    @property
-    def tokens(self) -> int:
-        """Real tokens that the loss is summed over."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The batch on a device."""
-
-
-class BatchSource(Protocol):
-    """The training data. The batches of an epoch must depend on its number only, not on global generators."""
-
-    def batches_in(self, epoch: int) -> int:
-        """Number of batches of an epoch (the first is 0)."""
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from number `start` on."""
 
 
 class DivergedError(FloatingPointError):

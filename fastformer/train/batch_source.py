@@ -1,0 +1,27 @@
+"""What the training loop asks of data; `fastformer.text.Batches` has it, and so may a user's own class."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+
+import torch
+
+
+class Batch(Protocol):
+    """What the loop asks of a batch."""
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens that the loss is summed over."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The batch on a device."""
+
+
+class BatchSource(Protocol):
+    """The training data. The batches of an epoch must depend on its number only, not on global generators."""
+
+    def batches_in(self, epoch: int) -> int:
+        """Number of batches of an epoch (the first is 0)."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch from number `start` on."""

@@ -1,0 +1,66 @@
+"""torch's own module database, run against our classes: every sample it has, values and gradients."""
+
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from closeness import assert_close, gradients
+from torch import Tensor, nn
+
+import fastformer
+
+pytest.importorskip("expecttest", reason="torch's module database needs the expecttest package")
+
+NAMES = (
+    "LayerNorm",
+    "RMSNorm",
+    "MultiheadAttention",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "Transformer",
+)
+
+
+@cache
+def database():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_modules import module_db
+    return {info.module_cls: info for info in module_db}
+
+
+def flat(result) -> list[Tensor]:
+    return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+
+@pytest.mark.usefixtures("slow_path")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_sample_of_torchs_database(name, training, dtype):
+    info = database()[getattr(nn, name)]
+    samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+    assert samples
+    for sample in samples:
+        args, kwargs = sample.constructor_input.args, sample.constructor_input.kwargs
+        settings = {"device": "cpu", "dtype": dtype} if name != "TransformerEncoder" else {}
+        torchs = getattr(nn, name)(*args, **{**kwargs, **settings}).train(training)
+        ours = getattr(fastformer, name)(*args, **{**kwargs, **settings}).train(training)
+        ours.load_state_dict(torchs.state_dict(), strict=True)
+        inputs, arguments = sample.forward_input.args, sample.forward_input.kwargs
+        expected, out = flat(torchs(*inputs, **arguments)), flat(ours(*inputs, **arguments))
+        assert len(out) == len(expected)
+        for a, w in zip(out, expected, strict=True):
+            assert_close(a, w)
+        leaves = [x for x in inputs if x.requires_grad]
+        actual = gradients(out, [*leaves, *ours.parameters()])
+        for a, w in zip(actual, gradients(expected, [*leaves, *torchs.parameters()]), strict=True):
+            assert_close(a, w)
+
+
+def test_every_class_that_replaces_torchs_is_a_subclass_of_it():
+    for name in (*NAMES, "TransformerDecoder"):
+        assert issubclass(getattr(fastformer, name), getattr(nn, name))

@@ -18,13 +18,18 @@ CHOICES: tuple[str, ...] = get_args(Backend)
 ENVIRONMENT_VARIABLE = "FASTFORMER_BACKEND"
 
 
+class BackendError(RuntimeError):
+    """The backend that was asked for by name cannot run an op; the message says why."""
+
+
 def _checked(name: str, origin: str) -> Backend:
     if name not in CHOICES:
         raise ValueError(f"{origin} is {name!r}; it must be one of {', '.join(CHOICES)}")
     return cast(Backend, name)
 
 
-_default: Backend = _checked(os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE)
+# Checked when it is first used, not here: an import that fails would give the command line's users a stack trace.
+_default: str = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
 
 
 class _Local(threading.local):
@@ -51,8 +56,12 @@ def set_backend(name: Backend) -> None:
 
 
 def get_backend() -> Backend:
-    """Return the choice in force: the innermost `with backend(...)`, else `set_backend`, else the environment."""
-    return _local.override or _default
+    """Return the choice in force: the innermost `with backend(...)`, else `set_backend`, else the environment.
+
+    Raises:
+        ValueError: the environment variable has another value.
+    """
+    return _local.override or _checked(_default, ENVIRONMENT_VARIABLE)
 
 
 @contextmanager

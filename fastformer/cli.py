@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ try:
 except ModuleNotFoundError as error:  # the core installs no command-line library
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
+from fastformer.backend import BackendError
 from fastformer.cli_options import merged, with_settings
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
@@ -124,8 +126,13 @@ def train(
         )
     for line in (*current.data_report()["corpora"].values(), f"training: {current.pairs}"):
         console.print(line)
+    cpu = time.process_time()
     result = current.fit(resume, fallback)
-    console.print(f"ended after {result.step:,} steps and {result.seconds:,.0f} s ({result.reason}); run folder: {run}")
+    cpu = time.process_time() - cpu
+    console.print(
+        f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this session): "
+        f"{result.reason}; run folder: {run}"
+    )
     _plot_history(run)
 
 
@@ -241,7 +248,7 @@ def main() -> None:
     )
     try:
         app()
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -64,7 +64,7 @@ def _flag(section: str, item: "dataclasses.Field[Any]", hint: Any) -> inspect.Pa
         show_default=shown,
         metavar="|".join(choices) if 0 < len(choices) <= 4 else None,
     )
-    annotation = typing.Annotated[_bare(hint) | None, option]
+    annotation = typing.Annotated[_bare(hint) | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

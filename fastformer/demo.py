@@ -85,9 +85,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> None
     save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
     sentence = min(test.source, key=len)
     draw_attention(translator, sentence, folder / "attention.png")
-    console.print(
-        f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}"
-    )
+    console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
     console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
 
 

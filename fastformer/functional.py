@@ -1,7 +1,7 @@
 """The public ops, and the only place where an implementation is chosen.
 
-Every op checks its arguments, then runs the reference or a fused kernel. `auto` takes the kernel where one applies;
-`triton` raises with the reason where none does; `explain` says which it would be, and why.
+Every op checks its arguments, then runs the reference; fused kernels will be reached from here too: `auto` takes one
+where it applies, `triton` raises with the reason where none does. `explain` says which it would be, and why.
 
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, M rows, V vocabulary.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import fused, reference
-from fastformer.backend import get_backend
+from fastformer.backend import BackendError, get_backend
 from fastformer.packing import Layout
 from fastformer.reference import Activation, Alignment, Reduction
 
@@ -34,15 +34,11 @@ ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
-def _fused(op: str, x: Tensor) -> bool:
-    """Choose the implementation of one call: True for the fused kernel."""
-    choice = get_backend()
-    if choice == "reference":
-        return False
-    reason = fused.unsupported(op, x)
-    if reason is not None and choice == "triton":
-        raise RuntimeError(f"backend 'triton' was asked for, but {reason}")
-    return reason is None
+def _require_backend(op: str, x: Tensor) -> None:
+    """Raise if the backend that was asked for by name cannot run `op` on x; here each call will choose."""
+    reason = fused.unsupported(op, x) if get_backend() == "triton" else None
+    if reason is not None:
+        raise BackendError(f"backend 'triton' was asked for, but {reason}")
 
 
 def explain(subject: nn.Module | Tensor) -> str:
@@ -193,12 +189,12 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument does not fit, before anything runs.
-        RuntimeError: backend "triton" was asked for and cannot run this.
+        fastformer.backend.BackendError: backend "triton" was asked for and cannot run this.
     """
     _check_attention(q, k, v, mask, key_mask)
     _check_choice("alignment", alignment, ALIGNMENTS)
     _check_probability("dropout_p", dropout_p)
-    _fused("attention", q)
+    _require_backend("attention", q)
     mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 1 else mask  # SDPA takes [T, S] at least
     if causal and mask is None and query_lengths is None and key_lengths is None and key_mask is None:
         if alignment == "top_left" or q.shape[2] == k.shape[2]:
@@ -228,7 +224,7 @@ def attention_with_weights(
     _check_attention(q, k, v, mask, key_mask)
     _check_choice("alignment", alignment, ALIGNMENTS)
     _check_probability("dropout_p", dropout_p)
-    _fused("attention_with_weights", q)
+    _require_backend("attention_with_weights", q)
     allowed = _masks(q, k, causal, alignment, query_lengths, key_lengths, key_mask)
     return reference.attention_with_weights(q, k, v, mask, allowed, dropout_p=dropout_p, scale=scale)
 
@@ -267,7 +263,7 @@ def packed_attention(
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
     _check_heads(q, k, v, 1)
     _check_probability("dropout_p", dropout_p)
-    _fused("packed_attention", q)
+    _require_backend("packed_attention", q)
     return reference.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p, scale=scale)
 
 
@@ -302,7 +298,7 @@ def layer_norm(
         bias: `normalized_shape`, or None for zeros.
         eps: added to the variance.
     """
-    _fused("layer_norm", x)
+    _require_backend("layer_norm", x)
     return reference.layer_norm(x, _normalized_shape(normalized_shape), weight, bias, eps)
 
 
@@ -320,7 +316,7 @@ def rms_norm(
         weight: `normalized_shape`, or None for ones.
         eps: added to the mean square; the machine epsilon of x's dtype if None.
     """
-    _fused("rms_norm", x)
+    _require_backend("rms_norm", x)
     return reference.rms_norm(x, _normalized_shape(normalized_shape), weight, eps)
 
 
@@ -348,7 +344,7 @@ def dropout_add_layer_norm(
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
     _check_probability("dropout_p", dropout_p)
-    _fused("dropout_add_layer_norm", x)
+    _require_backend("dropout_add_layer_norm", x)
     shape = _normalized_shape(normalized_shape)
     return reference.dropout_add_layer_norm(x, residual, shape, weight, bias, eps=eps, dropout_p=dropout_p)
 
@@ -385,7 +381,7 @@ def feed_forward(
             f"weight2 must be of shape [out, {width}] for activation {activation!r} "
             f"and weight1 of shape {list(weight1.shape)}, not {list(weight2.shape)}"
         )
-    _fused("feed_forward", x)
+    _require_backend("feed_forward", x)
     return reference.feed_forward(x, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p)
 
 
@@ -430,7 +426,7 @@ def linear_cross_entropy(
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must be of shape [V, {x.shape[-1]}], not {list(weight.shape)}")
     _check_classes(target, weight.shape[0], ignore_index)
-    _fused("linear_cross_entropy", x)
+    _require_backend("linear_cross_entropy", x)
     loss = reference.linear_cross_entropy(
         x.reshape(math.prod(target.shape), x.shape[-1]),
         weight,

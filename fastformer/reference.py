@@ -176,7 +176,8 @@ def attention(
         `[B, H, T, Kv]`.
     """
     if k.shape[-2] == 0:  # nothing to attend to
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]) + 0.0 * (q.sum() + k.sum() + v.sum())
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
     if dropout_p > 0.0 and q.device.type == "cpu":
         # SDPA on a CPU has no fused path with dropout, and the weights' random bits are cheaper here.
         if causal:

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
+import fastformer as fastformer_package
 from fastformer.cli import main
 
 TRAIN = (
@@ -232,3 +233,17 @@ def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: 
         check=True,
     )
     assert done.stdout.split("\n")[0] == "policy PASSIVE"
+
+
+def test_backends_that_cannot_be_met_are_one_line(run: Path) -> None:
+    with fastformer_package.backend("triton"):
+        done = fastformer("translate", "--run", "run", "one", cwd=run)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: backend 'triton' was asked for, but")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastformer.backend._default", "tritn")
+        done = fastformer("info", cwd=run)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: FASTFORMER_BACKEND is 'tritn'; it must be one of auto, triton, reference\n",
+    )

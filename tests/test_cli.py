@@ -241,7 +241,7 @@ def test_backends_that_cannot_be_met_are_one_line(run: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: backend 'triton' was asked for, but")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastformer.backend._default", "tritn")
+        patch.setattr(sys.modules["fastformer.backend"], "_default", "tritn")
         done = fastformer("info", cwd=run)
     assert (done.returncode, done.stderr) == (
         2,

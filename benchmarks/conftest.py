@@ -4,8 +4,8 @@ CPU: process CPU time on one thread, so that a busy machine does not count. GPU:
 cache flushed between repetitions, wall time in pytest-benchmark's own columns; this branch has not been run on a GPU.
 Every round times the competitor and then us, in the same process, and the ratio is the median over rounds of the
 ratios of the two, so a slow drift of the machine cancels. What a neighbour on the same core or memory takes away does
-not cancel: the rate of a plain matrix product, measured beside each case, shows how much was there. A case is timed only after its gate: both sides gave the same
-result from the same parameters; otherwise it fails as wrong.
+not cancel: the rate of a plain matrix product, measured beside each case, shows how much was there. A case is timed
+only after its gate: both sides gave the same result from the same parameters; otherwise it fails as wrong.
 
 `--enforce-goals` lets a case fail whose ratio is below its goal; without it the table says so. `--full` adds the cases
 of the full-sized model where a smaller one stands for it; they take minutes on a CPU.

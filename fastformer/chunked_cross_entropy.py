@@ -1,8 +1,8 @@
 """Linear + cross entropy in plain PyTorch, a chunk of rows at a time: the logits are never all there.
 
-For a scalar loss the gradients of a chunk are computed right after its logits, while they are in the cache, so forward
-and backward together read a logit from memory about once (2,038 x 4,000 logits, one core: 0.11 instead of 0.26 s
-beside the matrix products). Double backward goes through the plain formula.
+For a scalar loss the gradients of a chunk are computed right after its logits, while they are in the cache: 166 ms
+against F.cross_entropy's 205 for 2,038 rows, D 192, V 4,000 on one core, where the three matrix products alone take
+150. Double backward goes through the plain formula.
 
 Letters: M rows, D width, V vocabulary.
 """
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
+CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
+GPU_CHUNK_BYTES = 256 << 20  # enough rows for full matrix products; not measured on a GPU
 
 
 def plain_loss(
@@ -46,7 +47,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         dbias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
         total = torch.zeros((), dtype=wide, device=x.device)
-        step = max(1, CHUNK_BYTES // (4 * V))
+        step = max(1, (CPU_CHUNK_BYTES if x.device.type == "cpu" else GPU_CHUNK_BYTES) // (4 * V))
         for start in range(0, M, step):
             rows = slice(start, start + step)
             counts = target[rows] != ignore_index  # [m]

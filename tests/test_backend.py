@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -135,14 +136,19 @@ def test_explain_says_what_would_run():
 
 
 def test_compiled_code_follows_a_switch():
-    compiled = torch.compile(lambda x: functional.layer_norm(x, 3), backend="eager")
-    compiled(X)
-    with fastformer.backend("triton"), pytest.raises(RuntimeError, match="'triton' was asked for"):
+    def run():
+        compiled = torch.compile(lambda x: functional.layer_norm(x, 3), backend="eager")
         compiled(X)
-    compiled(X)
-    fastformer.set_backend("triton")
-    with pytest.raises(RuntimeError, match="'triton' was asked for"):
+        with fastformer.backend("triton"), pytest.raises(RuntimeError, match="'triton' was asked for"):
+            compiled(X)
         compiled(X)
+        fastformer.set_backend("triton")
+        with pytest.raises(RuntimeError, match="'triton' was asked for"):
+            compiled(X)
+
+    # In a new thread: where a context was used before, the switch would be seen in any case.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
 
 
 def test_a_context_inside_compiled_code():

@@ -354,6 +354,10 @@ def test_finished_sentences_leave_the_batch(steps):
     # At most an eighth of the rows have finished.
     assert all(left <= rows < left / 0.875 for left, rows in zip(running, steps, strict=True))
     assert sum(steps) < 0.8 * steps[0] * len(steps)
+    # What is still computed for a finished sentence does not count.
+    for row, hypothesis in zip(rows_of(batch.source, batch.source_lengths), found, strict=True):
+        [expected] = sequence_scores(model, row, [[*hypothesis.ids, EOS]])
+        assert hypothesis.log_probability == pytest.approx(expected, abs=1e-4)
 
     steps.clear()
     found = beam_search(model, batch.source, batch.source_lengths, SearchOptions(beam=3))

@@ -22,7 +22,7 @@ def chunks(request, monkeypatch):
     """The rows are worked off in chunks: all at once, one by one, and four at a time with a rest."""
     if request.param != "one chunk":
         size = 1 if request.param == "a row a chunk" else 4 * 4 * 11
-        monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", size)
+        monkeypatch.setattr(chunked_cross_entropy, "CPU_CHUNK_BYTES", size)
 
 
 def naive(x, weight, bias, target, ignore_index, smoothing, reduction):

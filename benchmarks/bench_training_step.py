@@ -27,8 +27,10 @@ CONFIGS = {
     "full": TranslationConfig(VOCABULARY, VOCABULARY),
 }
 ROUNDS = {"quick": 3, "full": 2}  # a full step takes 5 to 15 s of one core
-# fp32 rounding, 6e-8, over sums of a few thousand terms gives 1e-6; a padded position that counts gives 1e-2.
-TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5
+# Against fp64, where both agree to 3e-14, the gradients of ours are off by 5e-5 and torch's by 7e-5 (d256, random
+# batch): rounding decides on which side of ReLU's kink some activations fall.
+GRADIENT_TOLERANCE = 5e-4
 
 Loss = Callable[[], Tensor]
 
@@ -49,7 +51,7 @@ def bench_training_step(race: Race, size: Literal["quick", "full"], batches: str
         (p, expected[name]) for name, p in model.named_parameters() if name in expected
     ]
     pairs.append((model.output.weight, competitor.embeddings.target.weight))
-    race.gate("gradients", flat_gradients(p for p, _ in pairs), flat_gradients(p for _, p in pairs), TOLERANCE)
+    race.gate("gradients", flat_gradients(p for p, _ in pairs), flat_gradients(p for _, p in pairs), GRADIENT_TOLERANCE)
 
     saved = [saved_for_backward(loss, net.parameters()) for loss, net in ((ours, model), (theirs, competitor))]
     race.note(padding_share=share, saved_for_backward_bytes={"ours": saved[0], "theirs": saved[1]})
@@ -90,7 +92,7 @@ def _gate(race: Race, ours: tuple[nn.Module, Loss], theirs: tuple[nn.Module, Los
         value.backward()  # type: ignore[no-untyped-call]
         values.append(value)
         model.train()
-    race.gate("loss", values[0], values[1], TOLERANCE)
+    race.gate("loss", values[0], values[1], LOSS_TOLERANCE)
 
 
 def _step(model: nn.Module, loss: Loss, batch: Batch) -> Callable[[], None]:

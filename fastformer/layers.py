@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.modules import LayerNorm, RMSNorm, has_hooks, share
 from fastformer.multihead_attention import MultiheadAttention
-from fastformer.packing import Layout
+from fastformer.packing import Layout, layout_from_mask, pack, unpack
 from fastformer.reference import Activation
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
@@ -347,9 +347,17 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """torch.nn.TransformerEncoder without its inference fast path, whose results differ from its documented ones.
+    """torch.nn.TransformerEncoder on our layers; a layer of torch's becomes one of ours.
 
-    `enable_nested_tensor` and `mask_check` are accepted and change nothing; a layer of torch's becomes one of ours.
+    Args:
+        encoder_layer: copied num_layers times.
+        num_layers: of the stack.
+        norm: applied at the end, or None.
+        enable_nested_tensor: as in torch: in inference, post-norm and batch first, a batch with a bool
+            src_key_padding_mask and no other mask runs without its padding, whose rows come out as 0. (torch's fast
+            path also changes numbers, such as those of tanh-GELU; this does not.) A mask with gaps or padding on the
+            left runs as it is.
+        mask_check: changes nothing; the mask is always checked.
     """
 
     def __init__(
@@ -380,10 +388,36 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """Run every layer, then the norm; arguments as in the layer, is_causal None = not stated."""
+        if mask is None and src_key_padding_mask is not None and self._skips_padding(src, src_key_padding_mask):
+            layout = layout_from_mask(src_key_padding_mask)
+            if layout is not None:
+                padded = unpack(self.packed(pack(src, layout), layout), layout)
+                return F.pad(padded, (0, 0, 0, src.shape[1] - padded.shape[1]))
         output = src
         for layer in self.layers:
             output = layer(output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
         return output if self.norm is None else self.norm(output)
+
+    def _skips_padding(self, src: Tensor, padding: Tensor) -> bool:
+        """Whether torch's own stack would skip the padding of such a batch, in inference."""
+        return (
+            self.enable_nested_tensor
+            and not self.training
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and src.dim() == 3
+            and padding.dtype == torch.bool
+            and padding.shape == src.shape[:2]
+            and all(
+                isinstance(layer, TransformerEncoderLayer)
+                and not layer._overridden
+                and not has_hooks(layer)
+                and not has_hooks(layer.self_attn)
+                and not layer.norm_first
+                and layer.self_attn.batch_first
+                for layer in self.layers
+            )
+        )
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`."""

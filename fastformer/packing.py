@@ -93,6 +93,22 @@ class Layout:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
+def layout_from_mask(padding: Tensor) -> Layout | None:
+    """Read the layout of a padded batch off its padding mask; waits for the device if the mask is not on the CPU.
+
+    Args:
+        padding: bool `[B, L]`, True = padding, as torch's key_padding_mask.
+
+    Returns:
+        None where a sequence does not start at column 0 or has gaps.
+    """
+    lengths = (~padding).sum(1)
+    steps = torch.arange(padding.shape[1], device=padding.device)
+    if not torch.equal(padding, steps >= lengths[:, None]):
+        return None
+    return Layout.from_lengths(lengths, padding.device)
+
+
 class _Gather(torch.autograd.Function):
     """Rows `slots` of dimension `dim`. torch's own index_select adds in its backward; no slot is taken twice here."""
 

@@ -201,6 +201,11 @@ class TranslationRun:
             "eos_id": target.eos_id,
         }
         self.model_config = TranslationConfig(**{**model, **derived})
+        if self.model_config.longest is not None and data.max_length > self.model_config.longest:
+            raise ValueError(
+                f"max_length ({data.max_length}) is beyond max_positions ({self.model_config.longest}) of the learned "
+                "positions; lower it, or raise max_positions"
+            )
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
 
     @classmethod

@@ -109,6 +109,22 @@ def test_files_are_split_disjointly(tmp_path: Path) -> None:
         assert [s[1:] for s in corpus.source] == [t[1:] for t in corpus.target]
 
 
+def test_sentences_longer_than_the_learned_positions_are_refused_before_training(tmp_path: Path) -> None:
+    model = {**MODEL, "positions": "learned", "max_positions": 32}
+    with pytest.raises(ValueError, match=r"max_length \(256\) is beyond max_positions \(32\)"):
+        TranslationRun.create(tmp_path / "run", DATA, model, TRAIN)
+    TranslationRun.create(tmp_path / "run", replace(DATA, max_length=32), model, TRAIN).fit(show=False)
+
+
+def test_a_diverged_model_says_so(tmp_path: Path) -> None:
+    TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN).fit(show=False)
+    translator = load_translator(tmp_path / "run")
+    with torch.no_grad():
+        translator.model.output.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="diverged"):
+        translator.translate(["nine"])
+
+
 def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
     TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN)
     with pytest.raises(FileExistsError, match="holds a run already"):

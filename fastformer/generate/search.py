@@ -135,6 +135,9 @@ def beam_search(
 
     Returns:
         `n_best` hypotheses a sentence, best score first.
+
+    Raises:
+        FloatingPointError: the model gives NaN.
     """
     options = options or SearchOptions()
     config, device = model.config, source.device
@@ -193,6 +196,8 @@ def beam_search(
             state.keep(rows)
             finished.keep(rows)
             active, tokens, scores = active[rows], tokens[rows], scores[rows]
+    if not all(results):
+        raise FloatingPointError("the model's scores are not numbers: it has diverged")
     return results
 
 

@@ -87,6 +87,7 @@ class Translator:
     def _search(
         self, sentences: Sequence[str], options: SearchOptions, batch_size: int
     ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
+        self.model.eval()  # it may have been trained on since the last call
         sequences, cut = encode_source(sentences, self.source_tokenizer, self.max_source_length)
         if cut:
             logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
@@ -118,6 +119,7 @@ class Translator:
         pairs = encode_pairs(corpus, self.source_tokenizer, self.target_tokenizer, self.max_source_length)
         if len(pairs) != len(sources):
             raise ValueError(f"{len(sources) - len(pairs)} pairs have an empty or too long side")
+        self.model.eval()
         device = self.model.output.weight.device
         results: list[tuple[float, int]] = []
         for start in range(0, len(pairs), batch_size):

@@ -19,10 +19,10 @@ _HOME = {
     "LinearCrossEntropy": "fastformer.modules",
     "RMSNorm": "fastformer.modules",
     "MultiheadAttention": "fastformer.multihead_attention",
-    "Transformer": "fastformer.layers",
-    "TransformerDecoder": "fastformer.layers",
+    "Transformer": "fastformer.stacks",
+    "TransformerDecoder": "fastformer.stacks",
     "TransformerDecoderLayer": "fastformer.layers",
-    "TransformerEncoder": "fastformer.layers",
+    "TransformerEncoder": "fastformer.stacks",
     "TransformerEncoderLayer": "fastformer.layers",
 }
 _SUBMODULES = ("functional", "generate", "layers", "models", "modules", "packing", "plots", "text", "train")
@@ -56,15 +56,10 @@ __all__ = [
 if TYPE_CHECKING:
     from fastformer import functional, generate, layers, models, modules, packing, plots, text, train
     from fastformer.functional import explain
-    from fastformer.layers import (
-        Transformer,
-        TransformerDecoder,
-        TransformerDecoderLayer,
-        TransformerEncoder,
-        TransformerEncoderLayer,
-    )
+    from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
     from fastformer.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
     from fastformer.multihead_attention import MultiheadAttention
+    from fastformer.stacks import Transformer, TransformerDecoder, TransformerEncoder
 
 
 def __getattr__(name: str) -> Any:

@@ -118,7 +118,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def queries(self, x: Tensor) -> Tensor:
         """Project `[..., D]` to queries `[..., H, K]`."""
-        if self.in_proj_weight is not None:
+        if self._qkv_same_embed_dim:
             D = self.embed_dim
             bias = None if self.in_proj_bias is None else self.in_proj_bias[:D]
             return self._heads(F.linear(x, self.in_proj_weight[:D], bias))

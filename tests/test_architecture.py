@@ -18,6 +18,7 @@ FLOORS = (
     {"functional"},
     {"modules", "multihead_attention"},
     {"layers"},
+    {"stacks"},
     {"models", "convert"},
     {"generate", "train"},
     {"translation"},

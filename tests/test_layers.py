@@ -11,8 +11,8 @@ from closeness import assert_close, gradients, random
 from torch import nn
 
 import fastformer
-from fastformer.layers import adopt
 from fastformer.packing import Layout, pack
+from fastformer.stacks import adopt
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
@@ -482,7 +482,7 @@ def test_torchs_stack_around_our_layer_computes_the_same_in_every_mode():
 
 
 def test_inference_agrees_with_training_where_torchs_fast_path_does_not():
-    """tanh-GELU stays tanh-GELU, a float mask gives no NaN, padding is not zeroed, in evaluation mode without grad."""
+    """tanh-GELU stays tanh-GELU and a float mask gives no NaN; only padded rows may differ, which come out as 0."""
     torch.backends.mha.set_fastpath_enabled(True)
     layer = fastformer.TransformerEncoderLayer(8, 2, 16, 0.0, nn.GELU("tanh"), batch_first=True)
     ours = fastformer.TransformerEncoder(layer, 2)
@@ -491,7 +491,10 @@ def test_inference_agrees_with_training_where_torchs_fast_path_does_not():
     for padding in (mask, torch.zeros(B, T).masked_fill(mask, -math.inf)):
         expected = ours.train()(x, src_key_padding_mask=padding)
         with torch.no_grad():
-            assert torch.equal(ours.eval()(x, src_key_padding_mask=padding), expected)
+            out = ours.eval()(x, src_key_padding_mask=padding)
+        assert_close(out[~mask], expected[~mask].detach())
+        skipped = padding.dtype == torch.bool
+        assert bool((out[mask] == 0).all()) == skipped
 
 
 x = torch.zeros(T, B, D)

@@ -14,15 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.layers import (
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
+from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout, pack
+from fastformer.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.text import Batch
 
 Embeddings = Literal["separate", "tied", "shared"]

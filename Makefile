@@ -5,7 +5,7 @@ check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest -q tests/test_architecture.py
+	$(PYTHON) -m pytest tests/test_architecture.py
 
 test:
 	$(PYTHON) -m pytest

@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
 
 from fastformer.backend import BackendError
 from fastformer.cli_options import merged, with_settings
+from fastformer.describe import describe_model, describe_run, describe_system
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
 from fastformer.text import DATASETS, TextError, prepare, read_lines, read_parallel
@@ -126,6 +127,7 @@ def train(
         )
     for line in (*current.data_report()["corpora"].values(), f"training: {current.pairs}"):
         console.print(line)
+    console.print(f"model: {describe_model(current.model_config)}")
     cpu = time.process_time()
     result = current.fit(resume, fallback)
     cpu = time.process_time() - cpu
@@ -231,8 +233,6 @@ def evaluate_command(
 @app.command()
 def info(run: Annotated[Path | None, typer.Option(help="describe this run folder too")] = None) -> None:
     """Show versions, devices, which backend would run and why; with --run, the run's model and checkpoints."""
-    from fastformer.describe import describe_run, describe_system
-
     console.print(describe_system())
     if run is not None:
         console.print(describe_run(run))

@@ -43,21 +43,24 @@ def describe_system() -> str:
     )
 
 
-def describe_run(folder: Path) -> str:
-    """The model of a run, and its checkpoints."""
-    sections = read_config(folder)
-    config = TranslationConfig(**sections["model"])
+def describe_model(config: TranslationConfig) -> str:
+    """Parameters and shape of a model."""
     with torch.device("meta"):
         model = TranslationModel(config)
+    return (
+        f"{model_size(model)}: {config.encoder_layers}+{config.decoder_layers} layers, d_model {config.d_model}, "
+        f"heads {config.heads}, feed_forward {config.feed_forward}, vocabularies {config.source_vocabulary} and "
+        f"{config.target_vocabulary}, embeddings {config.embeddings}"
+    )
+
+
+def describe_run(folder: Path) -> str:
+    """The model of a run, and its checkpoints."""
+    config = TranslationConfig(**read_config(folder)["model"])
     checkpoints = CheckpointFolder(folder / "checkpoints")
     best, last = checkpoints.best(), checkpoints.last()
-    return "\n".join(
-        [
-            f"{folder}: {model_size(model)}",
-            f"  {config.encoder_layers}+{config.decoder_layers} layers, d_model {config.d_model}, "
-            f"heads {config.heads}, feed_forward {config.feed_forward}, vocabularies {config.source_vocabulary} and "
-            f"{config.target_vocabulary}, embeddings {config.embeddings}",
-            f"  checkpoints: best {best.name if best else 'none'} (value {checkpoints.best_value()}), "
-            f"last {last.name if last else 'none'}",
-        ]
+    return (
+        f"{folder}: {describe_model(config)}\n"
+        f"  checkpoints: best {best.name if best else 'none'} (value {checkpoints.best_value()}), "
+        f"last {last.name if last else 'none'}"
     )

@@ -14,6 +14,7 @@ import torch
 from fastformer.generate import SearchOptions, Translator
 from fastformer.plots import plot_attention_heads, plot_history, save
 from fastformer.text import SentencePieceTokenizer, number_corpus
+from fastformer.text.scores import Scores
 from fastformer.train import TrainConfig, read_metrics
 from fastformer.translation import DataConfig, TranslationRun, evaluate, load_translator
 
@@ -39,12 +40,12 @@ TRAIN = TrainConfig(
     batch_tokens=1000,
     epochs=3,
     keep=1,
-    metric="bleu",
+    metric="chrf",  # a German number is one word, where BLEU, of four words in a row, is always 0
 )
 SHOWN = 6
 
 
-def run_demo(folder: Path, target: str, device: str, console: "Console") -> None:
+def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scores:
     """Train, evaluate on held-out numbers, translate a few, draw an attention map; report as it goes.
 
     Args:
@@ -52,6 +53,9 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> None
         target: "fr" or "de".
         device: of the model.
         console: where to report.
+
+    Returns:
+        The scores on held-out numbers.
 
     Raises:
         FileExistsError: the folder holds something that is not a demo.
@@ -78,7 +82,8 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> None
     translator = load_translator(folder, device=device)
     scores, translations = evaluate(translator, test, SearchOptions())
     console.print(f"{len(test)} numbers that never occurred in training, beam search:")
-    console.print(f"  {100 * scores.exact:.1f} % translated exactly, BLEU {scores.bleu:.1f}\n")
+    bleu = f"BLEU {scores.bleu:.1f}" if target == "fr" else "BLEU says nothing of single words"
+    console.print(f"  {100 * scores.exact:.1f} % translated exactly, chrF {scores.chrf:.1f}, {bleu}\n")
     for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
         console.print(f"  {source}\n    -> {translation}")
 
@@ -87,6 +92,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> None
     draw_attention(translator, sentence, folder / "attention.png")
     console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
     console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
+    return scores
 
 
 def draw_attention(translator: Translator, sentence: str, path: Path) -> None:

@@ -37,7 +37,16 @@ from fastformer.text import (
     train_sentencepiece,
 )
 from fastformer.text.scores import Scores, score_translations
-from fastformer.train import Checkpoint, Result, TrainConfig, Trainer, find_checkpoint, load_toml, save_toml
+from fastformer.train import (
+    Checkpoint,
+    CheckpointFolder,
+    Result,
+    TrainConfig,
+    Trainer,
+    find_checkpoint,
+    load_toml,
+    save_toml,
+)
 from fastformer.train.config import check_values
 
 logger = logging.getLogger("fastformer")
@@ -220,7 +229,7 @@ class TranslationRun:
         """Read the data, learn the vocabularies, and write a new run folder.
 
         Args:
-            folder: must not hold a run yet.
+            folder: must not hold a run with checkpoints; one that ended before its first is replaced.
             data: where the text comes from.
             model: settings of `TranslationConfig`, without those that follow from the tokenizers.
             train: hyperparameters.
@@ -230,7 +239,7 @@ class TranslationRun:
             FileExistsError: the folder holds a run already.
         """
         folder = Path(folder)
-        if (folder / "config.toml").exists():
+        if CheckpointFolder(folder / "checkpoints").paths():
             raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
         run = cls(folder, data, model, train, device=device)
         folder.mkdir(parents=True, exist_ok=True)

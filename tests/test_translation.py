@@ -127,6 +127,8 @@ def test_a_diverged_model_says_so(tmp_path: Path) -> None:
 
 def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
     TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN)
+    # Nothing was saved yet, as after a run that diverged at once: there is nothing to lose.
+    TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN).fit(show=False)
     with pytest.raises(FileExistsError, match="holds a run already"):
         TranslationRun.create(tmp_path / "run", DATA, MODEL, TRAIN)
 

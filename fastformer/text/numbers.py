@@ -146,7 +146,8 @@ def number_corpus(
 
     No number is in two of them. Training has every number below 1,000 (below ``train // 2`` if that is less), so that
     each part of a number has been seen; all other numbers are drawn from 1,000 to 999,999, each count of digits equally
-    often as long as there are such numbers. Deterministic in its arguments.
+    often as long as there are such numbers, and half of them with many zeros: drawn evenly, numbers such as 500,002
+    would hardly occur. Deterministic in its arguments.
 
     Raises ``ValueError`` for an unknown language, a count < 1, and more pairs than there are numbers.
     """
@@ -165,6 +166,12 @@ def number_corpus(
     return train_corpus, valid_corpus, test_corpus
 
 
+def _with_zeros(number: int, generator: random.Random) -> int:
+    """The number with each digit but the first turned to 0 with probability 1/2."""
+    digits = str(number)
+    return int(digits[0] + "".join(digit if generator.random() < 0.5 else "0" for digit in digits[1:]))
+
+
 def _draw(count: int, generator: random.Random) -> list[int]:
     """Distinct numbers of four to six digits in random order."""
     if count > LIMIT - 1000:
@@ -173,6 +180,10 @@ def _draw(count: int, generator: random.Random) -> list[int]:
     for digits in (4, 5, 6):
         numbers = range(10 ** (digits - 1), 10**digits)
         share = (count - len(drawn)) // (7 - digits) if digits < 6 else count - len(drawn)
-        drawn += generator.sample(numbers, min(share, len(numbers)))
+        share = min(share, len(numbers))
+        # A dictionary keeps the order, and each number once.
+        found = dict.fromkeys(_with_zeros(n, generator) for n in generator.sample(numbers, share // 2))
+        found |= dict.fromkeys(generator.sample(numbers, share))
+        drawn += list(found)[:share]
     generator.shuffle(drawn)
     return drawn

@@ -88,7 +88,8 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         console.print(f"  {source}\n    -> {translation}")
 
     save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
-    sentence = min(test.source, key=len)
+    # Short enough for readable labels, long enough to show something.
+    sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
     draw_attention(translator, sentence, folder / "attention.png")
     console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
     console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')

@@ -22,11 +22,11 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
 from fastformer.backend import BackendError
-from fastformer.cli_options import merged, with_settings
+from fastformer.cli_options import with_settings
 from fastformer.describe import describe_model, describe_run, describe_system
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
-from fastformer.text import DATASETS, TextError, prepare, read_lines, read_parallel
+from fastformer.text import DATASETS, TextError, prepare, read_lines, read_parallel, write_lines
 from fastformer.train import TrainConfig, load_toml
 from fastformer.translation import (
     DERIVED,
@@ -120,9 +120,9 @@ def train(
             raise ValueError(f"{config}: [model] {wrong[0]} is set from the tokenizer; leave it out")
         current = TranslationRun.create(
             run,
-            DataConfig(**merged(file["data"], data)),
-            merged(file["model"], model),
-            TrainConfig(**merged(file["train"], train)),
+            DataConfig(**file["data"] | data),
+            file["model"] | model,
+            TrainConfig(**file["train"] | train),
             _device(device),
         )
     for line in (*current.data_report()["corpora"].values(), f"training: {current.pairs}"):
@@ -192,8 +192,6 @@ def _write_translations(
         for line in lines:
             print(line, flush=True)
     else:
-        from fastformer.text import write_lines
-
         write_lines(output, lines)
 
 
@@ -223,8 +221,6 @@ def evaluate_command(
     options = SearchOptions(**search)
     scores, translations = evaluate(load_translator(run, checkpoint, _device(device)), corpus, options, lowercase)
     if output is not None:
-        from fastformer.text import write_lines
-
         write_lines(output, translations)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
     console.print(str(scores))

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -81,11 +81,3 @@ def _shown(default: Any) -> str | bool:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine settings; later ones win."""
-    result: dict[str, Any] = {}
-    for layer in layers:
-        result |= layer
-    return result

@@ -13,10 +13,10 @@ import torch
 
 from fastformer.generate import SearchOptions, Translator
 from fastformer.plots import plot_attention_heads, plot_history, save
-from fastformer.text import SentencePieceTokenizer, number_corpus
+from fastformer.text import SentencePieceTokenizer
 from fastformer.text.scores import Scores
 from fastformer.train import TrainConfig, read_metrics
-from fastformer.translation import DataConfig, TranslationRun, evaluate, load_translator
+from fastformer.translation import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,8 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
             raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
         shutil.rmtree(folder)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
-    train, _, test = number_corpus(target, data.train_size, data.valid_size, data.test_size)
+    corpora = read_corpora(data)
+    train, test = corpora["train"], corpora["test"]
     console.print(
         f"Learning to translate English number words into {'French' if target == 'fr' else 'German'}: "
         f"{len(train):,} examples such as\n  {train.source[-1]}  ->  {train.target[-1]}"

@@ -82,13 +82,13 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have the same head size, not {q.shape[-1]} and {k.shape[-1]}")
-    if k.shape[heads] != v.shape[heads]:
-        raise ValueError(f"k and v must have the same number of heads, not {k.shape[heads]} and {v.shape[heads]}")
-    if k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
-        raise ValueError(f"the heads of q ({q.shape[heads]}) must be a multiple of those of k ({k.shape[heads]})")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have the same number of heads, not {k.shape[1]} and {v.shape[1]}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the heads of q ({q.shape[1]}) must be a multiple of those of k ({k.shape[1]})")
 
 
 def _check_lengths(name: str, lengths: Tensor, batch: int, limit: str, device: torch.device) -> Tensor:
@@ -112,7 +112,7 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_m
         raise ValueError(f"q, k and v must have the same batch: {q.shape[0]}, {k.shape[0]}, {v.shape[0]}")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"k and v must have the same length, not {k.shape[2]} and {v.shape[2]}")
-    _check_heads(q, k, v, 1)
+    _check_heads(q, k, v)
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if mask is not None:
         if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -261,7 +261,7 @@ def packed_attention(
             raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
     if layout.batch != key_layout.batch:
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
-    _check_heads(q, k, v, 1)
+    _check_heads(q, k, v)
     _check_probability("dropout_p", dropout_p)
     _require_backend("packed_attention", q)
     return reference.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p, scale=scale)

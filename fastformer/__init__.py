@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # At once: loading the submodule of the same name later would put the module in the function's place.
-from fastformer.backend import backend, get_backend, set_backend
+from fastformer.backend import allow_nondeterminism, backend, get_backend, set_backend
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "allow_nondeterminism",
     "backend",
     "explain",
     "functional",

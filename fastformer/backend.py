@@ -64,6 +64,24 @@ def get_backend() -> Backend:
     return _local.override or _checked(_default, ENVIRONMENT_VARIABLE)
 
 
+_nondeterminism = False
+
+
+def allow_nondeterminism(allowed: bool = True) -> None:
+    """Let kernels add gradients in an order that changes from run to run where that is faster; off by default.
+
+    Attention then computes the gradient of the queries with atomic additions, 5 matrix products a tile instead of 7.
+    Has no effect under `torch.use_deterministic_algorithms(True)`.
+    """
+    global _nondeterminism
+    _nondeterminism = allowed
+
+
+def allows_nondeterminism() -> bool:
+    """Return whether the user allows it; the ops that make use of it also ask torch."""
+    return _nondeterminism
+
+
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
     """Choose the implementation inside a `with` block, in this thread only. Blocks nest."""

@@ -85,9 +85,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         x, weight, bias, target, dx, dweight, dbias = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():  # the gradient is to be differentiated
-            inputs = [t for t, wanted in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wanted]
-            loss = plain_loss(x, weight, bias, target, *ctx.settings).sum()
+            # Views: a tied weight has a gradient here, apart from the one that it has through x.
+            places: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
+            inputs = [t for t, wanted in zip(places, ctx.needs_input_grad, strict=False) if wanted]
+            loss = plain_loss(places[0], places[1], places[2], target, *ctx.settings).sum()
             found = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
             return *(next(found) if wanted else None for wanted in ctx.needs_input_grad[:3]), None, None, None
-        scaled = [None if d is None else (d * grad).to(t.dtype) for d, t in ((dx, x), (dweight, weight), (dbias, bias))]
+        # In fp32 at least: next to an fp16 matrix on a GPU, torch reads a factor without dimensions as fp16 too.
+        pairs = (dx, x), (dweight, weight), (dbias, bias)
+        scaled = [None if d is None else (d.to(grad.dtype) * grad).to(t.dtype) for d, t in pairs]
         return *scaled, None, None, None

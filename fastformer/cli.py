@@ -46,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False)  # [brackets] in paths and hints are text
 
 Run = Annotated[Path, typer.Option(help="run folder, made by `fastformer train` or `fastformer demo`")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]

@@ -1,5 +1,6 @@
 """What `fastformer info` prints: the system, the backend, and a run folder."""
 
+import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -7,17 +8,20 @@ from pathlib import Path
 import torch
 
 import fastformer
+from fastformer.backend import Backend
 from fastformer.functional import explain
 from fastformer.models import TranslationConfig, TranslationModel
 from fastformer.train import CheckpointFolder
 from fastformer.translation import read_config
+
+_ABSENT = "not installed"
 
 
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return _ABSENT
 
 
 def model_size(model: torch.nn.Module) -> str:
@@ -28,19 +32,44 @@ def model_size(model: torch.nn.Module) -> str:
     return f"{count:,} parameters, {size / 2**20:.1f} MiB"
 
 
+def _triton() -> str:
+    found = [_version(name) for name in ("triton", "triton-windows")]
+    version = next((x for x in found if x != _ABSENT), None)
+    if version is None:
+        return "Triton: not installed (pip install 'fastformer[triton]')"
+    interpreter = os.environ.get("TRITON_INTERPRET")
+    return f"Triton: {version}" + (f", TRITON_INTERPRET={interpreter}" if interpreter else "")
+
+
+def _gpus() -> list[str]:
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"GPU {i}: {x.name}, compute capability {x.major}.{x.minor}, {x.multi_processor_count} multiprocessors, "
+        f"{x.total_memory / 2**30:.0f} GiB"
+        for i, x in enumerate(properties)
+    ] or ["GPU: none"]
+
+
+def _ops(choice: Backend, device: str) -> list[str]:
+    with fastformer.backend(choice):
+        return [f"  {line}" for line in explain(torch.empty(0, device=device)).splitlines()]
+
+
 def describe_system() -> str:
-    """Versions, devices, and which implementation of each op would run here, and why."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    device = "cuda" if gpus else "cpu"
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton", "numpy", "sentencepiece"))
-    return "\n".join(
-        [
-            f"fastformer {fastformer.__version__}, Python {platform.python_version()}, {versions}",
-            f"CPU threads: {torch.get_num_threads()}; GPUs: {', '.join(gpus) or 'none'}",
-            f"backend: {fastformer.get_backend()} (environment variable FASTFORMER_BACKEND=auto|triton|reference)",
-            *(f"  {line}" for line in explain(torch.empty(0, device=device)).splitlines()),
-        ]
-    )
+    """Versions and devices, the backend in force, and what runs each op under it and under `auto`, and why."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choice = fastformer.get_backend()
+    others = ", ".join(f"{name} {_version(name)}" for name in ("numpy", "sentencepiece"))
+    lines = [
+        f"fastformer {fastformer.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {others}",
+        _triton(),
+        f"CPU threads: {torch.get_num_threads()}",
+        *_gpus(),
+        f"backend: {choice} (environment variable FASTFORMER_BACKEND=auto|triton|reference)",
+    ]
+    if choice != "auto":
+        lines += [f"with it, a float32 tensor on {device} takes", *_ops(choice, device)]
+    return "\n".join([*lines, f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)])
 
 
 def describe_model(config: TranslationConfig) -> str:

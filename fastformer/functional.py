@@ -7,16 +7,42 @@ Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed
 """
 
 import math
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from fastformer import fused, reference
+from fastformer.arguments import (
+    REDUCTIONS,
+    Activation,
+    Alignment,
+    AttentionRules,
+    Reduction,
+    Window,
+    check_attention,
+    check_choice,
+    check_classes,
+    check_embedding,
+    check_feed_forward,
+    check_packed_attention,
+    check_probability,
+)
 from fastformer.backend import BackendError, get_backend
+from fastformer.fused.attention import attention as fused_attention
+from fastformer.fused.attention import limit as attention_limit
+from fastformer.fused.attention import packed_attention as fused_packed_attention
+from fastformer.fused.differentiation import Formula
+from fastformer.fused.dropout_add_layer_norm import dropout_add_layer_norm as fused_dropout_add_layer_norm
+from fastformer.fused.embedding import embedding as fused_embedding
+from fastformer.fused.feed_forward import feed_forward as fused_feed_forward
+from fastformer.fused.layer_norm import layer_norm as fused_layer_norm
+from fastformer.fused.layer_norm import norm_limit
+from fastformer.fused.linear_cross_entropy import linear_cross_entropy as fused_linear_cross_entropy
+from fastformer.fused.rms_norm import rms_norm as fused_rms_norm
 from fastformer.packing import Layout
-from fastformer.reference import Activation, Alignment, Reduction
 
 OPS = (
     "attention",
@@ -26,19 +52,34 @@ OPS = (
     "rms_norm",
     "dropout_add_layer_norm",
     "feed_forward",
+    "embedding",
     "linear_cross_entropy",
 )
-GATED = ("geglu", "swiglu", "reglu")
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
-REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
-def _require_backend(op: str, x: Tensor) -> None:
-    """Raise if the backend that was asked for by name cannot run `op` on x; here each call will choose."""
-    reason = fused.unsupported(op, x) if get_backend() == "triton" else None
-    if reason is not None:
+def _runs_fused(op: str, x: Tensor, limit: str | None = None) -> bool:
+    """Choose the implementation of one call: whether the fused kernel takes it.
+
+    Args:
+        op: its name in OPS.
+        x: the tensor that decides.
+        limit: why this call is beyond the kernel, where its arguments are.
+
+    Raises:
+        BackendError: backend "triton" was asked for and cannot run this.
+    """
+    choice = get_backend()
+    if choice == "reference":
+        return False
+    reason = fused.unsupported(op, x) or limit
+    if reason is not None and choice == "triton":
         raise BackendError(f"backend 'triton' was asked for, but {reason}")
+    return reason is None
+
+
+def _formula(plain: Callable[..., Tensor | tuple[Tensor, ...]]) -> Formula | None:
+    """Hand an op's plain formula to its fused Function, for second derivatives; torch.compile has none."""
+    return None if torch.compiler.is_compiling() else plain
 
 
 def explain(subject: nn.Module | Tensor) -> str:
@@ -72,85 +113,6 @@ def explain(subject: nn.Module | Tensor) -> str:
     return "\n".join(lines)
 
 
-def _check_probability(name: str, p: float) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, not {p}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same head size, not {q.shape[-1]} and {k.shape[-1]}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have the same number of heads, not {k.shape[1]} and {v.shape[1]}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"the heads of q ({q.shape[1]}) must be a multiple of those of k ({k.shape[1]})")
-
-
-def _check_lengths(name: str, lengths: Tensor, batch: int, limit: str, device: torch.device) -> Tensor:
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, not {lengths.dtype}")
-    if lengths.shape != (batch,):
-        raise ValueError(f"{name} must be of shape [{batch}], not {list(lengths.shape)}")
-    if lengths.device.type == "cpu" and lengths.numel() and not torch.compiler.is_compiling():
-        low, high = int(lengths.min()), int(lengths.max())
-        bound = int(limit.rsplit(" ", 1)[1])
-        if low < 0 or high > bound:
-            raise ValueError(f"{name} must lie between 0 and {limit}: {low if low < 0 else high}")
-    return lengths.to(device)
-
-
-def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be of shape [batch, heads, length, head size], not {list(x.shape)}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch: {q.shape[0]}, {k.shape[0]}, {v.shape[0]}")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v must have the same length, not {k.shape[2]} and {v.shape[2]}")
-    _check_heads(q, k, v)
-    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if mask is not None:
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"mask must be bool or floating point, not {mask.dtype}")
-        if mask.dim() > 4 or any(m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)):
-            raise ValueError(f"mask must be broadcastable to {list(full)}, not of shape {list(mask.shape)}")
-    if key_mask is not None:
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask must be bool, not {key_mask.dtype}")
-        if key_mask.shape != (q.shape[0], k.shape[2]):
-            raise ValueError(f"key_mask must be of shape {[q.shape[0], k.shape[2]]}, not {list(key_mask.shape)}")
-
-
-def _masks(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    alignment: Alignment,
-    query_lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    key_mask: Tensor | None,
-) -> Tensor | None:
-    batch, device = q.shape[0], q.device
-    if query_lengths is not None:
-        query_lengths = _check_lengths("query_lengths", query_lengths, batch, f"the length of q, {q.shape[2]}", device)
-    if key_lengths is not None:
-        key_lengths = _check_lengths("key_lengths", key_lengths, batch, f"the length of k, {k.shape[2]}", device)
-    return reference.allowed_positions(
-        (batch, q.shape[2], k.shape[2]),
-        device,
-        causal=causal,
-        alignment=alignment,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        key_mask=key_mask,
-    )
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -159,9 +121,11 @@ def attention(
     *,
     causal: bool = False,
     alignment: Alignment = "top_left",
+    window: Window | None = None,
     query_lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
     key_mask: Tensor | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
@@ -178,9 +142,12 @@ def attention(
         causal: query t attends to keys s <= t + shift.
         alignment: "top_left": shift 0, as SDPA's `is_causal`; "bottom_right": the last query of a sequence meets its
             last key, shift = key length - query length (S - T without lengths).
+        window: (left, right): query t attends to keys t + shift - left <= s <= t + shift + right, None: no limit on
+            that side (Beltagy et al. 2020).
         query_lengths: integers `[B]`; outputs of later queries are 0.
         key_lengths: integers `[B]`; later keys are padding.
         key_mask: bool `[B, S]`, True = a real key; for padding on the left or with gaps.
+        softcap: scaled scores x become softcap * tanh(x / softcap) before the mask is added (Gemma 2, 2024).
         dropout_p: dropout of the attention weights; applied whenever it is not 0.
         scale: K ** -0.5 if None.
 
@@ -191,16 +158,23 @@ def attention(
         ValueError, TypeError: an argument does not fit, before anything runs.
         fastformer.backend.BackendError: backend "triton" was asked for and cannot run this.
     """
-    _check_attention(q, k, v, mask, key_mask)
-    _check_choice("alignment", alignment, ALIGNMENTS)
-    _check_probability("dropout_p", dropout_p)
-    _require_backend("attention", q)
-    mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 1 else mask  # SDPA takes [T, S] at least
-    if causal and mask is None and query_lengths is None and key_lengths is None and key_mask is None:
-        if alignment == "top_left" or q.shape[2] == k.shape[2]:
-            return reference.attention(q, k, v, None, None, causal=True, dropout_p=dropout_p, scale=scale)
-    allowed = _masks(q, k, causal, alignment, query_lengths, key_lengths, key_mask)
-    return reference.attention(q, k, v, mask, allowed, dropout_p=dropout_p, scale=scale)
+    rules = AttentionRules(
+        mask=mask,
+        causal=causal,
+        alignment=alignment,
+        window=window,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        key_mask=key_mask,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    rules = check_attention(q, k, v, rules)
+    if _runs_fused("attention", q, attention_limit(q, k, v)):
+        formula = _formula(lambda q, k, v, mask: reference.attention(q, k, v, replace(rules, mask=mask)))
+        return fused_attention(q, k, v, rules, formula)[0]
+    return reference.attention(q, k, v, rules)
 
 
 def attention_with_weights(
@@ -211,9 +185,11 @@ def attention_with_weights(
     *,
     causal: bool = False,
     alignment: Alignment = "top_left",
+    window: Window | None = None,
     query_lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
     key_mask: Tensor | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -221,12 +197,25 @@ def attention_with_weights(
 
     Costs memory for the weights; a query that may attend to nothing has weights 0.
     """
-    _check_attention(q, k, v, mask, key_mask)
-    _check_choice("alignment", alignment, ALIGNMENTS)
-    _check_probability("dropout_p", dropout_p)
-    _require_backend("attention_with_weights", q)
-    allowed = _masks(q, k, causal, alignment, query_lengths, key_lengths, key_mask)
-    return reference.attention_with_weights(q, k, v, mask, allowed, dropout_p=dropout_p, scale=scale)
+    rules = AttentionRules(
+        mask=mask,
+        causal=causal,
+        alignment=alignment,
+        window=window,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        key_mask=key_mask,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    rules = check_attention(q, k, v, rules)
+    if _runs_fused("attention_with_weights", q, attention_limit(q, k, v)):
+        formula = _formula(lambda q, k, v, mask: reference.attention_with_weights(q, k, v, replace(rules, mask=mask)))
+        out, weights = fused_attention(q, k, v, rules, formula, wants_weights=True)
+        assert weights is not None
+        return out, weights
+    return reference.attention_with_weights(q, k, v, rules)
 
 
 def packed_attention(
@@ -237,6 +226,9 @@ def packed_attention(
     key_layout: Layout | None = None,
     *,
     causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
@@ -248,23 +240,22 @@ def packed_attention(
         v: `[S, Hkv, Kv]`.
         layout: where the sequences of q lie.
         key_layout: where those of k and v lie; `layout` if None.
-        causal: query t of a sequence attends to its keys s <= t.
-        dropout_p: dropout of the attention weights.
-        scale: K ** -0.5 if None.
+        causal: query t of a sequence attends to its keys s <= t + shift.
+        alignment: "top_left": shift 0; "bottom_right": the last query of each sequence meets its last key.
+        window, softcap, dropout_p, scale: as in `attention`, within each sequence.
 
     Returns:
         `[T, H, Kv]`; zeros for a sequence without keys.
     """
     key_layout = layout if key_layout is None else key_layout
-    for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
-        if x.dim() != 3 or x.shape[0] != its.total:
-            raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
-    if layout.batch != key_layout.batch:
-        raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
-    _check_heads(q, k, v)
-    _check_probability("dropout_p", dropout_p)
-    _require_backend("packed_attention", q)
-    return reference.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p, scale=scale)
+    rules = AttentionRules(
+        causal=causal, alignment=alignment, window=window, softcap=softcap, dropout_p=dropout_p, scale=scale
+    )
+    rules = check_packed_attention(q, k, v, layout, key_layout, rules)
+    if _runs_fused("packed_attention", q, attention_limit(q, k, v)):
+        formula = _formula(lambda q, k, v: reference.packed_attention(q, k, v, layout, key_layout, rules))
+        return fused_packed_attention(q, k, v, layout, key_layout, rules, formula)
+    return reference.packed_attention(q, k, v, layout, key_layout, rules)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -274,12 +265,17 @@ def dropout(x: Tensor, p: float) -> Tensor:
         x: any shape, floating point.
         p: quantised to 1/65536 where that is faster, and the quantised value is used in the scale.
     """
-    _check_probability("p", p)
+    check_probability("p", p)
     return reference.dropout(x, p)
 
 
 def _normalized_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def _fits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
+    """Whether x `[..., *shape]` and the parameters have the shapes that a norm takes."""
+    return x.shape[-len(shape) :] == shape and all(t is None or t.shape == shape for t in parameters) and shape != ()
 
 
 def layer_norm(
@@ -298,8 +294,12 @@ def layer_norm(
         bias: `normalized_shape`, or None for zeros.
         eps: added to the variance.
     """
-    _require_backend("layer_norm", x)
-    return reference.layer_norm(x, _normalized_shape(normalized_shape), weight, bias, eps)
+    shape = _normalized_shape(normalized_shape)
+    # What does not fit raises in torch.
+    if _fits(x, shape, weight, bias) and _runs_fused("layer_norm", x, norm_limit("layer_norm", x, weight, bias)):
+        formula = _formula(lambda x, weight, bias: reference.layer_norm(x, x.shape[-1:], weight, bias, eps))
+        return fused_layer_norm(x, shape, weight, bias, eps, formula=formula)
+    return reference.layer_norm(x, shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -314,10 +314,14 @@ def rms_norm(
         x: `[..., *normalized_shape]`, floating point.
         normalized_shape: the trailing dimensions; a number stands for one.
         weight: `normalized_shape`, or None for ones.
-        eps: added to the mean square; the machine epsilon of x's dtype if None.
+        eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
     """
-    _require_backend("rms_norm", x)
-    return reference.rms_norm(x, _normalized_shape(normalized_shape), weight, eps)
+    shape = _normalized_shape(normalized_shape)
+    # What does not fit raises in torch.
+    if _fits(x, shape, weight) and _runs_fused("rms_norm", x, norm_limit("rms_norm", x, weight)):
+        formula = _formula(lambda x, weight: reference.rms_norm(x, x.shape[-1:], weight, eps))
+        return fused_rms_norm(x, shape, weight, eps, formula=formula)
+    return reference.rms_norm(x, shape, weight, eps)
 
 
 def dropout_add_layer_norm(
@@ -343,9 +347,14 @@ def dropout_add_layer_norm(
     """
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
-    _check_probability("dropout_p", dropout_p)
-    _require_backend("dropout_add_layer_norm", x)
+    check_probability("dropout_p", dropout_p)
     shape = _normalized_shape(normalized_shape)
+    limit = norm_limit("dropout_add_layer_norm", x, residual, weight, bias)
+    if _fits(x, shape, weight, bias) and _runs_fused("dropout_add_layer_norm", x, limit):
+        formula = _formula(lambda s, weight, bias: reference.layer_norm(s, s.shape[-1:], weight, bias, eps))
+        return fused_dropout_add_layer_norm(
+            x, residual, shape, weight, bias, eps=eps, dropout_p=dropout_p, formula=formula
+        )
     return reference.dropout_add_layer_norm(x, residual, shape, weight, bias, eps=eps, dropout_p=dropout_p)
 
 
@@ -358,6 +367,7 @@ def feed_forward(
     *,
     activation: Activation = "relu",
     dropout_p: float = 0.0,
+    recompute: bool = False,
 ) -> Tensor:
     """dropout(activation(x weight1^T + bias1)) weight2^T + bias2.
 
@@ -369,29 +379,76 @@ def feed_forward(
         bias2: `[Dout]`, or None.
         activation: "relu", "gelu" (exact), "gelu_tanh", "geglu", "swiglu", "reglu".
         dropout_p: dropout of the hidden activations; applied whenever it is not 0.
+        recompute: keep x alone for backward, which costs one matrix product more there.
 
     Returns:
         `[..., Dout]`.
+
+    Raises:
+        ValueError: an argument does not fit.
     """
-    _check_choice("activation", activation, ACTIVATIONS)
-    _check_probability("dropout_p", dropout_p)
-    width = weight1.shape[0] // 2 if activation in GATED else weight1.shape[0]
-    if weight2.shape[1] != width or (activation in GATED and weight1.shape[0] % 2):
-        raise ValueError(
-            f"weight2 must be of shape [out, {width}] for activation {activation!r} "
-            f"and weight1 of shape {list(weight1.shape)}, not {list(weight2.shape)}"
+    check_feed_forward(x, weight1, bias1, weight2, bias2, activation)
+    check_probability("dropout_p", dropout_p)
+    if _runs_fused("feed_forward", x):
+        return fused_feed_forward(
+            x,
+            weight1,
+            bias1,
+            weight2,
+            bias2,
+            activation=activation,
+            dropout_p=dropout_p,
+            recompute=recompute,
+            formula=_formula(partial(reference.feed_forward, activation=activation, dropout_p=0.0)),
         )
-    _require_backend("feed_forward", x)
-    return reference.feed_forward(x, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p)
+    return reference.feed_forward(
+        x, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p, recompute=recompute
+    )
 
 
-def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
-    if target.dtype != torch.int64:
-        raise TypeError(f"target must be int64, not {target.dtype}")
-    if target.device.type == "cpu" and target.numel() and not torch.compiler.is_compiling():
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        if wrong.numel():
-            raise IndexError(f"target must lie between 0 and {classes - 1} or be {ignore_index}, not {int(wrong[0])}")
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    table: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """dropout(scale * weight[ids] + table[positions]), what stands before the first layer of a Transformer.
+
+    Args:
+        ids: int64 `[...]`.
+        weight: `[V, D]`.
+        table: `[P, D]`, learned or fixed; None for no positions.
+        positions: int64, of the shape of ids; given if and only if table is.
+        scale: of the weight.
+        dropout_p: dropout of the sum; applied whenever it is not 0.
+
+    Returns:
+        `[..., D]`, of the dtype to which those of weight and table promote.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+        IndexError: an id or a position on the CPU is no row. On a GPU nothing waits to look: torch's kernel stops with
+            an assertion, the fused one gives NaN.
+    """
+    check_embedding(ids, weight, table, positions)
+    check_probability("dropout_p", dropout_p)
+    limit = None
+    if table is not None and table.dtype not in fused.DTYPES:
+        limit = f"embedding takes a table of float32, float16 or bfloat16, not {table.dtype}"
+    if _runs_fused("embedding", weight, limit):
+        return fused_embedding(
+            ids,
+            weight,
+            table,
+            positions,
+            scale=scale,
+            dropout_p=dropout_p,
+            formula=_formula(lambda w, t: reference.embedding(ids, w, t, positions, scale=scale, dropout_p=0.0)),
+        )
+    return reference.embedding(ids, weight, table, positions, scale=scale, dropout_p=dropout_p)
 
 
 def linear_cross_entropy(
@@ -419,21 +476,39 @@ def linear_cross_entropy(
         ValueError, TypeError: an argument does not fit.
         IndexError: a target on the CPU is no class.
     """
-    _check_choice("reduction", reduction, REDUCTIONS)
-    _check_probability("label_smoothing", label_smoothing)
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_probability("label_smoothing", label_smoothing)
     if x.shape[:-1] != target.shape:
         raise ValueError(f"target must be of shape {list(x.shape[:-1])}, not {list(target.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must be of shape [V, {x.shape[-1]}], not {list(weight.shape)}")
-    _check_classes(target, weight.shape[0], ignore_index)
-    _require_backend("linear_cross_entropy", x)
-    loss = reference.linear_cross_entropy(
-        x.reshape(math.prod(target.shape), x.shape[-1]),
-        weight,
-        target.reshape(-1),
-        bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-    )
-    return loss.view(target.shape) if reduction == "none" else loss
+    check_classes(target, weight.shape[0], ignore_index)
+    shape = target.shape
+    x, target = x.reshape(math.prod(shape), x.shape[-1]), target.reshape(-1)
+    if _runs_fused("linear_cross_entropy", x):
+        loss = fused_linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            rows=reduction == "none",
+            formula=_formula(
+                lambda x, w, b: reference.linear_cross_entropy(
+                    x, w, target, b, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+                )
+            ),
+        )
+        loss = loss / (target != ignore_index).sum() if reduction == "mean" else loss
+    else:
+        loss = reference.linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+    return loss.view(shape) if reduction == "none" else loss

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.arguments import Activation
 from fastformer.modules import LayerNorm, RMSNorm, has_hooks, share
 from fastformer.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
-from fastformer.reference import Activation
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 

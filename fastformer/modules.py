@@ -7,14 +7,14 @@ very same parameters.
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
 """
 
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
 from fastformer import functional
-from fastformer.reference import Activation, Reduction
+from fastformer.arguments import ACTIVATIONS, GATED, REDUCTIONS, Activation, Reduction, check_choice, check_probability
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,6 +66,7 @@ class FeedForward(nn.Module):
         dropout: of the hidden activations.
         activation: "relu", "gelu", "gelu_tanh", or gated: "geglu", "swiglu", "reglu" (linear1 is then 2F wide).
         bias: whether both linear maps have one.
+        recompute: keep the input alone for backward, which costs one matrix product more there.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class FeedForward(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        if activation not in get_args(Activation):
-            raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, not {activation!r}")
-        width = 2 * dim_feedforward if activation in functional.GATED else dim_feedforward
+        check_choice("activation", activation, ACTIVATIONS)
+        width = 2 * dim_feedforward if activation in GATED else dim_feedforward
         self.activation: Activation = activation
+        self.recompute = recompute
         self.linear1 = nn.Linear(d_model, width, bias, device, dtype)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias, device, dtype)
@@ -97,11 +99,12 @@ class FeedForward(nn.Module):
             self.linear2.bias,
             activation=self.activation,
             dropout_p=self.dropout.p if self.training else 0.0,
+            recompute=self.recompute,
         )
 
     def extra_repr(self) -> str:
-        """Show the activation."""
-        return f"activation={self.activation!r}"
+        """Show the activation, and whether anything is recomputed."""
+        return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
 class LinearCrossEntropy(nn.Module):
@@ -128,10 +131,8 @@ class LinearCrossEntropy(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if reduction not in get_args(Reduction):
-            raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, not {reduction!r}")
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_probability("label_smoothing", label_smoothing)
         self.in_features, self.num_classes = in_features, num_classes
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         self.reduction: Reduction = reduction

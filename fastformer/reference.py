@@ -12,18 +12,17 @@ Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed
 """
 
 import math
-from typing import Any, Literal
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from fastformer.arguments import Activation, AttentionRules, Reduction
 from fastformer.chunked_cross_entropy import ChunkedCrossEntropy, plain_loss
 from fastformer.packing import Layout, gather_slots, pack, scatter_slots, unpack
-
-Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
-Alignment = Literal["top_left", "bottom_right"]
-Reduction = Literal["mean", "sum", "none"]
 
 _LEVELS = 1 << 16
 
@@ -41,43 +40,38 @@ def dropout(x: Tensor, p: float) -> Tensor:
     return x * keep.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))
 
 
-def allowed_positions(
-    shape: tuple[int, int, int],
-    device: torch.device,
-    *,
-    causal: bool,
-    alignment: Alignment,
-    query_lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    key_mask: Tensor | None,
-) -> Tensor | None:
-    """Combine causality, lengths and key mask into one bool mask, True = may attend, broadcastable to `[B, 1, T, S]`.
+def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
+    """Combine causality, window, lengths and key mask into one bool mask, True = may attend.
 
     Args:
-        shape: (B, T, S).
+        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
+        rules: all but its mask.
+
+    Returns:
+        Broadcastable to `[B, 1, T, S]`; None where nothing limits.
     """
-    if not causal and query_lengths is None and key_lengths is None and key_mask is None:
-        return None
-    _, T, S = shape
-    queries, keys = torch.arange(T, device=device)[:, None], torch.arange(S, device=device)  # [T, 1], [S]
-    allowed = None
-    if causal:
-        shift: Tensor | int = 0
-        if alignment == "bottom_right":
-            ends = key_lengths[:, None, None, None] if key_lengths is not None else S
-            starts = query_lengths[:, None, None, None] if query_lengths is not None else T
-            shift = ends - starts  # [B, 1, 1, 1] or a number
-        allowed = keys <= queries + shift
-    if key_lengths is not None:
-        real = keys < key_lengths[:, None, None, None]  # [B, 1, 1, S]
-        allowed = real if allowed is None else allowed & real
-    if key_mask is not None:
-        real = key_mask[:, None, None, :]
-        allowed = real if allowed is None else allowed & real
-    if query_lengths is not None:
-        real = queries < query_lengths[:, None, None, None]  # [B, 1, T, 1]
-        allowed = real if allowed is None else allowed & real
-    return allowed
+    T, S = q.shape[2], k.shape[2]
+    queries, keys = torch.arange(T, device=q.device)[:, None], torch.arange(S, device=q.device)  # [T, 1], [S]
+    query_ends, key_ends = (
+        None if x is None else x[:, None, None, None] for x in (rules.query_lengths, rules.key_lengths)
+    )  # [B, 1, 1, 1]
+    left, right = rules.band
+    allowed: list[Tensor] = []
+    if left is not None or right is not None:
+        centre = queries
+        if rules.alignment == "bottom_right":
+            centre = queries + ((S if key_ends is None else key_ends) - (T if query_ends is None else query_ends))
+        if right is not None:
+            allowed.append(keys <= centre + right)
+        if left is not None:
+            allowed.append(keys >= centre - left)
+    if key_ends is not None:
+        allowed.append(keys < key_ends)
+    if rules.key_mask is not None:
+        allowed.append(rules.key_mask[:, None, None, :])
+    if query_ends is not None:
+        allowed.append(queries < query_ends)
+    return reduce(torch.logical_and, allowed) if allowed else None
 
 
 def _guard(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -100,14 +94,18 @@ def _guard(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, 
     return mask.masked_fill(dead, 0.0), dead
 
 
-def _scores_to_weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """softmax(scale * q k^T + mask): `[B, H, T, S]`."""
+def _scores_to_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None = None
+) -> Tensor:
+    """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
     q, k = q.flatten(0, 1), k.flatten(0, 1)
     scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
     scores = scores.view(B, H, T, k.shape[1])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     return scores.softmax(-1)
@@ -140,7 +138,9 @@ class _PlainDoubleBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return grads[0], None, None, None, None, None, None
-        q, k, v, mask = ctx.saved_tensors
+        # Views: each gradient is that of one place, not of the others where the same tensor is given.
+        places: list[Any] = [x if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        q, k, v, mask = places
         inputs = [x for x, wanted in zip((q, k, v, mask), ctx.needs_input_grad[1:5], strict=True) if wanted]
         if ctx.causal:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
@@ -150,27 +150,19 @@ class _PlainDoubleBackward(torch.autograd.Function):
         return None, *(next(found) if wanted else None for wanted in ctx.needs_input_grad[1:5]), None, None
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    allowed: Tensor | None,
-    *,
-    causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
+def _only_causal(rules: AttentionRules) -> bool:
+    """Whether SDPA's `is_causal` says all about who attends to whom."""
+    others = (rules.mask, rules.window, rules.query_lengths, rules.key_lengths, rules.key_mask)
+    return rules.causal and rules.alignment == "top_left" and all(x is None for x in others)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
     Args:
         q: `[B, H, T, K]`.
         k: `[B, Hkv, S, K]`; v: `[B, Hkv, S, Kv]`. Hkv divides H.
-        mask: bool (True = attend) or additive, broadcastable to `[B, H, T, S]`.
-        allowed: bool, from `allowed_positions`.
-        causal: top-left causality on top of `mask` and `allowed`; only where both are None.
-        dropout_p: of the attention weights.
-        scale: K ** -0.5 if None.
+        rules: from `check_attention`.
 
     Returns:
         `[B, H, T, Kv]`.
@@ -178,12 +170,12 @@ def attention(
     if k.shape[-2] == 0:  # nothing to attend to
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
-    if dropout_p > 0.0 and q.device.type == "cpu":
-        # SDPA on a CPU has no fused path with dropout, and the weights' random bits are cheaper here.
-        if causal:
-            allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-        return attention_with_weights(q, k, v, mask, allowed, dropout_p=dropout_p, scale=scale)[0]
-    merged, dead = _guard(mask, allowed)
+    dropout_p, scale = rules.dropout_p, rules.scale
+    # SDPA has no softcap; on a CPU it has no fused path with dropout, and the weights' random bits are cheaper here.
+    if rules.softcap is not None or (dropout_p > 0.0 and q.device.type == "cpu"):
+        return attention_with_weights(q, k, v, rules)[0]
+    causal = _only_causal(rules)
+    merged, dead = _guard(rules.mask, None if causal else allowed_positions(q, k, rules))
     if merged is not None and merged.is_floating_point():
         merged = merged.to(q.dtype)
     out = F.scaled_dot_product_attention(
@@ -194,61 +186,48 @@ def attention(
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
-def attention_with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    allowed: Tensor | None,
-    *,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
     """Like `attention`, and the weights `[B, H, T, S]` that were applied (after dropout, as torch returns them)."""
+    merged, dead = _guard(rules.mask, allowed_positions(q, k, rules))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    merged, dead = _guard(mask, allowed)
-    weights = _scores_to_weights(q, k, merged, scale)
+    weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap)
     if dead is not None:
         weights = weights.masked_fill(dead, 0.0)
-    weights = dropout(weights, dropout_p)
+    weights = dropout(weights, rules.dropout_p)
     return torch.matmul(weights, v), weights
 
 
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    key_layout: Layout,
-    *,
-    causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> Tensor:
     """Attention within each of B packed sequences: q `[T, H, K]`, k and v `[S, Hkv, K]` -> `[T, H, Kv]`.
 
     Padding exists only inside this op: the scores are a few percent of a Transformer's work at the lengths where
     padding matters, and a padded batch of them is one matrix product.
+
+    Args:
+        q, k, v, layout, key_layout: as in `functional.packed_attention`.
+        rules: from `check_packed_attention`.
     """
-    T, S = layout.max_length, key_layout.max_length
-    if max(T, S) <= _SHORT and key_layout.shortest > 0 and k.shape[1] == q.shape[1]:
-        return _short_packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p, scale=scale)
+    by_start = rules.alignment == "top_left"
+    plain = by_start and rules.window is None and rules.softcap is None
+    short = max(layout.max_length, key_layout.max_length) <= _SHORT and key_layout.shortest > 0
+    if plain and short and k.shape[1] == q.shape[1]:
+        return _short_packed_attention(q, k, v, layout, key_layout, rules)
     q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))  # [B, H, L, K]
     # Causal self-attention needs no lengths: the keys up to a real query are real.
-    alone = key_layout.full or (causal and layout is key_layout)
-    allowed = None
-    if not alone:
-        allowed = allowed_positions(
-            (layout.batch, T, S),
-            q.device,
-            causal=causal,
-            alignment="top_left",
-            query_lengths=None,
-            key_lengths=key_layout.offsets.diff(),
-            key_mask=None,
-        )
-    out = attention(q, k, v, None, allowed, causal=causal and alone, dropout_p=dropout_p, scale=scale)
-    return pack(out.transpose(1, 2), layout)
+    alone = key_layout.full or (rules.causal and layout is key_layout)
+    padded_rules = AttentionRules(
+        causal=rules.causal,
+        alignment=rules.alignment,
+        window=rules.window,
+        query_lengths=None if by_start else layout.offsets.diff(),
+        key_lengths=None if alone else key_layout.offsets.diff(),
+        softcap=rules.softcap,
+        dropout_p=rules.dropout_p,
+        scale=rules.scale,
+    )
+    return pack(attention(q, k, v, padded_rules).transpose(1, 2), layout)
 
 
 # Up to this length matrix product and softmax beat SDPA on a CPU, forward and backward (128 sequences of up to 29
@@ -262,10 +241,7 @@ def _short_packed_attention(
     v: Tensor,
     layout: Layout,
     key_layout: Layout,
-    *,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
+    rules: AttentionRules,
 ) -> Tensor:
     """`packed_attention` with the heads in front: spreading the tokens is then also the copy that bmm needs."""
     B, T, S, H, K = layout.batch, layout.max_length, key_layout.max_length, q.shape[1], q.shape[2]
@@ -273,15 +249,15 @@ def _short_packed_attention(
         scatter_slots(x.transpose(0, 1), y, 1).view(H * B, y.max_length, x.shape[2])
         for x, y in ((q, layout), (k, key_layout), (v, key_layout))
     )  # [H * B, L, K]
-    scale = K**-0.5 if scale is None else scale
+    scale = K**-0.5 if rules.scale is None else rules.scale
     bias = torch.zeros((), device=q.device)
-    if causal:
+    if rules.causal:
         bias = torch.full((T, S), -math.inf, device=q.device).triu_(1)
-    if not key_layout.full and not (causal and layout is key_layout):
+    if not key_layout.full and not (rules.causal and layout is key_layout):
         bias = bias + key_layout.key_bias
     wide = bias.to(q.dtype).expand(H, B, T, S).reshape(H * B, T, S)
     weights = torch.baddbmm(wide, q, k.transpose(1, 2), alpha=scale).softmax(-1)
-    out = torch.bmm(dropout(weights, dropout_p), v)  # [H * B, T, Kv]
+    out = torch.bmm(dropout(weights, rules.dropout_p), v)  # [H * B, T, Kv]
     return gather_slots(out.view(H, B * T, v.shape[2]), layout, 1).transpose(0, 1)
 
 
@@ -338,12 +314,33 @@ def feed_forward(
     *,
     activation: Activation,
     dropout_p: float,
+    recompute: bool = False,
 ) -> Tensor:
-    """dropout(activation(x weight1^T + bias1)) weight2^T + bias2."""
+    """dropout(activation(x weight1^T + bias1)) weight2^T + bias2; `recompute`: again in backward, instead of kept."""
+    if recompute and torch.is_grad_enabled():
+        plain = partial(feed_forward, activation=activation, dropout_p=dropout_p)
+        out: Tensor = checkpoint(plain, x, weight1, bias1, weight2, bias2, use_reentrant=False)
+        return out
     hidden = F.linear(x, weight1, bias1)
     # In place where nothing else needs the argument: one pass over the widest tensor of a layer less.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
     return F.linear(dropout(hidden, dropout_p), weight2, bias2)
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    table: Tensor | None,
+    positions: Tensor | None,
+    *,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """dropout(scale * weight[ids] + table[positions]): ids and positions `[...]` -> `[..., D]`."""
+    x = F.embedding(ids, weight) * scale
+    if table is not None and positions is not None:
+        x = x + F.embedding(positions, table)
+    return dropout(x, dropout_p)
 
 
 def linear_cross_entropy(

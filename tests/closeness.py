@@ -27,7 +27,7 @@ def gradients(output: Tensor | Sequence[Tensor], inputs: Iterable[Tensor]) -> li
     """Gradients of a fixed random combination of the outputs' elements; zeros where an input plays no part."""
     outputs = [output] if isinstance(output, Tensor) else output
     generator = torch.Generator().manual_seed(7)
-    directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
+    directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs]
     return list(torch.autograd.grad(outputs, list(inputs), directions, allow_unused=True, materialize_grads=True))
 
 

@@ -5,6 +5,9 @@ from pathlib import Path
 
 # Before torch is imported: idle OpenMP threads that spin cost other processes more than they save here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not Path("/dev/nvidiactl").exists():
+    # Before Triton is imported: without a GPU its kernels run in the interpreter, and only for backend "triton".
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "fastformer"
 # From the ground up; what is named together may import one another.
 FLOORS = (
     {"packing", "backend", "text", "plots", "chunked_cross_entropy"},
+    {"arguments"},
     {"reference"},
     {"fused"},
     {"functional"},

@@ -9,6 +9,7 @@ from closeness import assert_close, gradients, random
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+from fastformer.arguments import AttentionRules, check_attention
 from fastformer.functional import attention, attention_with_weights
 
 INF = math.inf
@@ -22,15 +23,18 @@ def naive(
     *,
     causal: bool = False,
     alignment: str = "top_left",
+    window: tuple[int | None, int | None] | None = None,
     query_lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
     key_mask: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention one query at a time, as the documentation of the op words it."""
     (B, H, T, K), S, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     scale = 1 / math.sqrt(K) if scale is None else scale
     mask = None if mask is None else mask.expand(B, H, T, S)
+    left, right = window or (None, None)
     out, weights = [], []
     for b in range(B):
         query_length = T if query_lengths is None else int(query_lengths[b])
@@ -41,8 +45,11 @@ def naive(
                 scores = {}
                 for s in range(S):
                     hidden = t >= query_length or s >= key_length or (causal and s > t + shift)
+                    hidden = hidden or (left is not None and s < t + shift - left)
+                    hidden = hidden or (right is not None and s > t + shift + right)
                     hidden = hidden or (key_mask is not None and not key_mask[b, s])
                     score = scale * (q[b, h, t] * k[b, h // group, s]).sum()
+                    score = score if softcap is None else softcap * (score / softcap).tanh()
                     if mask is not None and mask.dtype == torch.bool:
                         hidden = hidden or not mask[b, h, t, s]
                     elif mask is not None:
@@ -97,7 +104,34 @@ FORMS = {
     "bool [B, 1, T, S]": lambda: {"mask": boolean(B, 1, T, S)},
     "additive [H, T, S]": lambda: {"mask": additive(H, T, S)},
     "additive [B, H, T, S], dead row": lambda: {"mask": additive(B, H, T, S, dead=True)},
+    "additive []": lambda: {"mask": torch.tensor(0.5, dtype=torch.float64)},
     "additive [T, 1]": lambda: {"mask": torch.randn(T, 1, dtype=torch.float64)},
+    "window": lambda: {"window": (1, 2)},
+    "window of one key": lambda: {"window": (0, 0), "alignment": "bottom_right"},
+    "window, no limit on the left": lambda: {"window": (None, 1)},
+    "window, no limit on the right": lambda: {"window": (1, None), "alignment": "bottom_right"},
+    "window that limits nothing": lambda: {"window": (None, None)},
+    "window beyond all keys": lambda: {"window": (10**30, 7), "alignment": "bottom_right"},
+    # One less on either side than what limits nothing.
+    "window that just limits, bottom_right": lambda: {
+        "window": (5, 3),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 5, 2]),
+        "key_lengths": torch.tensor([7, 2, 7]),
+    },
+    "causal window": lambda: {"window": (2, 3), "causal": True},
+    "causal window, no limit on the left": lambda: {"window": (None, 3), "causal": True},
+    # The first sequence has queries whose window lies before its first key, the third none at all.
+    "window with lengths": lambda: {
+        "window": (1, 0),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 2, 4]),
+        "key_lengths": torch.tensor([2, 7, 0]),
+    },
+    "window top_left beyond the keys": lambda: {"window": (1, 1), "key_lengths": torch.tensor([1, 7, 3])},
+    "softcap": lambda: {"softcap": 0.8},
+    "softcap, additive, dead row": lambda: {"softcap": 0.8, "mask": additive(H, T, S, dead=True), "scale": 2.0},
+    "softcap, causal, no keys": lambda: {"softcap": 2, "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
     "everything": lambda: {
         "mask": additive(B, 1, T, S, dead=True),
         "causal": True,
@@ -105,6 +139,8 @@ FORMS = {
         "query_lengths": torch.tensor([5, 4, 5]),
         "key_lengths": torch.tensor([7, 6, 3]),
         "key_mask": torch.rand(B, S) < 0.7,
+        "window": (3, 1),
+        "softcap": 1.5,
         "scale": 0.7,
     },
 }
@@ -148,7 +184,9 @@ def test_against_sdpa_on_shapes_of_other_blocks(shape, causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["causal with lengths", "additive [B, H, T, S], dead row", "bool [T, S]"])
+@pytest.mark.parametrize(
+    "form", ["causal with lengths", "additive [B, H, T, S], dead row", "bool [T, S]", "softcap, additive, dead row"]
+)
 def test_half_precision_with_masks_of_either_precision(dtype, form):
     arguments = FORMS[form]()
     inputs = [random(B, H, T, 8, dtype=dtype), random(B, H, S, 8, dtype=dtype), random(B, H, S, 8, dtype=dtype)]
@@ -170,6 +208,8 @@ SMALL = {
     "no keys": lambda: {"key_lengths": torch.tensor([0])},
     "query_lengths": lambda: {"query_lengths": torch.tensor([1])},
     "additive": lambda: {"mask": additive(3, 4, dead=True)},
+    "window, last query dead": lambda: {"window": (0, 1), "key_lengths": torch.tensor([2])},
+    "softcap": lambda: {"softcap": 0.7, "mask": additive(3, 4, dead=True)},
 }
 
 
@@ -187,9 +227,10 @@ def test_first_and_second_derivative(form, kv_heads):
 def test_derivatives_of_an_additive_mask(shape):
     inputs = (random(1, 2, 3, 2), random(1, 2, 4, 2), random(1, 2, 4, 1), random(*shape))
     for function in (attention, lambda *x, **y: attention_with_weights(*x, **y)[0]):
-        call = lambda *x, function=function: function(*x, key_lengths=torch.tensor([3]))  # noqa: E731
-        assert gradcheck(call, inputs)
-        assert gradgradcheck(call, inputs)
+        for arguments in ({}, {"softcap": 0.7, "window": (1, 1)}):
+            call = lambda *x, f=function, y=arguments: f(*x, key_lengths=torch.tensor([3]), **y)  # noqa: E731
+            assert gradcheck(call, inputs)
+            assert gradgradcheck(call, inputs)
 
 
 def test_the_second_derivative_reaches_only_what_wants_it():
@@ -198,7 +239,9 @@ def test_the_second_derivative_reaches_only_what_wants_it():
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 2, 0, 0)])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"key_mask": True}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"causal": True}, {"key_mask": True}, {"window": (1, 0)}, {"softcap": 1.0}], ids=str
+)
 def test_empty_sizes_give_empty_or_zero(sizes, arguments):
     B, H, T, S = sizes
     if "key_mask" in arguments:
@@ -235,6 +278,72 @@ def test_the_future_is_not_seen():
     assert not torch.allclose(after[:, :, 4:], out[:, :, 4:])
 
 
+def test_a_window_sees_only_its_keys():
+    q, k, v = random(2, 2, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
+    out = attention(q, k, v, window=(1, 1))
+    for changed in (k, v):
+        with torch.no_grad():
+            changed[:, :, 2] = 9.0
+    after = attention(q, k, v, window=(1, 1))
+    same = (after == out).all(-1).all(0).all(0)
+    assert same.tolist() == [True, False, False, False, True, True]
+
+
+def test_as_many_queries_as_keys_but_not_in_each_sequence():
+    x = [random(2, 2, 5, 4) for _ in range(3)]
+    rules = {"query_lengths": torch.tensor([5, 3]), "key_lengths": torch.tensor([2, 5])}
+    for more in ({"causal": True}, {"window": (1, 1)}, {"causal": True, "key_lengths": None}):
+        arguments = {"alignment": "bottom_right", **rules, **more}
+        assert_close(attention(*x, **arguments), naive(*x, **arguments)[0])
+
+
+def test_a_large_softcap_is_none_and_a_small_one_flattens():
+    q, k, v = random(2, 2, 5, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
+    assert_close(attention(q, k, v, causal=True, softcap=1e9), attention(q, k, v, causal=True))
+    flat = attention(q, k, v, softcap=1e-9)
+    assert (flat - v.mean(2, keepdim=True)).abs().max() < 1e-8
+
+
+def test_ways_to_say_the_same():
+    q, k, v = random(2, 2, 5, 4), random(2, 2, 7, 4), random(2, 2, 7, 4)
+    assert torch.equal(attention(q, k, v, window=(None, 0)), attention(q, k, v, causal=True))
+    assert torch.equal(attention(q, k, v, window=(7, 0)), attention(q, k, v, causal=True))
+    assert torch.equal(attention(q, k, v, window=(2, 9), causal=True), attention(q, k, v, window=(2, 0)))
+    # The checks turn each into one form, which the kernels rely on.
+    rules = AttentionRules(causal=True, window=(2, 3), alignment="bottom_right", softcap=1)
+    checked = check_attention(q, k, v, rules)
+    assert (checked.window, checked.alignment, checked.softcap) == ((2, 0), "bottom_right", 1.0)
+    assert check_attention(q, q, q, rules).alignment == "top_left"
+    assert check_attention(q, k, v, AttentionRules(alignment="bottom_right", window=(7, 7))).alignment == "top_left"
+    assert check_attention(q, k, v, AttentionRules(mask=torch.zeros(7))).mask.shape == (1, 7)
+    # Lengths that have no sign, where a difference of lengths has one.
+    lengths = {"query_lengths": torch.tensor([5, 3]), "key_lengths": torch.tensor([2, 7])}
+    narrow = {name: x.to(torch.uint8) for name, x in lengths.items()}
+    expected = attention(q, k, v, causal=True, alignment="bottom_right", **lengths)
+    assert torch.equal(attention(q, k, v, causal=True, alignment="bottom_right", **narrow), expected)
+
+
+@pytest.mark.parametrize("function", [attention, lambda *x, **y: attention_with_weights(*x, **y)[0]])
+def test_compiles_without_a_break(function):
+    arguments = {
+        "mask": additive(1, T, S, dead=True).float(),
+        "causal": True,
+        "alignment": "bottom_right",
+        "window": (3, 1),
+        "query_lengths": torch.tensor([5, 4, 5]),
+        "key_lengths": torch.tensor([7, 6, 3]),
+        "key_mask": torch.rand(B, S) < 0.7,
+    }
+    inputs = [random(B, H, T, 8, dtype=torch.float32) for _ in range(1)]
+    inputs += [random(B, 2, S, 8, dtype=torch.float32) for _ in range(2)]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for more in ({}, {"softcap": 1.5}):
+        out, expected = compiled(*inputs, **arguments, **more), function(*inputs, **arguments, **more)
+        assert_close(out, expected)
+        for actual, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+            assert_close(actual, wanted)
+
+
 def test_more_padding_changes_nothing():
     q, k, v = random(2, 2, 3, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
     lengths = torch.tensor([5, 2])
@@ -259,6 +368,9 @@ def test_dropout_of_the_weights():
     assert not attention(q, k, v, dropout_p=1.0).any()
     causal = attention(q, k, v, causal=True, dropout_p=p)
     assert not causal.triu(1).any()
+    windowed = attention(q, k, v, window=(2, 1), softcap=1.0, dropout_p=p)
+    assert not windowed.triu(2).any()
+    assert not windowed.tril(-3).any()
 
 
 def test_the_gradient_uses_the_mask_of_the_forward_pass():
@@ -292,6 +404,17 @@ BAD = [
     ({"alignment": "left"}, ValueError, "alignment must be one of top_left, bottom_right, not 'left'"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, not 1.5"),
     ({"dropout_p": math.nan}, ValueError, "dropout_p must be between 0 and 1, not nan"),
+    ({"window": 3}, TypeError, r"window must be a tuple \(left, right\), not int"),
+    ({"window": (1, 2, 3)}, ValueError, r"window must be a tuple \(left, right\), not of 3 elements"),
+    ({"window": (1.0, None)}, TypeError, "window must hold integers or None, not 1.0"),
+    ({"window": (None, True)}, TypeError, "window must hold integers or None, not True"),
+    ({"window": (0, -1)}, ValueError, "window must not hold negative numbers: -1"),
+    ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, not 0.0"),
+    ({"softcap": -2}, ValueError, "softcap must be positive and finite, not -2"),
+    ({"softcap": INF}, ValueError, "softcap must be positive and finite, not inf"),
+    ({"softcap": math.nan}, ValueError, "softcap must be positive and finite, not nan"),
+    ({"softcap": True}, TypeError, "softcap must be a number, not bool"),
+    ({"softcap": "1"}, TypeError, "softcap must be a number, not str"),
 ]
 
 

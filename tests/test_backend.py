@@ -14,6 +14,7 @@ import fastformer
 from fastformer import functional, fused
 
 X = torch.randn(2, 3)
+DOUBLE = X.double()  # no kernel takes fp64, on a GPU or in Triton's interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +95,7 @@ CALLS = {
     "rms_norm": lambda: functional.rms_norm(X, 3),
     "dropout_add_layer_norm": lambda: functional.dropout_add_layer_norm(X, X, 3),
     "feed_forward": lambda: functional.feed_forward(X, X, None, X.T, None),
+    "embedding": lambda: functional.embedding(torch.tensor([0, 1]), X),
     "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, X, torch.tensor([0, 1])),
 }
 
@@ -117,9 +119,9 @@ def test_triton_raises_with_the_reason_where_it_cannot_run(op, monkeypatch):
 
 
 def test_modules_obey_too():
-    module = fastformer.TransformerEncoderLayer(4, 2, 8)
+    module = fastformer.TransformerEncoderLayer(4, 2, 8).double()
     with fastformer.backend("triton"), pytest.raises(RuntimeError, match="triton"):
-        module(torch.randn(3, 2, 4))
+        module(torch.randn(3, 2, 4).double())
 
 
 def test_explain_says_what_would_run():
@@ -128,7 +130,7 @@ def test_explain_says_what_would_run():
         assert [line.split(":")[0] for line in lines] == list(functional.OPS)
         assert all(": reference (" in line for line in lines)
     with fastformer.backend("triton"):
-        assert "layer_norm: raises (" in fastformer.explain(X)
+        assert "layer_norm: raises (" in fastformer.explain(DOUBLE)
     with fastformer.backend("reference"):
         assert "layer_norm: reference (chosen)" in fastformer.explain(X)
     with pytest.raises(TypeError, match="subject must be a module or a tensor, not str"):
@@ -138,13 +140,13 @@ def test_explain_says_what_would_run():
 def test_compiled_code_follows_a_switch():
     def run():
         compiled = torch.compile(lambda x: functional.layer_norm(x, 3), backend="eager")
-        compiled(X)
+        compiled(DOUBLE)
         with fastformer.backend("triton"), pytest.raises(RuntimeError, match="'triton' was asked for"):
-            compiled(X)
-        compiled(X)
+            compiled(DOUBLE)
+        compiled(DOUBLE)
         fastformer.set_backend("triton")
         with pytest.raises(RuntimeError, match="'triton' was asked for"):
-            compiled(X)
+            compiled(DOUBLE)
 
     # In a new thread: where a context was used before, the switch would be seen in any case.
     with ThreadPoolExecutor(1) as pool:

@@ -8,13 +8,18 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 import fastformer as fastformer_package
+from fastformer import functional
 from fastformer.cli import main
 
 TRAIN = (
@@ -65,6 +70,46 @@ def test_a_run_folder_describes_itself(run: Path) -> None:
     assert described.returncode == 0
     assert "parameters" in described.stdout
     assert "backend: auto" in described.stdout
+
+
+def ops_after(heading: str, text: str) -> dict[str, str]:
+    """The indented `op: verdict` lines under a heading of `fastformer info`."""
+    lines = text.split("\n")[text.split("\n").index(heading) + 1 :]
+    return dict(line.strip().split(": ", 1) for line in takewhile(lambda line: line.startswith("  "), lines))
+
+
+def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("fastformer.describe.metadata.version", lambda name: {"triton": "3.6.0"}.get(name, "1.0"))
+    monkeypatch.setattr("fastformer.fused._TRITON", True)
+    monkeypatch.setattr("fastformer.fused._INTERPRETED", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    heading = "with backend auto, a float32 tensor on cpu takes"
+    text = fastformer("info", cwd=tmp_path).stdout
+    assert {"Triton: 3.6.0", "GPU: none"} <= set(text.split("\n"))
+    assert f"torch {torch.__version__}" in text
+    verdicts = ops_after(heading, text)
+    assert tuple(verdicts) == functional.OPS
+    assert all(verdict.startswith(f"reference ({op} needs a GPU") for op, verdict in verdicts.items())
+    with fastformer_package.backend("triton"):
+        text = fastformer("info", cwd=tmp_path).stdout
+    assert "backend: triton (" in text
+    assert ops_after(heading, text) == verdicts
+    assert "raises (" in ops_after("with it, a float32 tensor on cpu takes", text)["layer_norm"]
+
+
+def test_info_with_a_gpu_and_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    gpu = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr("fastformer.describe.metadata.version", absent)
+    lines = fastformer("info", cwd=tmp_path).stdout.split("\n")
+    assert "GPU 0: H200, compute capability 9.0, 132 multiprocessors, 140 GiB" in lines
+    assert "Triton: not installed (pip install 'fastformer[triton]')" in lines
 
 
 def test_translate_sentence_file_and_standard_input_agree(run: Path) -> None:
@@ -235,9 +280,10 @@ def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: 
     assert done.stdout.split("\n")[0] == "policy PASSIVE"
 
 
-def test_backends_that_cannot_be_met_are_one_line(run: Path) -> None:
+def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastformer.fused._INTERPRETED", False)
     with fastformer_package.backend("triton"):
-        done = fastformer("translate", "--run", "run", "one", cwd=run)
+        done = fastformer("translate", "--run", "run", "--device", "cpu", "one", cwd=run)
     assert done.returncode == 2
     assert done.stderr.startswith("error: backend 'triton' was asked for, but")
     with pytest.MonkeyPatch.context() as patch:

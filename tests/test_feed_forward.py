@@ -65,6 +65,33 @@ def test_first_and_second_derivative(activation):
     assert gradgradcheck(lambda *x: feed_forward(*x, activation=activation), inputs)
 
 
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_recompute_changes_no_number(activation):
+    inputs = [random(3, 5, 4), *parameters(activation, 4, 6, 3)]
+
+    def run(recompute):
+        torch.manual_seed(5)  # so that dropout, too, is the same, forward and backward
+        out = feed_forward(*inputs, activation=activation, dropout_p=0.5, recompute=recompute)
+        torch.manual_seed(6)
+        return out, *gradients(out, inputs)
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+    small = (random(2, 2), *parameters(activation, 2, 2, 1))
+    assert gradgradcheck(lambda *x: feed_forward(*x, activation=activation, recompute=True), small)
+
+
+def test_recompute_keeps_nothing_of_the_hidden_width():
+    inputs = [random(64, 4, dtype=torch.float32), *parameters("gelu", 4, 16, 4, torch.float32)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda x: x):
+        feed_forward(*inputs, activation="gelu", dropout_p=0.5)
+        assert torch.Size([64, 16]) in kept
+        kept.clear()
+        feed_forward(*inputs, activation="gelu", dropout_p=0.5, recompute=True)
+    assert torch.Size([64, 16]) not in kept
+
+
 def test_dropout_is_of_the_hidden_activations():
     eye = torch.eye(64)
     x = torch.ones(300, 64)
@@ -90,6 +117,10 @@ def test_the_module(activation):
     assert f"activation='{activation}'" in repr(module)
     module.train()
     assert not torch.equal(module(x), module(x))
+    frugal = fastformer.FeedForward(6, 5, 0.5, activation, dtype=torch.float64, recompute=True).eval()
+    frugal.load_state_dict(module.state_dict())
+    assert_close(frugal(x), module.eval()(x))
+    assert "recompute=True" in repr(frugal)
 
 
 def test_the_module_names_its_parameters_as_torchs_layers_do():
@@ -102,6 +133,9 @@ def test_the_module_names_its_parameters_as_torchs_layers_do():
 x, w = torch.zeros(2, 4), torch.zeros(6, 4)
 BAD = [
     ({"activation": "tanh"}, "activation must be one of relu, gelu, gelu_tanh, geglu, swiglu, reglu, not 'tanh'"),
+    ({"weight1": torch.zeros(6, 5)}, r"weight1 must be of shape \[F, D\] for x of shape \[2, 4\], not \[6, 5\]"),
+    ({"bias1": torch.zeros(1)}, r"bias1 must be of shape \[6\], not \[1\]"),
+    ({"bias2": torch.zeros(6)}, r"bias2 must be of shape \[4\], not \[6\]"),
     ({"dropout_p": -1.0}, "dropout_p must be between 0 and 1, not -1.0"),
     ({"weight2": torch.zeros(4, 5)}, r"weight2 must be of shape \[out, 6\] .* not \[4, 5\]"),
     ({"activation": "swiglu"}, r"weight2 must be of shape \[out, 3\]"),

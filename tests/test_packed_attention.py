@@ -24,6 +24,17 @@ LENGTHS = {
 }
 
 
+RULES = [
+    {},
+    {"causal": True},
+    {"causal": True, "alignment": "bottom_right"},
+    {"window": (1, 2)},
+    {"window": (2, None), "causal": True},
+    {"window": (None, 1), "alignment": "bottom_right", "softcap": 0.9},
+    {"softcap": 0.9, "causal": True},
+]
+
+
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, **settings: object) -> Tensor:
     out = []
     for b in range(layout.batch):
@@ -36,13 +47,13 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layo
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("kind", ["self", "cross"])
-def test_equals_each_sequence_alone(name, kv_heads, causal, kind):
+def test_equals_each_sequence_alone(name, kv_heads, rules, kind):
     layout = Layout.from_lengths(LENGTHS[name][0])
     key_layout = layout if kind == "self" else Layout.from_lengths(LENGTHS[name][1])
     inputs = [random(layout.total, 4, 3), random(key_layout.total, kv_heads, 3), random(key_layout.total, kv_heads, 2)]
-    settings = {"causal": causal, "scale": 0.6}
+    settings = {**rules, "scale": 0.6}
     expected = one_by_one(*inputs, layout, key_layout, **settings)
     wanted = gradients(expected, inputs)
     for dtype in (torch.float64, torch.float32):
@@ -54,11 +65,13 @@ def test_equals_each_sequence_alone(name, kv_heads, causal, kind):
 
 
 @pytest.mark.parametrize("lengths", [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])])
-@pytest.mark.parametrize("causal", [False, True])
-def test_first_and_second_derivative(lengths, causal):
+@pytest.mark.parametrize(
+    "rules", [*RULES[:3], {"window": (1, 0), "alignment": "bottom_right", "softcap": 0.9}], ids=str
+)
+def test_first_and_second_derivative(lengths, rules):
     layouts = [Layout.from_lengths(x) for x in lengths]
     inputs = (random(layouts[0].total, 2, 2), random(layouts[1].total, 2, 2), random(layouts[1].total, 2, 1))
-    call = lambda *x: packed_attention(*x, *layouts, causal=causal)  # noqa: E731
+    call = lambda *x: packed_attention(*x, *layouts, **rules)  # noqa: E731
     assert gradcheck(call, inputs)
     assert gradgradcheck(call, inputs)
 
@@ -97,6 +110,10 @@ BAD = [
     ({"k": x[:, :3], "v": x[:, :3]}, r"the heads of q \(4\) must be a multiple of those of k \(3\)"),
     ({"k": x[..., :4]}, "q and k must have the same head size, not 8 and 4"),
     ({"dropout_p": -0.1}, "dropout_p must be between 0 and 1, not -0.1"),
+    ({"alignment": "right"}, "alignment must be one of top_left, bottom_right, not 'right'"),
+    ({"window": (1,)}, r"window must be a tuple \(left, right\), not of 1 elements"),
+    ({"window": (-1, 0)}, "window must not hold negative numbers: -1"),
+    ({"softcap": -1.0}, "softcap must be positive and finite, not -1.0"),
 ]
 
 

@@ -66,15 +66,15 @@ class Embedding(nn.Module):
         Raises:
             ValueError: length is beyond what learned positions hold.
         """
-        x = self.tokens(ids) * self.scale
         if self.positions is not None:
             if length > self.positions.num_embeddings:
                 raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
-            x = x + self.positions(positions)
+            table: Tensor = self.positions.weight
         else:
             if length > self.table.shape[0]:
                 # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
                 with torch.inference_mode(False):
                     self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
-            x = x + self.table[positions]
-        return functional.dropout(x, self.dropout.p if self.training else 0.0)
+            table = self.table
+        p = self.dropout.p if self.training else 0.0
+        return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)

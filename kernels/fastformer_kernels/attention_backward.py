@@ -1,0 +1,333 @@
+"""Fused attention, backward: gradients of queries, keys and values, weights recomputed tile by tile.
+
+With P = exp2(s - lse), D the dropout mask times its scale, and delta = rowsum(out * dout) (FlashAttention-2, Dao 2023,
+algorithm 2):
+
+    dV = (P D)^T dout      dP = (dout V^T + dW) D      dS = P (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
+
+dW is the gradient of weights that were returned, if they were. Two kernels by default: one gathers dK and dV of a tile
+of keys over all queries that see it, the other dQ of a tile of queries; each adds in a fixed order, at the price of
+computing the scores twice (7 matrix products). The fast way adds dQ with atomics from the first kernel (5 products), in
+an order that changes from run to run. Tiles without a visible pair are skipped on both sides.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.attention_problem import Problem, row_strides, views
+from fastformer_kernels.attention_tiles import (
+    key_tiles,
+    load_bounds,
+    load_lse,
+    offset,
+    score_gradient,
+    through_cap,
+    weight_gradient,
+)
+from fastformer_kernels.launch import OPTIONS, guard, has_small_memory, power_of_two
+from fastformer_kernels.random import row_keys
+
+
+@triton.jit(do_not_specialize=["T", "tiles"])
+def _attention_delta(
+    out_ptr, dout_ptr, delta_ptr, bounds_ptr,
+    stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, stride_lb, stride_lh,
+    T, tiles, H: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(out * dout), 0 for padded queries: `[BLOCK_T]` rows of one head."""
+    tile, b, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
+    q_base, last_query, _, _, _, _, _ = load_bounds(bounds_ptr, b, T, T, 0, HAS_BOUNDS)
+    end_row = last_query if PACKED else T
+    if tile * BLOCK_T >= end_row:
+        return
+    rows, dims = tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    real = (rows < last_query)[:, None] & (dims[None, :] < K)
+    wide = rows.to(tl.int64)[:, None]
+    out_ptr += offset(b, ALIGN, stride_ob) + offset(h, ALIGN, stride_oh) + offset(q_base, ALIGN, stride_ot)
+    dout_ptr += offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh) + offset(q_base, ALIGN, stride_gt)
+    out = tl.load(out_ptr + wide * stride_ot * ALIGN + dims[None, :], mask=real, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + wide * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0).to(tl.float32)
+    delta_ptr += offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
+    tl.store(delta_ptr + rows, tl.sum(out * dout, 1), mask=rows < end_row)
+
+
+@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "shift", "left", "right", "threshold"])
+def _attention_keys_values(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gt, stride_lb, stride_lh, stride_ab, stride_ah, stride_at,
+    stride_xb, stride_xh, stride_xs, stride_wb, stride_wh, stride_wt,
+    stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, ADD_DQ: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
+    heads = H // GROUP
+    tile, b, hk = tl.program_id(0) % tiles, tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads
+    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    first = tile * BLOCK_S
+    end_column = last_key if PACKED else S
+    if first >= end_column:
+        return
+    columns, dims, steps = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
+    in_head = dims[None, :] < K
+    wide = columns.to(tl.int64)[:, None]
+    real = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+    k_ptr += offset(b, ALIGN, stride_kb) + offset(hk, ALIGN, stride_kh) + offset(k_base, ALIGN, stride_ks)
+    v_ptr += offset(b, ALIGN, stride_vb) + offset(hk, ALIGN, stride_vh) + offset(k_base, ALIGN, stride_vs)
+    k = tl.load(k_ptr + wide * stride_ks * ALIGN + dims[None, :], mask=real, other=0.0)
+    v = tl.load(v_ptr + wide * stride_vs * ALIGN + dims[None, :], mask=real, other=0.0)
+    dk = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+    dv = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+
+    # Seen from the keys, the window lies the other way round.
+    begin, _, _, end = key_tiles(
+        first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, 0, HAS_RIGHT, HAS_LEFT, True, BLOCK_T
+    )
+    end = tl.where((first >= last_key) | (first + BLOCK_S <= first_key), begin, end)  # a tile of padding sees nothing
+    key_mask_ptr += offset(b, 1, stride_cb)
+    for group in tl.range(0, GROUP):
+        h = hk * GROUP + group
+        q_head = q_ptr + offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh) + offset(q_base, ALIGN, stride_qt)
+        dout_head = (
+            dout_ptr + offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh) + offset(q_base, ALIGN, stride_gt)
+        )
+        dq_head = dq_ptr + offset(b, ALIGN, stride_ab) + offset(h, ALIGN, stride_ah) + offset(q_base, ALIGN, stride_at)
+        lse_head = lse_ptr + offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
+        delta_head = delta_ptr + offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
+        dweights_head = dweights_ptr + offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
+        mask_head = mask_ptr + offset(b, 1, stride_mb) + offset(h, 1, stride_mh)
+        for j in tl.range(begin, end):
+            rows = j * BLOCK_T + steps
+            wide_rows = rows.to(tl.int64)[:, None]
+            real_rows = (rows < last_query)[:, None] & in_head
+            q = tl.load(q_head + wide_rows * stride_qt * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            dout = tl.load(dout_head + wide_rows * stride_gt * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            lse, logarithm = load_lse(lse_head, second_part, rows, last_query, MASK)
+            delta = tl.load(delta_head + rows, mask=rows < last_query, other=0.0)
+            dots = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=tl.float32)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=tl.float32)
+            if HAS_DWEIGHTS:
+                dp += weight_gradient(dweights_head, stride_wt, rows[None, :], columns[:, None], T, last_key)
+            keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+            kept, ds = score_gradient(
+                dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], columns[:, None],
+                keys[None, :], key_mask_ptr, mask_head, stride_mt, stride_ms, T, first_key,
+                last_key, shift, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK,
+                MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            )  # fmt: skip
+            ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
+            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=tl.float32)
+            if ADD_DQ:
+                dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=PRECISION, out_dtype=tl.float32)
+                tl.atomic_add(
+                    dq_head + wide_rows * stride_at * ALIGN + dims[None, :], dq * scale, mask=real_rows, sem="relaxed"
+                )
+    dk_ptr += offset(b, ALIGN, stride_xb) + offset(hk, ALIGN, stride_xh) + offset(k_base, ALIGN, stride_xs)
+    dv_ptr += offset(b, ALIGN, stride_xb) + offset(hk, ALIGN, stride_xh) + offset(k_base, ALIGN, stride_xs)
+    written = (columns < end_column)[:, None] & in_head
+    tl.store(dk_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dk * scale, 0.0), mask=written)
+    tl.store(dv_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
+
+
+@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "shift", "left", "right", "threshold"])
+def _attention_queries(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gt, stride_lb, stride_lh, stride_ab, stride_ah, stride_at,
+    stride_wb, stride_wh, stride_wt, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ of one tile of queries `[BLOCK_T]` of one head."""
+    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first, as in forward
+    b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
+    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    first_row = tile * BLOCK_T
+    end_row = last_query if PACKED else T
+    if first_row >= end_row:
+        return
+    rows, dims, steps = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
+    in_head = dims[None, :] < K
+    wide = rows.to(tl.int64)[:, None]
+    real = (rows < last_query)[:, None] & in_head
+    q_ptr += offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh) + offset(q_base, ALIGN, stride_qt)
+    dout_ptr += offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh) + offset(q_base, ALIGN, stride_gt)
+    k_ptr += offset(b, ALIGN, stride_kb) + offset(h // GROUP, ALIGN, stride_kh) + offset(k_base, ALIGN, stride_ks)
+    v_ptr += offset(b, ALIGN, stride_vb) + offset(h // GROUP, ALIGN, stride_vh) + offset(k_base, ALIGN, stride_vs)
+    row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
+    key_mask_ptr += offset(b, 1, stride_cb)
+    mask_ptr += offset(b, 1, stride_mb) + offset(h, 1, stride_mh)
+    dweights_ptr += offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
+    q = tl.load(q_ptr + wide * stride_qt * ALIGN + dims[None, :], mask=real, other=0.0)
+    dout = tl.load(dout_ptr + wide * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0)
+    lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
+    delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
+    dq = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+    begin, _, _, end = key_tiles(
+        first_row, tl.minimum(first_row + BLOCK_T, last_query) - 1, first_key, last_key, shift, left, right, 0,
+        HAS_LEFT, HAS_RIGHT, True, BLOCK_S,
+    )  # fmt: skip
+    end = tl.where(first_row < last_query, end, begin)
+    for j in tl.range(begin, end):
+        columns = j * BLOCK_S + steps
+        wide_columns = columns.to(tl.int64)[:, None]
+        real_keys = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+        k = tl.load(k_ptr + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        v = tl.load(v_ptr + wide_columns * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
+        if HAS_DWEIGHTS:
+            dp += weight_gradient(dweights_ptr, stride_wt, rows[:, None], columns[None, :], T, last_key)
+        _kept, ds = score_gradient(
+            dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :], keys[:, None],
+            key_mask_ptr, mask_ptr, stride_mt, stride_ms, T, first_key, last_key, shift, left,
+            right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP,
+            HAS_DROPOUT,
+        )  # fmt: skip
+        ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
+    dq_ptr += offset(b, ALIGN, stride_ab) + offset(h, ALIGN, stride_ah) + offset(q_base, ALIGN, stride_at)
+    written = (rows < end_row)[:, None] & in_head
+    tl.store(dq_ptr + wide * stride_at * ALIGN + dims[None, :], tl.where(real, dq * scale, 0.0), mask=written)
+
+
+def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
+    """Choose the tile sizes of the kernel that gathers dK and dV: the largest that spill nothing.
+
+    Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which takes registers. Chosen from
+    what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
+    """
+    K = power_of_two(q.shape[-1], 16)
+    if q.dtype == torch.float32:
+        tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
+    elif K <= 32:
+        tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
+    elif K == 64:
+        tile = (32, 64, 4, 2) if heavy else (64, 128, 8, 2)
+    elif K == 128:
+        light = not (heavy or fast or problem.seed is not None)
+        tile = (64, 64, 8, 2) if light else (32, 64, 8, 1 if fast else 2)
+    else:
+        tile = (16, 32, 8, 1) if has_small_memory(q) else (16, 64, 8, 2)
+    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
+
+
+def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
+    """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
+    K = power_of_two(q.shape[-1], 16)
+    if q.dtype == torch.float32:
+        tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 8, 1)
+    elif K <= 32:
+        tile = (64, 64, 4, 2)
+    elif K == 64:
+        tile = (64, 64, 4, 2) if problem.queries < 512 else (128, 64, 8, 2)
+    elif K == 128:
+        tile = (64, 32, 4, 2) if heavy else (64, 64, 4, 2)
+    else:
+        tile = (32, 32, 8, 1) if has_small_memory(q) else (64, 32, 8, 2)
+    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`, as projections make them."""
+    if x.dim() == 3:
+        return x.new_empty(x.shape, dtype=dtype)
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=dtype).transpose(1, 2)
+
+
+def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
+    """Compute rowsum(out * dout), fp32 `[B, H, T]` or packed `[H, T]`; arguments as in `backward`."""
+    problem = Problem(*settings)
+    B, H, T, _ = problem.sizes(out)
+    result = lse.new_empty(lse.shape[-3:])
+    if out.numel() == 0:
+        return result.zero_()
+    align, (out_view, dout_view) = views(out, dout)
+    tiles = -(-T // 64)
+    switches = {name: problem.switches(out, out)[name] for name in ("H", "K", "PACKED", "HAS_BOUNDS", "BLOCK_K")}
+    with guard(out):
+        _attention_delta[(B * H * tiles,)](
+            out_view.data, dout_view.data, result, problem.pointers(out)[0],
+            *out_view.strides, *dout_view.strides, *row_strides(result), T, tiles,
+            **switches, ALIGN=align, BLOCK_T=64, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return result
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dweights: Tensor | None,
+    wants_q: bool,
+    wants_keys: bool,
+    fast: bool,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v, each of its input's shape and dtype; empty where not wanted.
+
+    Args:
+        dout: of out's shape.
+        q, k, v, settings: as in forward.
+        lse: what forward returned.
+        delta: rowsum(out * dout), plus rowsum(weights * dweights) where weights were returned.
+        dweights: the gradient of returned weights `[B, H, T, S]`, or None.
+        wants_q, wants_keys: whether the gradient of q, and those of k and v, are wanted.
+        fast: add the gradient of q with atomics, in an order that changes from run to run.
+    """
+    problem = Problem(*settings)
+    B, H, T, S = problem.sizes(q)
+    fast = fast and wants_q and wants_keys and q.shape[-1] <= 128  # wider, its tiles do not fit into registers
+    nothing = q.new_empty(0)
+    dq = (_like(q, torch.float32).zero_() if fast else _like(q)) if wants_q else nothing
+    dk, dv = (_like(k), _like(v)) if wants_keys else (nothing.clone(), nothing.clone())
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_()
+    made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys)) if wanted]
+    align, (q_view, k_view, v_view, dout_view, *others) = views(q, k, v, dout, *made)
+    dq_strides, dk_strides = others[0].strides, others[-1].strides  # dv lies like dk
+    # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
+    dweights = None if dweights is None else dweights.float().contiguous()
+    inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
+    strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse), *dq_strides)
+    masks = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
+    switches = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
+    looked_up = (q if dweights is None else dweights, *problem.pointers(q))
+    heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
+    with guard(q):
+        if wants_keys:
+            tile = _tiles_of_keys(q, problem, heavy, fast)
+            tiles = -(-S // tile["BLOCK_S"])
+            _attention_keys_values[(B * k.shape[1] * tiles,)](
+                *inputs, dq, dk, dv, *looked_up, *strides, *dk_strides, *masks,
+                B * H * T, T, S, tiles, *problem.scalars(), **switches, ADD_DQ=fast, **tile, **OPTIONS,
+            )  # fmt: skip
+        if wants_q and not fast:
+            tile = _tiles_of_queries(q, problem, heavy)
+            tiles = -(-T // tile["BLOCK_T"])
+            _attention_queries[(B * H * tiles,)](
+                *inputs, dq, *looked_up, *strides, *masks,
+                B * H * T, T, S, tiles, *problem.scalars(), **switches, **tile, **OPTIONS,
+            )  # fmt: skip
+    return dq.to(q.dtype), dk, dv

@@ -1,0 +1,122 @@
+"""Fused attention, the gradient of an additive mask: that of the scores, summed over what the mask was broadcast over.
+
+A program owns one tile `[BLOCK_T, BLOCK_S]` of the mask and adds up the batches and heads that share it, in order, so
+that the result is deterministic and no `[B, H, T, S]` tensor exists for a mask that is smaller. Sums over queries or
+keys are left to the caller.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.attention_problem import Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_tiles import load_bounds, load_lse, offset, score_gradient, weight_gradient
+from fastformer_kernels.launch import OPTIONS, guard
+from fastformer_kernels.random import row_keys
+
+
+@triton.jit(
+    do_not_specialize=["second_part", "T", "S", "tiles", "key_tiles", "B", "shift", "left", "right", "threshold"]
+)
+def _attention_mask_gradient(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gt, stride_lb, stride_lh, stride_db, stride_dh, stride_dt,
+    stride_wb, stride_wh, stride_wt, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    second_part, T, S, tiles, key_tiles, B, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, SUM_B: tl.constexpr, SUM_H: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Sum the score gradients of one tile over the batches and heads that share the mask."""
+    first_row = tl.program_id(0) % tiles * BLOCK_T
+    first = tl.program_id(0) // tiles % key_tiles * BLOCK_S
+    owner = tl.program_id(0) // tiles // key_tiles
+    mask_heads: tl.constexpr = 1 if SUM_H else H
+    rows, columns, dims = first_row + tl.arange(0, BLOCK_T), first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+    in_head = dims[None, :] < K
+    wide_rows, wide_columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[:, None]
+    total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
+    for shared_b in tl.range(0, B if SUM_B else 1):
+        b = shared_b if SUM_B else owner // mask_heads
+        _q, last_query, _k, first_key, last_key, moved, _gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+        for shared_h in tl.range(0, H if SUM_H else 1):
+            h = shared_h if SUM_H else owner % mask_heads
+            q_head = q_ptr + offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh)
+            dout_head = dout_ptr + offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh)
+            k_head = k_ptr + offset(b, ALIGN, stride_kb) + offset(h // GROUP, ALIGN, stride_kh)
+            v_head = v_ptr + offset(b, ALIGN, stride_vb) + offset(h // GROUP, ALIGN, stride_vh)
+            row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh)
+            real = (rows < last_query)[:, None] & in_head
+            real_keys = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+            q = tl.load(q_head + wide_rows * stride_qt * ALIGN + dims[None, :], mask=real, other=0.0)
+            dout = tl.load(dout_head + wide_rows * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0)
+            k = tl.load(k_head + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+            v = tl.load(v_head + wide_columns * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+            lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
+            delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
+            dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
+            if HAS_DWEIGHTS:
+                dweights_head = dweights_ptr + offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
+                dp += weight_gradient(dweights_head, stride_wt, rows[:, None], columns[None, :], T, last_key)
+            keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+            _kept, ds = score_gradient(
+                dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :],
+                keys[:, None], key_mask_ptr + offset(b, 1, stride_cb),
+                mask_ptr + offset(b, 1, stride_mb) + offset(h, 1, stride_mh), stride_mt, stride_ms,
+                T, first_key, last_key, moved, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT,
+                HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            )  # fmt: skip
+            total += ds
+    to = dmask_ptr + offset(owner // mask_heads, 1, stride_db) + offset(owner % mask_heads, 1, stride_dh)
+    tl.store(to + wide_rows * stride_dt + columns[None, :], total, mask=(rows < T)[:, None] & (columns < S)[None, :])
+
+
+def mask_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dweights: Tensor | None,
+    *settings: Any,
+) -> Tensor:
+    """Compute the gradient of the additive mask, fp32 `[B or 1, H or 1, T, S]`: 1 where the mask was broadcast.
+
+    Args:
+        dout: of out's shape; only dense tensors have a mask.
+        q, k, v, settings: as in forward.
+        lse: as forward returned it; delta: as backward computed it.
+        dweights: the gradient of returned weights `[B, H, T, S]`, or None.
+    """
+    problem = Problem(*settings)
+    assert problem.mask is not None
+    B, H, T, S = problem.sizes(q)
+    shape = (1, 1, 1, 1, *problem.mask.shape)[-4:]
+    sum_b, sum_h = shape[0] == 1, shape[1] == 1
+    dmask = q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, S), dtype=torch.float32)
+    if dmask.numel() == 0 or B * H == 0:
+        return dmask.zero_()
+    align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
+    dweights = None if dweights is None else dweights.float().contiguous()
+    tile = score_tile(q)
+    tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
+    with guard(q):
+        _attention_mask_gradient[(dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)](
+            q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, dmask,
+            q if dweights is None else dweights, *problem.pointers(q),
+            *q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse),
+            *dmask.stride()[:3], *((0, 0, 0) if dweights is None else dweights.stride()[:3]),
+            *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, key_tiles, B, *problem.scalars(),
+            **problem.switches(q, k), ALIGN=align, HAS_DWEIGHTS=dweights is not None, SUM_B=sum_b, SUM_H=sum_h,
+            **tile, **OPTIONS,
+        )  # fmt: skip
+    return dmask

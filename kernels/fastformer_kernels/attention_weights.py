@@ -1,0 +1,83 @@
+"""Attention weights on request: recomputed tile by tile from the log-sum-exp that forward kept.
+
+P = exp2(s - lse), after dropout as torch returns them; 0 where a query may not attend.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.attention_problem import Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_tiles import exponentials, hide, load_bounds, load_lse, offset, scores, visible
+from fastformer_kernels.launch import OPTIONS, guard
+from fastformer_kernels.random import keep, row_keys
+
+
+@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "key_tiles", "shift", "left", "right", "threshold"])
+def _attention_weights(
+    q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_lb, stride_lh,
+    stride_wb, stride_wh, stride_wt, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    second_part, T, S, tiles, key_tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile `[BLOCK_T, BLOCK_S]` of the weights of one head."""
+    first_row = tl.program_id(0) % tiles * BLOCK_T
+    first = tl.program_id(0) // tiles % key_tiles * BLOCK_S
+    b, h = tl.program_id(0) // tiles // key_tiles // H, tl.program_id(0) // tiles // key_tiles % H
+    _, last_query, _, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    rows, columns, dims = first_row + tl.arange(0, BLOCK_T), first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+    in_head = dims[None, :] < K
+    wide_rows, wide_columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[:, None]
+    q_ptr += offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh)
+    k_ptr += offset(b, ALIGN, stride_kb) + offset(h // GROUP, ALIGN, stride_kh)
+    real_keys = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+    q = tl.load(
+        q_ptr + wide_rows * stride_qt * ALIGN + dims[None, :], mask=(rows < last_query)[:, None] & in_head, other=0.0
+    )
+    k = tl.load(k_ptr + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+    lse_ptr += offset(b, 1, stride_lb) + offset(h, 1, stride_lh)
+    lse, logarithm = load_lse(lse_ptr, second_part, rows, last_query, MASK)
+    s = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32), scale, softcap, HAS_SOFTCAP)
+    seen = visible(rows[:, None], columns[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
+    key_mask_ptr += offset(b, 1, stride_cb)
+    mask_ptr += offset(b, 1, stride_mb) + offset(h, 1, stride_mh)
+    s = hide(s, seen, rows[:, None], columns[None, :], key_mask_ptr, mask_ptr, stride_mt, stride_ms, T, last_key,
+             HAS_KEY_MASK, MASK)  # fmt: skip
+    p = exponentials(s, lse[:, None], logarithm[:, None], MASK)
+    if HAS_DROPOUT:
+        keys = row_keys(tl.load(seed_ptr), rows, b * H + h)
+        p = tl.where(keep(keys[:, None], columns[None, :], threshold), p * keep_scale, 0.0)
+    weights_ptr += offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
+    written = (rows < T)[:, None] & (columns < S)[None, :]
+    tl.store(weights_ptr + wide_rows * stride_wt + columns[None, :], p, mask=written)
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
+    """Compute the weights `[B, H, T, S]` that forward applied, of q's dtype.
+
+    Args:
+        q, k, settings: as in forward, dense.
+        lse: what forward returned.
+    """
+    problem = Problem(*settings)
+    B, H, T, S = problem.sizes(q)
+    result = q.new_empty((B, H, T, S))
+    if result.numel() == 0:
+        return result
+    align, (q_view, k_view) = views(q, k)
+    tile = score_tile(q)
+    tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
+    with guard(q):
+        _attention_weights[(B * H * tiles * key_tiles,)](
+            q_view.data, k_view.data, lse, result, *problem.pointers(q),
+            *q_view.strides, *k_view.strides, *row_strides(lse), *result.stride()[:3],
+            *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, key_tiles, *problem.scalars(),
+            **problem.switches(q, k), ALIGN=align, **tile, **OPTIONS,
+        )  # fmt: skip
+    return result

@@ -1,0 +1,317 @@
+"""s = residual + dropout(x) and its layer norm y in one pass: 8 bytes an element in half precision.
+
+The gradient, from dy and ds (which may be missing), with the formula of `layer_norm`:
+
+    dresidual = d layer_norm(s) + ds,   dx = dropout'(dresidual),   dw, db as there
+
+Backward reads dy, s and ds once, and makes the dropout mask again from its seed. Statistics are those of s as it is
+stored. For wide rows, and for ds alone, there are elementwise kernels around those of `layer_norm`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels import layer_norm
+from fastformer_kernels.launch import OPTIONS, guard, inner_contiguous, power_of_two
+from fastformer_kernels.norm import (
+    TILE,
+    backward_tile,
+    forward_tile,
+    is_wide,
+    load_row,
+    new_partials,
+    sum_partials,
+    two_sums,
+)
+from fastformer_kernels.random import keep_tile, threshold_and_scale
+
+
+@triton.jit
+def dropped(x, seed_ptr, rows, first_column, threshold, scale):
+    """Apply dropout to a tile x of fp32 numbers; none where there is no seed."""
+    if seed_ptr is not None:
+        keep = keep_tile(tl.load(seed_ptr), rows, first_column, 0, threshold, x.shape[0], x.shape[1])
+        x = tl.where(keep, x * scale, 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["M", "threshold"])
+def dropout_add_layer_norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    s_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    M,
+    threshold,
+    scale,
+    eps,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add and normalise BLOCK_M rows."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    starts = rows.to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M)[:, None] & (cols < N)
+    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + starts * residual_stride + cols, mask, other=0.0).to(tl.float32)
+    s = (residual + dropped(x, seed_ptr, rows, 0, threshold, scale)).to(s_ptr.dtype.element_ty)
+    tl.store(s_ptr + starts * N + cols, s, mask)
+    s = s.to(tl.float32)
+    mean = tl.sum(s, 1) / N
+    deviation = tl.where(cols < N, s - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(deviation * deviation, 1) / N + eps)
+    y = deviation * rstd[:, None]
+    if weight_ptr is not None:
+        y *= load_row(weight_ptr, cols, N, BLOCK_M)
+    if bias_ptr is not None:
+        y += load_row(bias_ptr, cols, N, BLOCK_M)
+    tl.store(y_ptr + starts * N + cols, y, mask)
+    tl.store(mean_ptr + rows, mean, rows < M)
+    tl.store(rstd_ptr + rows, rstd, rows < M)
+
+
+@triton.jit(do_not_specialize=["M", "threshold"])
+def dropout_add_layer_norm_backward_kernel(
+    dy_ptr,
+    ds_ptr,
+    s_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    seed_ptr,
+    dresidual_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    dy_stride,
+    ds_stride,
+    s_stride,
+    M,
+    threshold,
+    scale,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write dresidual, dx, and this program's share of dw and db (each may be None), tile by tile of BLOCK_M rows."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if weight_ptr is not None:
+        weight = load_row(weight_ptr, cols, N, BLOCK_M)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        starts = rows.to(tl.int64)[:, None]
+        mask = (rows < M)[:, None] & (cols < N)
+        dy = tl.load(dy_ptr + starts * dy_stride + cols, mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + starts * s_stride + cols, mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
+        normal = (s - mean[:, None]) * rstd[:, None]
+        g = dy
+        if weight_ptr is not None:
+            g = dy * weight
+        mean_gs, mean_g = two_sums(g * normal, g)
+        total = (g - normal * (mean_gs / N)[:, None] - (mean_g / N)[:, None]) * rstd[:, None]
+        if ds_ptr is not None:
+            total += tl.load(ds_ptr + starts * ds_stride + cols, mask, other=0.0).to(tl.float32)
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + starts * N + cols, total, mask)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + starts * N + cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)
+        dw += dy * normal
+        db += dy
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
+
+
+@triton.jit(do_not_specialize=["M", "threshold"])
+def dropout_add_kernel(
+    x_ptr,
+    residual_ptr,
+    seed_ptr,
+    s_ptr,
+    x_stride,
+    residual_stride,
+    M,
+    threshold,
+    scale,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write s = residual + dropout(x) for a tile."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    starts = rows.to(tl.int64)[:, None]
+    first_column = tl.program_id(1) * BLOCK_N
+    cols = first_column + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M)[:, None] & (cols < N)
+    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + starts * residual_stride + cols, mask, other=0.0).to(tl.float32)
+    s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)
+    tl.store(s_ptr + starts * N + cols, s, mask)
+
+
+@triton.jit(do_not_specialize=["M", "threshold"])
+def dropout_add_backward_kernel(
+    dnorm_ptr,
+    ds_ptr,
+    seed_ptr,
+    dresidual_ptr,
+    dx_ptr,
+    ds_stride,
+    M,
+    threshold,
+    scale,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write dresidual = dnorm + ds (at least one is given) and dx, dropout's way back; each may be None."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    starts = rows.to(tl.int64)[:, None]
+    first_column = tl.program_id(1) * BLOCK_N
+    cols = first_column + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M)[:, None] & (cols < N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if dnorm_ptr is not None:
+        total += tl.load(dnorm_ptr + starts * N + cols, mask, other=0.0)
+    if ds_ptr is not None:
+        total += tl.load(ds_ptr + starts * ds_stride + cols, mask, other=0.0).to(tl.float32)
+    if dresidual_ptr is not None:
+        tl.store(dresidual_ptr + starts * N + cols, total, mask)
+    if dx_ptr is not None:
+        tl.store(dx_ptr + starts * N + cols, dropped(total, seed_ptr, rows, first_column, threshold, scale), mask)
+
+
+def elementwise(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Choose grid and tile of an elementwise kernel on `[M, N]`: 16 elements a thread. Not measured on a GPU."""
+    M, N = x.shape
+    BLOCK_N = min(power_of_two(N, 16), TILE)
+    BLOCK_M = TILE // BLOCK_N
+    return (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N)), {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": 4}
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y in `dtype`, s, and the mean and 1 / sqrt(var + eps) of the rows of s, fp32 `[M]`.
+
+    Args:
+        x, residual: `[M, N]`; s has the dtype to which theirs promote.
+        weight, bias: contiguous `[N]`, of any dtype.
+        seed: of dropout, int64 `[1]`; None where there is none.
+        eps: added to the variance.
+        dropout_p: the probability to drop.
+        dtype: of y.
+    """
+    x, residual = inner_contiguous(x), inner_contiguous(residual)
+    M, N = x.shape
+    s = x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype))
+    strides = (x.stride(0), residual.stride(0))
+    threshold, scale = threshold_and_scale(dropout_p)
+    if x.numel() > 0 and is_wide(N):
+        with guard(x):
+            grid, tile = elementwise(x)
+            dropout_add_kernel[grid](x, residual, seed, s, *strides, M, threshold, scale, N, **tile, **OPTIONS)
+        y, mean, rstd = layer_norm.forward(s, weight, bias, eps, dtype)
+        return y, s, mean, rstd
+    y = x.new_empty((M, N), dtype=dtype)
+    mean, rstd = (x.new_empty(M, dtype=torch.float32) for _ in range(2))
+    if x.numel() > 0:
+        tile = forward_tile(N)
+        tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
+        with guard(x):
+            dropout_add_layer_norm_forward_kernel[(triton.cdiv(M, tile["BLOCK_M"]),)](
+                *tensors, *strides, M, threshold, scale, eps, N, **tile, **OPTIONS
+            )
+    return y, s, mean, rstd
+
+
+def backward(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    dresidual: torch.dtype | None,
+    dx: torch.dtype | None,
+    dw: torch.dtype | None,
+    db: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of residual, x, weight and bias in the dtypes given; of 0 elements where that is None.
+
+    Args:
+        dy, ds: `[M, N]`, the gradients of y and s; one of them may be None.
+        s, mean, rstd: results of `forward`; weight, seed, dropout_p: as there.
+        dresidual, dx, dw, db: dtypes of the gradients that are wanted; dw and db only with dy.
+    """
+    M, N = s.shape
+    residual_grad, x_grad = (s.new_empty(0 if dtype is None else (M, N), dtype=dtype) for dtype in (dresidual, dx))
+    if s.numel() == 0:
+        return residual_grad, x_grad, *(s.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
+    dy, ds = (None if grad is None else inner_contiguous(grad) for grad in (dy, ds))
+    written = (None if dresidual is None else residual_grad, None if dx is None else x_grad)
+    threshold, scale = threshold_and_scale(dropout_p)
+    if dy is not None and not is_wide(N):
+        read = dy.element_size() + s.element_size() + (0 if ds is None else ds.element_size())
+        grid, tile = backward_tile(s, read, more=True)
+        partials = new_partials(s, grid[0], dw, db)
+        strides = (dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0))
+        with guard(s):
+            dropout_add_layer_norm_backward_kernel[(grid[0],)](
+                dy,
+                ds,
+                s,
+                weight,
+                mean,
+                rstd,
+                seed,
+                *written,
+                *partials,
+                *strides,
+                M,
+                threshold,
+                scale,
+                N,
+                **tile,
+                **OPTIONS,
+            )
+            return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
+    dnorm, w_grad, b_grad = None, s.new_empty(0), s.new_empty(0)
+    if dy is not None:
+        wanted = None if dresidual is None and dx is None else torch.float32
+        dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)
+    if written != (None, None):
+        with guard(s):
+            grid, tile = elementwise(s)
+            ds_stride = 0 if ds is None else ds.stride(0)
+            dropout_add_backward_kernel[grid](
+                dnorm, ds, seed, *written, ds_stride, M, threshold, scale, N, **tile, **OPTIONS
+            )
+    return residual_grad, x_grad, w_grad, b_grad

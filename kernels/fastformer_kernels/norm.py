@@ -1,0 +1,138 @@
+"""What the norm kernels share: their tiles, their reductions, and the second step of the weights' gradients.
+
+A tile is BLOCK_M whole rows where a row fits in one (N <= WIDEST). Longer rows take two passes over their columns, in
+tiles of a part of one row. N is a compile-time constant: a model has one or two widths, and where N is a power of two
+no column needs a mask.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.launch import OPTIONS, device_of, power_of_two
+
+# Elements of a tile at 16 elements a thread and 4 warps.
+TILE = 2048
+
+
+def aligned(N: int) -> bool:
+    """Whether rows of N elements all begin on 16 bytes, so that loads are wide and can run ahead: all but odd sizes."""
+    return N % 16 == 0
+
+
+def is_wide(N: int) -> bool:
+    """Whether rows are too long for one tile, which is held in registers: 16 elements a thread with 16 warps.
+
+    Where rows are not aligned, addresses need registers too, and the limit is half as much.
+    """
+    longest = 8192 if aligned(N) else 4096
+    return longest < N
+
+
+def forward_tile(N: int) -> dict[str, int]:
+    """Choose the tile of a kernel that reads rows once, which are not wide: about TILE elements, 16 a thread.
+
+    That is two 16-byte loads a thread in half precision, and several rows where they are short. Not measured on a GPU.
+    """
+    BLOCK_N = power_of_two(N, 16)
+    return {"BLOCK_M": max(TILE // BLOCK_N, 1), "BLOCK_N": BLOCK_N, "num_warps": max(BLOCK_N // 512, 4)}
+
+
+def wide_tile() -> dict[str, int]:
+    """Choose the tile of a kernel that passes over wide rows, one a program. Not measured on a GPU."""
+    return {"BLOCK_N": 4096, "STAGES": 3, "num_warps": 16}
+
+
+def backward_tile(x: Tensor, bytes_a_column: int, more: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
+    """Choose the grid and the tile of a backward kernel for x `[M, N]`.
+
+    Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
+    over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
+    and 8 where rows are not aligned. What does more than a norm takes half as many short rows. Otherwise there are
+    spills in sm_80, sm_90 or sm_100 code. Loads run up to two tiles ahead, 64 KB on their way in half precision. More
+    and smaller programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512
+    these are a quarter of all bytes already. Not measured on a GPU.
+
+    Args:
+        x: decides on M, N and the device.
+        bytes_a_column: of what is read element by element, all tensors together.
+        more: whether the kernel does more than a norm.
+    """
+    M, N = x.shape
+    device = device_of(x)
+    BLOCK_N = TILE if is_wide(N) else power_of_two(N, 16)
+    BLOCK_M = max((TILE // 2 if more else TILE) // BLOCK_N, 1)
+    num_warps = max(BLOCK_N // 512, 4)
+    ahead = 2 if 2 * BLOCK_M * BLOCK_N * bytes_a_column <= device.shared_memory - 4096 else 1
+    resident, maxnreg = (16, 128) if aligned(N) else (8, 255)
+    parts = triton.cdiv(N, BLOCK_N)
+    programs = max(resident // num_warps * device.multiprocessors // parts, 1)
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps, "maxnreg": maxnreg}
+    return (min(triton.cdiv(M, BLOCK_M), programs), parts), tile
+
+
+@triton.jit
+def load_row(ptr, cols, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Load elements `cols` `[1, BLOCK_N]` of a vector, repeated to `[BLOCK_M, BLOCK_N]` fp32.
+
+    Repeated in the addresses: a tile of one row has a layout of its own, and the compiler computed the rows in both.
+    """
+    cols = tl.broadcast_to(cols, (BLOCK_M, cols.shape[1]))
+    return tl.load(ptr + cols, cols < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def two_sums(a, b):
+    """Sum the rows of two tiles in one reduction, which halves the barriers of two (3 instead of 6 a tile, sm_90)."""
+    return tl.split(tl.sum(tl.join(a, b), 1))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def norm_sum_partials_kernel(
+    dw_partials_ptr,
+    db_partials_ptr,
+    dw_ptr,
+    db_ptr,
+    programs,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add up the partial sums `[programs, N]` of dw and db, either of which may be None, always in the same order."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for first in tl.range(0, programs, BLOCK_P, num_stages=3):
+        rows = first + tl.arange(0, BLOCK_P)[:, None]
+        mask = (rows < programs) & (cols < N)
+        if dw_ptr is not None:
+            dw += tl.load(dw_partials_ptr + rows * N + cols, mask, other=0.0)
+        if db_ptr is not None:
+            db += tl.load(db_partials_ptr + rows * N + cols, mask, other=0.0)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + cols, tl.sum(dw, 0)[None, :], cols < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + cols, tl.sum(db, 0)[None, :], cols < N)
+
+
+def new_partials(x: Tensor, programs: int, *dtypes: torch.dtype | None) -> list[Tensor | None]:
+    """Allocate partial sums, fp32 `[programs, N]`, for each gradient that is wanted: whose dtype is not None."""
+    return [None if dtype is None else x.new_empty((programs, x.shape[1]), dtype=torch.float32) for dtype in dtypes]
+
+
+def sum_partials(
+    x: Tensor, partials: list[Tensor | None], dw: torch.dtype | None, db: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return dw and db `[N]` in the dtypes given; of 0 elements where that is None."""
+    N = x.shape[1]
+    sums = [None if dtype is None else x.new_empty(N, dtype=dtype) for dtype in (dw, db)]
+    some = next((partial for partial in partials if partial is not None), None)
+    if some is not None:
+        dw_partials, db_partials = (*partials, None)[:2]
+        # Few columns a program, so that there are 32 of them at N = 512. Not measured on a GPU.
+        BLOCK_N = 16 if N <= 2048 else 64
+        norm_sum_partials_kernel[(triton.cdiv(N, BLOCK_N),)](
+            dw_partials, db_partials, *sums, some.shape[0], N, BLOCK_P=1024 // BLOCK_N, BLOCK_N=BLOCK_N, **OPTIONS
+        )
+    return tuple(x.new_empty(0) if total is None else total for total in sums)

@@ -1,0 +1,209 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019), y = x̂ w with x̂ = x / sqrt(mean(x^2) + eps).
+
+The gradient with g = dy w (means over the row, sums over the rows):
+
+    dx = (g - x̂ mean(g x̂)) / sqrt(mean(x^2) + eps),   dw = sum(dy x̂)
+
+The plan is that of `layer_norm`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.launch import OPTIONS, guard, inner_contiguous
+from fastformer_kernels.norm import (
+    backward_tile,
+    forward_tile,
+    is_wide,
+    load_row,
+    new_partials,
+    sum_partials,
+    wide_tile,
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_forward_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    M,
+    eps,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Normalise BLOCK_M rows."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    starts = rows.to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M)[:, None] & (cols < N)
+    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y *= load_row(weight_ptr, cols, N, BLOCK_M)
+    tl.store(y_ptr + starts * N + cols, y, mask)
+    tl.store(rstd_ptr + rows, rstd, rows < M)
+
+
+@triton.jit
+def rms_norm_wide_forward_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    N,
+    eps,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Normalise one wide row: a pass for its mean square, a pass for y."""
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((1, BLOCK_N), tl.float32)
+    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
+    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        y = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32) * rstd
+        if weight_ptr is not None:
+            y *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * N + cols, y, cols < N)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def rms_norm_gradient_mean_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    mean_ptr,
+    dy_stride,
+    x_stride,
+    N,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write mean(g x̂) of one wide row to `[M]`: the first pass of its backward."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((1, BLOCK_N), tl.float32)
+    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = first + tl.arange(0, BLOCK_N)[None, :]
+        g = tl.load(dy_ptr + row * dy_stride + cols, cols < N, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            g *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(tl.float32)
+        total += g * x
+    tl.store(mean_ptr + row, tl.sum(total) * tl.load(rstd_ptr + row) / N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    mean_ptr,
+    dx_ptr,
+    dw_ptr,
+    dy_stride,
+    x_stride,
+    M,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write dx, and this program's share of dw (each may be None), tile by tile of BLOCK_M rows.
+
+    A tile holds whole rows, or the columns of program 1 of wide ones, whose mean(g x̂) is then given.
+    """
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    if N > BLOCK_N:
+        cols += tl.program_id(1) * BLOCK_N
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if weight_ptr is not None:
+        weight = load_row(weight_ptr, cols, N, BLOCK_M)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        starts = rows.to(tl.int64)[:, None]
+        mask = (rows < M)[:, None] & (cols < N)
+        dy = tl.load(dy_ptr + starts * dy_stride + cols, mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
+        normal = x * rstd[:, None]
+        g = dy
+        if weight_ptr is not None:
+            g = dy * weight
+        if mean_ptr is None:
+            mean = tl.sum(g * normal, 1) / N
+        else:
+            mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + starts * N + cols, (g - normal * mean[:, None]) * rstd[:, None], mask)
+        dw += dy * normal
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return y in `dtype`, and the rows' 1 / sqrt(mean(x^2) + eps), fp32 `[M]`.
+
+    Args:
+        x: `[M, N]`.
+        weight: contiguous `[N]`, of any dtype.
+        eps: added to the mean square.
+        dtype: of y.
+    """
+    x = inner_contiguous(x)
+    M, N = x.shape
+    y, rstd = x.new_empty((M, N), dtype=dtype), x.new_empty(M, dtype=torch.float32)
+    if x.numel() == 0:
+        return y, rstd
+    with guard(x):
+        if is_wide(N):
+            rms_norm_wide_forward_kernel[(M,)](x, weight, y, rstd, x.stride(0), N, eps, **wide_tile(), **OPTIONS)
+        else:
+            tile = forward_tile(N)
+            grid = (triton.cdiv(M, tile["BLOCK_M"]),)
+            rms_norm_forward_kernel[grid](x, weight, y, rstd, x.stride(0), M, eps, N, **tile, **OPTIONS)
+    return y, rstd
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dx: torch.dtype | None, dw: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weight in the dtypes dx and dw; of 0 elements where that is None.
+
+    Args:
+        dy: `[M, N]`, the gradient of y.
+        x, weight: as in `forward`; rstd: its result.
+        dx, dw: dtypes of the gradients that are wanted.
+    """
+    dy, x = inner_contiguous(dy), inner_contiguous(x)
+    M, N = x.shape
+    x_grad = x.new_empty(0 if dx is None else (M, N), dtype=dx)
+    if x.numel() == 0:
+        return x_grad, x.new_zeros(0 if dw is None else N, dtype=dw)
+    grid, tile = backward_tile(x, dy.element_size() + x.element_size())
+    partials = new_partials(x, grid[0], dw)
+    strides = (dy.stride(0), x.stride(0))
+    with guard(x):
+        mean = None
+        if is_wide(N) and dx is not None:
+            mean = x.new_empty(M, dtype=torch.float32)
+            rms_norm_gradient_mean_kernel[(M,)](dy, x, weight, rstd, mean, *strides, N, **wide_tile(), **OPTIONS)
+        rms_norm_backward_kernel[grid](
+            dy, x, weight, rstd, mean, None if dx is None else x_grad, *partials, *strides, M, N, **tile, **OPTIONS
+        )
+        return x_grad, sum_partials(x, partials, dw)[0]

@@ -1,0 +1,94 @@
+"""The one check of fused kernels: as close to the exact result as plain PyTorch in the same dtype, gradients included.
+
+The inputs are rounded to the dtype first, so that the fp64 result of the same inputs is exact for both sides. The rule:
+error <= 2 x the reference's own error + a constant number of roundings of the largest value. Twice, because a fused
+kernel adds up in another order; the constant, because the reference may happen to be exact (a product with 1, a sum of
+one), where one rounding more is no fault.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from closeness import gradients
+from torch import Tensor
+
+import fastformer
+from fastformer import fused
+
+Op = Callable[..., Tensor | tuple[Tensor, ...]]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(
+    DEVICE == "cpu" and not (fused._TRITON and fused._INTERPRETED), reason="needs a GPU, or Triton and its interpreter"
+)
+# Triton's interpreter truncates fp32 to bf16 where GPUs round to nearest: an error of two roundings instead of one.
+ROUNDINGS = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0 if DEVICE == "cuda" else 4.0}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that an element that is not written, or read too far, shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            # On a GPU torch warns of its own matrix products; determinism is not what is asked for here.
+            warnings.filterwarnings("ignore", message=".*determinis")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def rounded(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
+    """fp64 copies of the tensors with the values that they have in `dtype`; leaves that want a gradient if float."""
+    return [
+        x if x is None or not x.is_floating_point() else x.detach().to(dtype).double().requires_grad_() for x in tensors
+    ]
+
+
+def outputs_and_gradients(op: Op, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+    """All outputs of op and the gradients of every floating-point input, run in `dtype`."""
+    cast = [
+        x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() if x.is_floating_point() else x.to(DEVICE)
+        for x in inputs
+    ]
+    found = op(*cast)
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    leaves = [x for x in cast if x is not None and x.requires_grad]
+    return [*outputs, *gradients(outputs, leaves)]
+
+
+def assert_as_accurate_as_reference(
+    op: Op,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    roundings: float | None = None,
+    reference: Op | None = None,
+) -> None:
+    """Run op with the kernels in `dtype`, with the reference in `dtype`, and with the reference in fp64; compare.
+
+    Args:
+        op: a function of the inputs that calls `fastformer.functional`; deterministic.
+        inputs: fp64; those that are floating point get a gradient.
+        dtype: of the kernels' inputs.
+        roundings: the constant of the rule, in units of the dtype's rounding of the largest value.
+        reference: what to compare with, a function of the same inputs; op on backend "reference" if None.
+    """
+    exact_inputs = rounded(dtype, *inputs)
+    with fastformer.backend("reference"):
+        exact = outputs_and_gradients(reference or op, exact_inputs, torch.float64)
+        plain = outputs_and_gradients(reference or op, exact_inputs, dtype)
+    with fastformer.backend("triton"), poisoned():
+        ours = outputs_and_gradients(op, exact_inputs, dtype)
+    eps = torch.finfo(dtype).eps * (ROUNDINGS[dtype] if roundings is None else roundings)
+    for index, (a, p, e) in enumerate(zip(ours, plain, exact, strict=True)):
+        assert a.shape == p.shape, f"result {index}: shape {list(a.shape)}, not {list(p.shape)}"
+        assert a.dtype == p.dtype, f"result {index}: {a.dtype}, not {p.dtype}"
+        if a.numel() == 0:
+            continue
+        error, allowed = (a.double() - e).abs().max().item(), (p.double() - e).abs().max().item()
+        allowed = 2 * allowed + eps * max(e.abs().max().item(), 1e-3)
+        assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"  # false for NaN

@@ -1,0 +1,125 @@
+"""Attention: each tile size that the launchers choose, with the fewest and with the most options."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer_kernels import (
+    attention,
+    attention_backward,
+    attention_bounds,
+    attention_decode,
+    attention_mask_gradient,
+    attention_weights,
+)
+
+B, H = 4, 8
+# Sizes of the tiles change at these lengths.
+FORWARD = {16: (100, 1024), 32: (1024,), 64: (100, 400, 1024), 128: (400, 1024), 256: (1024,)}
+BACKWARD = {16: (1024,), 32: (1024,), 64: (400, 1024), 128: (1024,), 256: (1024,)}
+SINGLE = {64: (1024,), 128: (1024,), 256: (1024,)}  # fp32
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def heads(T: int, K: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of one projection."""
+    q = meta(B, T, H, K, dtype=dtype).transpose(1, 2)
+    return q, *(meta(B, T, H // groups, K, dtype=dtype).transpose(1, 2) for _ in range(2))
+
+
+def light(T: int) -> tuple[Any, ...]:
+    """Causal with lengths: what a language model or a decoder needs."""
+    return meta(B, 8, dtype=torch.int32), None, None, None, T, T, 0, -1, 0, 0.125, 0.0, 0.0
+
+
+def dropped(T: int) -> tuple[Any, ...]:
+    """The same with dropout, a key mask and a window."""
+    seed, key_mask = meta(1, dtype=torch.int64), meta(B, T, dtype=torch.bool)
+    return meta(B, 8, dtype=torch.int32), key_mask, None, seed, T, T, 0, 100, 0, 0.125, 0.0, 0.1
+
+
+def heavy(T: int) -> tuple[Any, ...]:
+    """Every option that needs registers: additive mask, key mask, window, softcap and dropout."""
+    seed, key_mask = meta(1, dtype=torch.int64), meta(B, T, dtype=torch.bool)
+    return meta(B, 8, dtype=torch.int32), key_mask, meta(B, 1, T, T), seed, T, T, 0, 100, 0, 0.125, 30.0, 0.1
+
+
+def lse_of(settings: tuple[Any, ...], T: int) -> Tensor:
+    return meta(B, H, T) if settings[2] is None else meta(2, B, H, T)
+
+
+def forward_case(T: int, K: int, dtype: torch.dtype, options: Callable[[int], tuple[Any, ...]]) -> Callable[[], object]:
+    return lambda: attention.forward(*heads(T, K, dtype), *options(T))
+
+
+def backward_case(
+    T: int,
+    K: int,
+    dtype: torch.dtype,
+    options: Callable[[int], tuple[Any, ...]],
+    fast: bool = False,
+    weights: bool = False,
+) -> Callable[[], object]:
+    def run() -> object:
+        q, k, v = heads(T, K, dtype)
+        settings = options(T)
+        dweights = meta(B, H, T, T, dtype=dtype) if weights else None
+        given = (q, q, k, v, lse_of(settings, T), meta(B, H, T), dweights)
+        return attention_backward.backward(*given, True, True, fast, *settings)
+
+    return run
+
+
+def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
+    def run() -> object:
+        T = 512
+        q, k, v = heads(T, K, dtype)
+        settings = heavy(T)
+        lse = lse_of(settings, T)
+        match name:
+            case "delta":
+                return attention_backward.delta(q, q, lse, *settings)
+            case "weights":
+                return attention_weights.weights(q, k, lse, *settings)
+            case "mask gradient":
+                return attention_mask_gradient.mask_gradient(q, q, k, v, lse, meta(B, H, T), None, *settings)
+        settings = (*dropped(T)[:2], None, None, 1, T, 0, 100, 0, 0.125, 30.0, 0.0)
+        return attention_decode.decode(q[:, :, :1], k, v, *settings)
+
+    return run
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name and call of every configuration."""
+    for dtype, forward, backward in ((torch.bfloat16, FORWARD, BACKWARD), (torch.float32, SINGLE, SINGLE)):
+        kind = str(dtype).removeprefix("torch.")
+        for options in (light, heavy):
+            for K, lengths in forward.items():
+                for T in lengths:
+                    yield f"forward K {K} T {T} {kind} {options.__name__}", forward_case(T, K, dtype, options)
+            for K, lengths in backward.items():
+                for T in lengths:
+                    yield f"backward K {K} T {T} {kind} {options.__name__}", backward_case(T, K, dtype, options)
+        for name in ("delta", "weights", "mask gradient", "decode"):
+            for K in (64, 128, 256):
+                yield f"{name} K {K} {kind}", smaller_case(name, K, dtype)
+    for K in (64, 128):
+        yield f"backward K {K} dropout", backward_case(1024, K, torch.bfloat16, dropped)
+        yield f"backward K {K} with weights", backward_case(1024, K, torch.bfloat16, light, weights=True)
+    for K in (64, 128):
+        yield f"backward K {K} fast", backward_case(1024, K, torch.bfloat16, light, fast=True)
+    yield "forward K 72, no power of two", forward_case(400, 72, torch.bfloat16, light)
+    lengths = meta(B, dtype=torch.int64)
+    yield (
+        "bounds",
+        lambda: attention_bounds.bounds(
+            lengths, lengths, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, lengths
+        ),
+    )
+    offsets = meta(B + 1, dtype=torch.int64)
+    yield "bounds packed", lambda: attention_bounds.bounds(offsets, offsets, None, B, 512, 512, True, False, offsets)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, views
 from fastformer_kernels.attention_tiles import hide, key_tiles, load_bounds, offset, scores, visible
-from fastformer_kernels.launch import OPTIONS, guard, has_small_memory, power_of_two
+from fastformer_kernels.launch import OPTIONS, device_of, guard, has_small_memory, power_of_two
 from fastformer_kernels.random import keep, row_keys
 
 
@@ -159,18 +159,24 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
     K, T = power_of_two(q.shape[-1], 16), problem.queries
-    small = has_small_memory(q)
+    small, ampere = has_small_memory(q), device_of(q).capability < 90
     heavy = problem.mask is not None or problem.softcap > 0.0
     if q.dtype == torch.float32:
-        tile = (64, 32, 8, 1) if K <= 64 else (32, 32, 8, 1) if K == 128 else (16, 32, 8, 1)
+        tile = (32, 32, 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
-        tile = (64, 32, 4, 3) if T <= 128 else (64, 64, 4, 3)
+        tile = (64, 32, 4, 3) if T <= 128 or heavy else (64, 64, 4, 3)
+    elif K == 64 and (T <= 128 or heavy):
+        tile = (64, 32, 4, 3)
     elif K == 64:
-        tile = (64, 32, 4, 3) if T <= 128 else (64, 64, 4, 3) if T < 512 or small else (128, 64, 8, 3)
+        tile = (64, 64, 4, 3) if T < 512 or small else (128, 64, 8, 3)
+    elif K == 128 and heavy:
+        tile = (64, 32, 8, 2)
     elif K == 128:
-        tile = (64, 32, 4, 2) if T < 512 or small or heavy else (128, 64, 8, 2)
+        tile = (64, 32, 4, 2) if T < 512 or ampere else (128, 64, 8, 2)
+    elif ampere or heavy:
+        tile = (64, 32, 8, 1 if ampere and (heavy or small) else 2)
     else:
-        tile = (64, 32, 8, 1) if small else (64, 32, 8, 2) if heavy else (128, 32, 8, 2)
+        tile = (128, 32, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 

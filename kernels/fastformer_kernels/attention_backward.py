@@ -28,7 +28,7 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import OPTIONS, guard, has_small_memory, power_of_two
+from fastformer_kernels.launch import OPTIONS, device_of, guard, has_small_memory, power_of_two
 from fastformer_kernels.random import row_keys
 
 
@@ -215,18 +215,20 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which takes registers. Chosen from
     what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    K = power_of_two(q.shape[-1], 16)
+    K, generation = power_of_two(q.shape[-1], 16), device_of(q).capability // 10
     if q.dtype == torch.float32:
         tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
+    elif K == 64 and (heavy or (fast and generation < 9)):
+        tile = (32, 64, 4, 2)
     elif K == 64:
-        tile = (32, 64, 4, 2) if heavy else (64, 128, 8, 2)
+        tile = (64, 64, 8, 2) if problem.seed is not None and generation > 9 else (64, 128, 8, 2)
     elif K == 128:
-        light = not (heavy or fast or problem.seed is not None)
+        light = not (heavy or fast or problem.seed is not None or generation > 9)
         tile = (64, 64, 8, 2) if light else (32, 64, 8, 1 if fast else 2)
     else:
-        tile = (16, 32, 8, 1) if has_small_memory(q) else (16, 64, 8, 2)
+        tile = (16, 32, 8, 2) if heavy or generation < 9 or has_small_memory(q) else (16, 64, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
@@ -234,15 +236,15 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
     K = power_of_two(q.shape[-1], 16)
     if q.dtype == torch.float32:
-        tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 8, 1)
-    elif K <= 32:
-        tile = (64, 64, 4, 2)
-    elif K == 64:
-        tile = (64, 64, 4, 2) if problem.queries < 512 else (128, 64, 8, 2)
+        tile = (16, 16, 8, 1) if K > 64 else (16, 32, 4, 1) if heavy else (32, 32, 4, 1)
+    elif K <= 64 and heavy:
+        tile = (64, 32, 4, 2)
+    elif K <= 64:
+        tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
     elif K == 128:
-        tile = (64, 32, 4, 2) if heavy else (64, 64, 4, 2)
+        tile = (64, 32, 4, 2) if heavy or problem.seed is not None else (64, 64, 4, 2)
     else:
-        tile = (32, 32, 8, 1) if has_small_memory(q) else (64, 32, 8, 2)
+        tile = (32, 32, 8, 1) if heavy or has_small_memory(q) else (64, 32, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 

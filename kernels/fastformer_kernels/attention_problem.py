@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer_kernels.launch import inner_contiguous, power_of_two, precision
+from fastformer_kernels.launch import device_of, inner_contiguous, power_of_two, precision
 from fastformer_kernels.random import threshold_and_scale
 
 
@@ -123,5 +123,5 @@ def score_tile(q: Tensor) -> dict[str, int]:
     if q.dtype == torch.float32:
         block = 32 if q.shape[-1] <= 128 else 16
     else:
-        block = 64
+        block = 64 if device_of(q).capability >= 90 else 32
     return {"BLOCK_T": block, "BLOCK_S": block, "num_warps": 8, "num_stages": 1}

@@ -27,7 +27,7 @@ GAPS = tl.constexpr(6)  # not 0: some keys in between are padding too
 @triton.jit
 def offset(index, size: tl.constexpr, stride):
     """Return index * size * stride in 64 bits; index is a scalar, a Python number where a loop is interpreted."""
-    return tl.to_tensor(index).to(tl.int64) * size * stride
+    return tl.cast(index, tl.int64) * size * stride
 
 
 @triton.jit

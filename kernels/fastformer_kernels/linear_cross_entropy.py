@@ -58,7 +58,7 @@ def _config(V: int) -> dict[str, int]:
 @triton.jit
 def _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS: tl.constexpr):
     # Up to the padded length: a mask that ends at V would end within a vector.
-    z = tl.load(row_ptr + columns, mask=(columns < stride) & counts, other=0.0).to(tl.float32)
+    z = tl.load(row_ptr + columns, mask=columns < tl.where(counts, stride, 0), other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
     return tl.where(columns < V, z, float("-inf"))

@@ -44,30 +44,30 @@ def wide_tile() -> dict[str, int]:
     return {"BLOCK_N": 4096, "STAGES": 3, "num_warps": 16}
 
 
-def backward_tile(x: Tensor, bytes_a_column: int, more: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
+def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[tuple[int, int], dict[str, int]]:
     """Choose the grid and the tile of a backward kernel for x `[M, N]`.
 
     Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
     over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
-    and 8 where rows are not aligned. What does more than a norm takes half as many short rows. Otherwise there are
-    spills in sm_80, sm_90 or sm_100 code. Loads run up to two tiles ahead, 64 KB on their way in half precision. More
-    and smaller programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512
-    these are a quarter of all bytes already. Not measured on a GPU.
+    or 8 where rows are not aligned, which take more. Loads run up to two tiles ahead, with 16 elements a thread 64 KB
+    on their way in half precision. More and smaller programs would cost more than they hide, since each leaves a row of
+    partial sums: for 4096 rows of 512 these are a quarter of all bytes already. Not measured on a GPU.
 
     Args:
         x: decides on M, N and the device.
         bytes_a_column: of what is read element by element, all tensors together.
-        more: whether the kernel does more than a norm.
+        elements: a thread holds; a power of two.
     """
     M, N = x.shape
     device = device_of(x)
     BLOCK_N = TILE if is_wide(N) else power_of_two(N, 16)
-    BLOCK_M = max((TILE // 2 if more else TILE) // BLOCK_N, 1)
-    num_warps = max(BLOCK_N // 512, 4)
+    BLOCK_M = max(4 * 32 * elements // BLOCK_N, 1)
+    num_warps = max(BLOCK_N // (32 * elements), 4)
     ahead = 2 if 2 * BLOCK_M * BLOCK_N * bytes_a_column <= device.shared_memory - 4096 else 1
-    resident, maxnreg = (16, 128) if aligned(N) else (8, 255)
+    warps = max(16 if aligned(N) else 8, num_warps)
+    maxnreg = min((1 << 16) // (32 * warps), 255)
     parts = triton.cdiv(N, BLOCK_N)
-    programs = max(resident // num_warps * device.multiprocessors // parts, 1)
+    programs = max(warps // num_warps * device.multiprocessors // parts, 1)
     tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps, "maxnreg": maxnreg}
     return (min(triton.cdiv(M, BLOCK_M), programs), parts), tile
 

@@ -105,6 +105,7 @@ RULES = {
     "negative scale": lambda: {"scale": -0.3},
     "bool [T, S]": lambda: {"mask": torch.rand(T, S) < 0.6},
     "bool [B, 1, 1, S], as key mask": lambda: {"mask": gaps()[:, None, None]},
+    "bool [B, 1, 1, S] and key mask": lambda: {"mask": gaps()[:, None, None], "key_mask": left_padding()},
     "bool [B, 1, T, S], causal": lambda: {"mask": torch.rand(B, 1, T, S) < 0.6, "causal": True},
     "additive [S]": lambda: {"mask": additive(1, S)[0]},
     "additive [T, S]": lambda: {"mask": additive(T, S)},
@@ -130,6 +131,19 @@ def test_rules(name):
     rules = RULES[name]()
     H = 2 if "H" in name else 1
     check(heads(B, H, T, S, 16), torch.float32, **rules)
+
+
+def test_windows_wider_than_tiles():
+    """Some tiles are seen whole by all rows of a tile, some by none, and some are cut on either side."""
+    check(heads(1, 1, 139, 139, 16), torch.float32, window=(100, 50))
+
+
+def test_lengths_beyond_the_tensor_are_cut():
+    """On a GPU nobody looks at them beforehand; no kernel may leave its tensor."""
+    lengths = torch.tensor([-2, 9, 3], device=DEVICE)
+    bounds = torch.ops.fastformer.attention_bounds(lengths, lengths, None, 3, 5, 7, False, False, lengths)
+    assert bounds[:, 1].tolist() == [0, 5, 3]
+    assert bounds[:, 4].tolist() == [0, 7, 3]
 
 
 @pytest.mark.parametrize("name", ["int32 lengths, causal", "gaps", "everything"])
@@ -260,12 +274,15 @@ def test_empty_sizes(sizes):
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
-def test_only_the_gradients_that_are_wanted(wanted):
+def test_only_the_gradients_that_are_wanted(wanted, monkeypatch):
+    asked, backward = [], fused_attention._backward
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[7:9]) or backward(*x))
     x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(on_device(*heads(1, 2, 20, 30, 16)))]
     leaves = [x[i] for i in wanted]
     found, expected = (gradients(run(attention, *x), leaves) for run in (fused, plain))
     for a, e in zip(found, expected, strict=True):
         torch.testing.assert_close(a, e)
+    assert asked == [(0 in wanted, 1 in wanted or 2 in wanted)]
 
 
 def identity(n: int) -> Tensor:
@@ -297,22 +314,25 @@ def test_dropout_keeps_its_rate_and_its_scale():
     assert not fused(attention, q, k, v, dropout_p=1.0).any()
 
 
+def take_the_fast_way(monkeypatch) -> None:
+    """Add dQ with atomics also where memory is poisoned, which asks torch for deterministic algorithms."""
+    backward = fused_attention._backward
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:9], True, *x[10:]))
+
+
 @pytest.mark.parametrize(
     "rules", [{}, {"causal": True}, {"key_lengths": torch.tensor([70, 66])}, {"softcap": 1.0}], ids=str
 )
 @pytest.mark.parametrize("fast", [False, True])
-def test_gradients_use_the_mask_of_the_forward_pass(rules, fast):
+def test_gradients_use_the_mask_of_the_forward_pass(rules, fast, monkeypatch):
     """The mask is read off the weights; the gradients must be those of plain attention with that mask."""
     rules = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in rules.items()}
-    q, k, v = on_device(*heads(2, 1, 40, 70, 16))
+    q, k, v = on_device(*heads(2, 2, 40, 70, 16, 1))  # two query heads of one key head have masks of their own
     bias = torch.randn(40, 70, device=DEVICE, requires_grad=True)
-    fastformer.allow_nondeterminism(fast)
-    try:
-        torch.manual_seed(3)
-        out, dropped = fused(attention_with_weights, q, k, v, bias, dropout_p=0.4, **rules)
-        found = gradients(out, [q, k, v, bias])
-    finally:
-        fastformer.allow_nondeterminism(False)
+    if fast:
+        take_the_fast_way(monkeypatch)
+    out, dropped = fused(attention_with_weights, q, k, v, bias, dropout_p=0.4, **rules)
+    found = gradients(out, [q, k, v, bias])
     _, weights = plain(attention_with_weights, q, k, v, bias, **rules)
     keep = (dropped != 0).float() / 0.6
     expected = gradients(torch.matmul(weights * keep, v), [q, k, v, bias])
@@ -320,16 +340,13 @@ def test_gradients_use_the_mask_of_the_forward_pass(rules, fast):
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
 
 
-def test_the_fast_backward_pass():
-    fastformer.allow_nondeterminism()
-    try:
-        check(heads(2, 4, 70, 139, 16, 2), torch.float32, causal=True, key_lengths=torch.tensor([139, 66]))
-        check(heads(2, 2, 70, 75, 16), torch.float16, key_lengths=torch.tensor([75, 9]))
-        layout = Layout.from_lengths([5, 0, 70], DEVICE)
-        inputs = [torch.randn(75, 2, 16, dtype=torch.float64) for _ in range(3)]
-        assert_as_accurate_as_reference(lambda *x: packed_attention(*x, layout, causal=True), inputs, torch.float32)
-    finally:
-        fastformer.allow_nondeterminism(False)
+def test_the_fast_backward_pass(monkeypatch):
+    take_the_fast_way(monkeypatch)
+    check(heads(2, 4, 70, 139, 16, 2), torch.float32, causal=True, key_lengths=torch.tensor([139, 66]))
+    check(heads(2, 2, 70, 75, 16), torch.float16, key_lengths=torch.tensor([75, 9]))
+    layout = Layout.from_lengths([5, 0, 70], DEVICE)
+    inputs = [torch.randn(75, 2, 16, dtype=torch.float64) for _ in range(3)]
+    assert_as_accurate_as_reference(lambda *x: packed_attention(*x, layout, causal=True), inputs, torch.float32)
 
 
 def test_deterministic_algorithms_close_the_fast_way(monkeypatch):

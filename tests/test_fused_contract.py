@@ -89,6 +89,37 @@ def test_triton_runs_kernels(op, run, monkeypatch):
 
 @needs_kernels
 @OPS
+def test_kernels_keep_to_their_tensors(op, run, monkeypatch):
+    """Before and behind each tensor lies NaN: what a kernel takes from there, or leaves there, shows."""
+    margin = 1 << 14  # more than a tile
+    allocated, new_empty = [], Tensor.new_empty
+
+    def fenced(like: Tensor, *size: int | Sequence[int], **settings: object) -> Tensor:
+        shape = torch.Size(size if isinstance(size[0], int) else size[0])
+        whole = new_empty(like, shape.numel() + 2 * margin, **settings)
+        whole.fill_(torch.nan if whole.is_floating_point() else 77)
+        allocated.append(whole)
+        return whole[margin : whole.numel() - margin].view(shape)
+
+    inputs = leaves(op, N, DEVICE)
+    given = [fenced(x, x.shape).copy_(x.detach()).requires_grad_() for x in inputs]
+    before = len(allocated)
+    with fastformer.backend("triton"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Tensor, "new_empty", fenced)
+            outputs = run(given)
+            found = [*outputs, *gradients(outputs, given)]
+        assert len(allocated) > before
+        for whole in allocated:
+            margins = torch.cat([whole[:margin], whole[-margin:]])
+            assert (margins.isnan() if margins.is_floating_point() else margins == 77).all()
+        outputs = run(inputs)
+        for a, b in zip(found, [*outputs, *gradients(outputs, inputs)], strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_kernels
+@OPS
 def test_triton_raises_for_fp64(op, run, no_launch):
     inputs = leaves(op, N, DEVICE, torch.float64)
     with fastformer.backend("triton"), pytest.raises(BackendError, match=f"{op} takes float32, .*, not float64"):

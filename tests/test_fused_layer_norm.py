@@ -69,6 +69,14 @@ def test_very_long_rows():
     assert_as_accurate_as_reference(lambda x: layer_norm(x, N), [random(1, N)], torch.float32)
 
 
+def test_many_partial_sums():
+    """More programs than the second kernel takes at a time, which is 64."""
+    norm = pytest.importorskip("fastformer_kernels.norm")
+    partials = torch.randn(130, 37, device=DEVICE), torch.randn(130, 37, device=DEVICE)
+    for total, partial in zip(norm.sum_partials(partials[0], partials, *[torch.float32] * 2), partials, strict=True):
+        assert_close(total, partial.sum(0))
+
+
 @pytest.mark.parametrize("N", [20, 4100])
 def test_rows_with_a_large_mean(N):
     """Variance as mean(x^2) - mean(x)^2 would lose it: 1e4^2 has no digit left for 1."""

@@ -166,7 +166,7 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     elif K <= 32:
         tile = (64, 32, 4, 3) if T <= 128 or heavy else (64, 64, 4, 3)
     elif K == 64 and (T <= 128 or heavy):
-        tile = (64, 32, 4, 3)
+        tile = (64, 32, 4, 2 if ampere else 3)
     elif K == 64:
         tile = (64, 64, 4, 3) if T < 512 or small else (128, 64, 8, 3)
     elif K == 128 and heavy:

@@ -221,7 +221,7 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 64 and (heavy or (fast and generation < 9)):
-        tile = (32, 64, 4, 2)
+        tile = (32, 64, 8 if heavy and generation < 9 else 4, 2)
     elif K == 64:
         tile = (64, 64, 8, 2) if problem.seed is not None and generation > 9 else (64, 128, 8, 2)
     elif K == 128:
@@ -236,7 +236,11 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
     K = power_of_two(q.shape[-1], 16)
     if q.dtype == torch.float32:
-        tile = (16, 16, 8, 1) if K > 64 else (16, 32, 4, 1) if heavy else (32, 32, 4, 1)
+        tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
+        if heavy and K == 128:
+            tile = (16, 16, 4, 1)
+        elif heavy and K <= 64 and device_of(q).capability < 90:
+            tile = (16, 32, 4, 1)
     elif K <= 64 and heavy:
         tile = (64, 32, 4, 2)
     elif K <= 64:

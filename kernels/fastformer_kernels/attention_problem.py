@@ -123,5 +123,8 @@ def score_tile(q: Tensor) -> dict[str, int]:
     if q.dtype == torch.float32:
         block = 32 if q.shape[-1] <= 128 else 16
     else:
-        block = 64 if device_of(q).capability >= 90 else 32
+        generation = device_of(q).capability // 10
+        block = 64 if generation >= 9 else 32
+        if q.shape[-1] > 128 and generation != 9:
+            block = 16
     return {"BLOCK_T": block, "BLOCK_S": block, "num_warps": 8, "num_stages": 1}

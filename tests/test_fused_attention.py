@@ -100,6 +100,7 @@ RULES = {
     "causal window": lambda: {"window": (20, None), "causal": True, "alignment": "bottom_right"},
     "window to the right, lengths": lambda: {"window": (None, 2), "key_lengths": LENGTHS},
     "softcap": lambda: {"softcap": 1.5},
+    "large softcap": lambda: {"softcap": 50.0},
     "softcap, mask": lambda: {"softcap": 2.0, "mask": additive(T, S)},
     "scale": lambda: {"scale": 0.3},
     "negative scale": lambda: {"scale": -0.3},

@@ -237,10 +237,8 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     K = power_of_two(q.shape[-1], 16)
     if q.dtype == torch.float32:
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
-        if heavy and K == 128:
+        if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
             tile = (16, 16, 4, 1)
-        elif heavy and K <= 64 and device_of(q).capability < 90:
-            tile = (16, 32, 4, 1)
     elif K <= 64 and heavy:
         tile = (64, 32, 4, 2)
     elif K <= 64:

@@ -108,7 +108,7 @@ class Problem(NamedTuple):
             "HAS_RIGHT": self.right >= 0,
             "HAS_KEY_MASK": self.key_mask is not None,
             "MASK": 0 if self.mask is None else 2 if self.additive else 1,
-            "HAS_SOFTCAP": self.softcap > 0.0,
+            "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if q.dtype == torch.float32 else 1,
             "HAS_DROPOUT": self.seed is not None,
             "PRECISION": precision(q),
             "BLOCK_K": power_of_two(q.shape[-1], 16),

@@ -49,7 +49,7 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
 
     Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
     over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
-    or 8 where rows are not aligned, which take more. Loads run up to two tiles ahead, with 16 elements a thread 64 KB
+    or 8 where rows are not aligned, which take more. On sm_100, where Triton 3.9 needs more, a thread holds 8 elements. Loads run up to two tiles ahead, with 16 elements a thread 64 KB
     on their way in half precision. More and smaller programs would cost more than they hide, since each leaves a row of
     partial sums: for 4096 rows of 512 these are a quarter of all bytes already. Not measured on a GPU.
 
@@ -61,6 +61,8 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     M, N = x.shape
     device = device_of(x)
     BLOCK_N = TILE if is_wide(N) else power_of_two(N, 16)
+    if device.capability >= 100 and BLOCK_N <= 4096:
+        elements = 8
     BLOCK_M = max(4 * 32 * elements // BLOCK_N, 1)
     num_warps = max(BLOCK_N // (32 * elements), 4)
     ahead = 2 if 2 * BLOCK_M * BLOCK_N * bytes_a_column <= device.shared_memory - 4096 else 1

@@ -49,9 +49,10 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
 
     Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
     over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
-    or 8 where rows are not aligned, which take more. On sm_100, where Triton 3.9 needs more, a thread holds 8 elements. Loads run up to two tiles ahead, with 16 elements a thread 64 KB
-    on their way in half precision. More and smaller programs would cost more than they hide, since each leaves a row of
-    partial sums: for 4096 rows of 512 these are a quarter of all bytes already. Not measured on a GPU.
+    or 8 where rows are not aligned, which take more. For sm_100 Triton 3.9 needs more too: a thread holds half as much.
+    Loads run up to two tiles ahead, with 16 elements a thread 64 KB on their way in half precision. More and smaller
+    programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512 these are a
+    quarter of all bytes already. Not measured on a GPU.
 
     Args:
         x: decides on M, N and the device.

@@ -173,10 +173,8 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
         tile = (64, 32, 8, 2)
     elif K == 128:
         tile = (64, 32, 4, 2) if T < 512 or ampere else (128, 64, 8, 2)
-    elif ampere or heavy:
-        tile = (64, 32, 8, 1 if ampere and (heavy or small) else 2)
     else:
-        tile = (128, 32, 8, 2)
+        tile = (64, 32, 8, 1 if small or (ampere and heavy) else 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 

@@ -2,13 +2,13 @@
 
 Each layer is one formula, `compose`, written over functions that attend. torch's `forward` gives it attention with
 torch's masks, `packed` gives it attention within packed sequences, and a decoder with a cache gives it attention to
-what it kept. Constructors run torch's own, so initial values under a seed are torch's, then take over the submodules.
+what it kept. Constructors run torch's own, so initial values under a seed are torch's, then take over what it made.
 
 Letters: B batch, T targets, S sources, D model width.
 """
 
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,37 +16,11 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.arguments import Activation
-from fastformer.modules import LayerNorm, RMSNorm, has_hooks, share
+from fastformer.modules import LayerNorm, drop_in, has_hooks, take_over
 from fastformer.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
-
-
-def adopt_part(module: nn.Module) -> nn.Module:
-    """Return our version of what a layer is made of, around the same parameters, or `module` where we have none.
-
-    Only torch's own classes are recognised, not subclasses, whose `forward` may differ.
-    """
-    ours = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.MultiheadAttention: MultiheadAttention}.get(type(module))
-    return ours.adopt(module) if ours is not None else module  # type: ignore[attr-defined]
-
-
-def take_over(module: nn.Module, adopt: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace the direct submodules of `module` by what `adopt` makes of them, in place."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            setattr(module, name, nn.ModuleList(adopt(layer) for layer in child).train(child.training))
-        else:
-            setattr(module, name, adopt(child))
-
-
-def _take_over(layer: nn.Module) -> None:
-    take_over(layer, adopt_part)
-    if isinstance(layer, nn.TransformerEncoderLayer):
-        # Closes torch's inference fast path, which skips overridden methods and, in torch's own stack, hands over
-        # nested tensors.
-        layer.activation_relu_or_gelu = 0
 
 
 def _activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
@@ -119,12 +93,11 @@ class _Layer(nn.Module):
         if self._overridden:
             raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
 
-    @classmethod
-    def adopt(cls, module: nn.Module) -> Self:
-        """Return a layer of this class around the parameters of `module`."""
-        layer = share(cls, module)
-        _take_over(layer)
-        return layer
+    @property
+    def overridden(self) -> bool:
+        """Whether a subclass replaced `forward` or a block of the layer, which `packed` and `compose` do not call."""
+        forwards = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
+        return self._overridden or type(self).forward not in forwards
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
@@ -133,12 +106,27 @@ class _Layer(nn.Module):
             self.activation = F.relu
 
 
+@drop_in
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
     Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass that overrides `_sa_block` or
     `_ff_block` keeps torch's `forward`, which calls them.
     """
+
+    self_attn: MultiheadAttention
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """0: closes torch's inference fast path, which skips overridden methods and hands over nested tensors.
+
+        What torch stores under this name stays in the instance, for the day that the layer becomes torch's again.
+        """
+        return 0
+
+    @activation_relu_or_gelu.setter
+    def activation_relu_or_gelu(self, value: int) -> None:
+        self.__dict__["activation_relu_or_gelu"] = value
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -171,7 +159,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             device,
             dtype,
         )
-        _take_over(self)
+        take_over(self)
 
     def forward(
         self,
@@ -204,9 +192,12 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         return self.compose(src, attention)
 
-    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False) -> Tensor:
-        """Encode packed sequences: `[S, D]` -> `[S, D]`."""
-        return self.compose(tokens, lambda x: self.self_attn.packed(x, layout, causal=causal))  # type: ignore[operator]
+    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
+        """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
+        return self.compose(
+            tokens,
+            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),
+        )
 
     def compose(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
@@ -218,12 +209,16 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         return _add_norm(_feed_forward(self, x), x, self.dropout2, self.norm2)[0]
 
 
+@drop_in
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
     Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass that overrides `_sa_block`,
     `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
     """
+
+    self_attn: MultiheadAttention
+    multihead_attn: MultiheadAttention
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -256,7 +251,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             device,
             dtype,
         )
-        _take_over(self)
+        take_over(self)
 
     def forward(
         self,
@@ -319,13 +314,20 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         return self.compose(tgt, self_attention, cross_attention)
 
     def packed(
-        self, tokens: Tensor, layout: Layout, memory: Tensor, memory_layout: Layout, causal: bool = True
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        memory: Tensor,
+        memory_layout: Layout,
+        causal: bool = True,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
     ) -> Tensor:
-        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`."""
+        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; masks as in forward, over the columns."""
         return self.compose(
             tokens,
-            lambda x: self.self_attn.packed(x, layout, causal=causal),  # type: ignore[operator]
-            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout),  # type: ignore[operator]
+            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
+            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
     def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:

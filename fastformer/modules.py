@@ -1,13 +1,13 @@
 """Drop-in modules: torch.nn's classes with the ops of `fastformer.functional` inside.
 
 Each subclasses its torch.nn original and overrides `forward` only, so constructor, initial values, `state_dict` keys
-and repr are torch's own, and checkpoints load both ways. `adopt` turns an existing torch module into ours around the
-very same parameters.
+and repr are torch's own, and checkpoints load both ways. They add no state, so a torch module becomes ours, and torch's
+again, by a change of its class (`take_over`).
 
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
 """
 
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,48 @@ from fastformer.arguments import ACTIVATIONS, GATED, REDUCTIONS, Activation, Red
 
 M = TypeVar("M", bound=nn.Module)
 
+OURS: dict[type[nn.Module], type[nn.Module]] = {}  # torch's class -> our drop-in subclass
 
-def share(cls: type[M], module: nn.Module) -> M:
-    """Build a module of class `cls` that holds the parameters, buffers, submodules and settings of `module` itself.
 
-    No constructor runs, so no random number is drawn and nothing is copied.
+def drop_in(cls: type[M]) -> type[M]:
+    """Register a class as ours for the class of torch.nn of the same name."""
+    OURS[getattr(nn, cls.__name__)] = cls
+    return cls
+
+
+def take_over(module: nn.Module) -> None:
+    """Make a module of torch.nn, and the layers and parts that it is made of, ours: the class changes, nothing else.
+
+    Only torch's own classes are recognised, not subclasses, whose `forward` may differ.
     """
-    twin = cls.__new__(cls)
-    for name, value in module.__dict__.items():
-        # The containers are copied so that replacing a submodule of the twin leaves the original as it was.
-        twin.__dict__[name] = value.copy() if isinstance(value, dict) else value
-    return twin
+    if type(module) in OURS:
+        module.__class__ = OURS[type(module)]
+    if isinstance(module, (nn.ModuleList, *OURS)):
+        for part in module.children():
+            take_over(part)
 
 
+def twin(module: nn.Module) -> nn.Module:
+    """Return our version of a layer or a part of torch.nn around the same parameters; the original stays as it is."""
+    if type(module) not in OURS:
+        return module
+    ours = _share(module)
+    for name, part in ours.named_children():
+        if type(part) in OURS:
+            ours._modules[name] = _share(part)
+    take_over(ours)
+    return ours
+
+
+def _share(module: nn.Module) -> nn.Module:
+    """Return another module of the same class with the parameters, submodules and settings of `module` itself."""
+    other = module.__class__.__new__(module.__class__)
+    # The containers are copied, so that what is replaced in one stays in the other.
+    other.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+    return other
+
+
+@drop_in
 class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016)."""
 
@@ -38,23 +67,14 @@ class LayerNorm(nn.LayerNorm):
         """Normalise `[..., *normalized_shape]`."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    @classmethod
-    def adopt(cls, module: nn.LayerNorm) -> Self:
-        """Return a module of this class around the parameters of `module`."""
-        return share(cls, module)
 
-
+@drop_in
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm on `fastformer.functional.rms_norm` (Zhang and Sennrich 2019)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-
-    @classmethod
-    def adopt(cls, module: nn.RMSNorm) -> Self:
-        """Return a module of this class around the parameters of `module`."""
-        return share(cls, module)
 
 
 class FeedForward(nn.Module):

@@ -6,29 +6,23 @@
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
 
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
-from fastformer.modules import share
-from fastformer.packing import Layout
+from fastformer.modules import drop_in
+from fastformer.packing import Layout, pack, unpack
 
 
+@drop_in
 class MultiheadAttention(nn.MultiheadAttention):
     """torch.nn.MultiheadAttention on `fastformer.functional.attention` (Vaswani et al. 2017, section 3.2.2).
 
     Constructor, parameters, masks and exceptions are torch's: in masks, True = ignore. One deliberate difference: a
     query that may attend to nothing gives the output bias alone (attention 0, gradient 0), where torch gives NaN.
     """
-
-    @classmethod
-    def adopt(cls, module: nn.MultiheadAttention) -> Self:
-        """Return a module of this class around the parameters of `module`."""
-        return share(cls, module)
 
     def forward(
         self,
@@ -100,21 +94,49 @@ class MultiheadAttention(nn.MultiheadAttention):
         memory: Tensor | None = None,
         memory_layout: Layout | None = None,
         causal: bool = False,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend within packed sequences: `[T, D]` -> `[T, D]`; to itself, or to memory `[S, D]`.
 
+        Args:
+            query: of all sequences.
+            layout: where they lie.
+            memory: keys and values of all sequences; query if None.
+            memory_layout: where those lie.
+            causal: token t of a sequence attends to its keys s <= t.
+            attn_mask: what forward takes, over the columns of the padded batches that the layouts describe; scores are
+                then padded, projections are not.
+
         Raises:
-            ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence.
+            ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; or both
+                causal and attn_mask are given.
+            AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
-        if self.bias_k is not None or self.add_zero_attn:
+        if not self.packs:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
+        if causal and attn_mask is not None:
+            raise ValueError("causal must be False with attn_mask, which says who attends to whom")
+        self._check_width(query)
         if memory is None:
             q, k, v = self._project(query, query, query)
         else:
             q, (k, v) = self.queries(query), self.keys_values(memory)
         dropout_p = self.dropout if self.training else 0.0
-        out = functional.packed_attention(q, k, v, layout, memory_layout, causal=causal, dropout_p=dropout_p)
+        key_layout = layout if memory_layout is None else memory_layout
+        if attn_mask is None:
+            out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p)
+        else:
+            self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
+            mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
+            q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
+            out = functional.attention(q, k, v, mask, key_mask=key_layout.mask(), dropout_p=dropout_p)
+            out = pack(out.transpose(1, 2), layout)
         return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    @property
+    def packs(self) -> bool:
+        """Whether `packed` can run: every key belongs to a sequence."""
+        return self.bias_k is None and not self.add_zero_attn
 
     def queries(self, x: Tensor) -> Tensor:
         """Project `[..., D]` to queries `[..., H, K]`."""
@@ -222,13 +244,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, length, keys = sizes
         if query.is_nested or key.is_nested or value.is_nested:
             raise AssertionError("MultiheadAttention does not take NestedTensors; see fastformer.packing")
-        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-                raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")
+        if key_padding_mask is not None:
+            _check_mask_dtype("key_padding_mask", key_padding_mask)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which must be given with it")
-        if query.shape[-1] != self.embed_dim:
-            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
+        self._check_width(query)
         if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
             value.shape[:2] if not self._qkv_same_embed_dim else value.shape
         ):
@@ -236,9 +256,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         if key.shape[rows] != batch:
             raise RuntimeError(f"query and key must have the same batch, not {batch} and {key.shape[rows]}")
         if attn_mask is not None:
-            shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
-            if attn_mask.shape != shape:
-                raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
+            self._check_mask(attn_mask, batch, length, keys)
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
             shape = (batch, keys)
             raise AssertionError(f"key_padding_mask must be of shape {list(shape)}, not {list(key_padding_mask.shape)}")
+
+    def _check_width(self, query: Tensor) -> None:
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
+
+    def _check_mask(self, attn_mask: Tensor, batch: int, length: int, keys: int) -> None:
+        """Raise what torch raises for an attn_mask that does not fit."""
+        _check_mask_dtype("attn_mask", attn_mask)
+        shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
+        if attn_mask.shape != shape:
+            raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
+
+
+def _check_mask_dtype(name: str, mask: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")

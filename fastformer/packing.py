@@ -2,43 +2,60 @@
 
 A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that says where each lies. Every layer that
 works token by token (linear, norm, feed-forward, embedding, loss) takes the run as it is; attention alone needs the
-layout. Lengths live on the CPU, so no step waits for the device.
+layout. A layout comes from lengths, from a padding mask or with a nested tensor; from lengths on the CPU, no step waits
+for the device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+V = TypeVar("V")
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where B sequences lie in a run of T tokens.
+    """Where B sequences lie in a run of T tokens, and in the padded batch `[B, columns]` that they came from.
 
     Attributes:
         lengths: int64 `[B]`, on the CPU; zero is allowed.
         offsets: int64 `[B + 1]`, on the tokens' device; sequence b is `offsets[b]:offsets[b + 1]`.
         positions: int64 `[T]`, on the tokens' device; the position of each token in its sequence.
-        slots: int64 `[T]`, on the tokens' device; the row of each token in the padded `[B * max_length]` form.
-        max_length: the longest length, 0 for an empty batch.
+        slots: int64 `[T]`, on the tokens' device; the row of each token in `[B * max_length]`, where every sequence
+            starts at column 0.
+        shortest, max_length: the shortest and the longest length, 0 for an empty batch.
+        columns: the length L of the padded batch; max_length if there is none.
+        origin: int64 `[T]`, on the tokens' device; the row of each token in the padded batch `[B * columns]`, which may
+            have padding on the left and gaps.
     """
 
     lengths: Tensor
     offsets: Tensor
     positions: Tensor
     slots: Tensor
+    shortest: int
     max_length: int
+    columns: int
+    origin: Tensor
+    _memory: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> "Layout":
+    def from_lengths(
+        cls, lengths: Tensor | Sequence[int], device: torch.device | str | None = None, columns: int | None = None
+    ) -> "Layout":
         """Build the layout of sequences with these lengths, for tokens on `device` (default: the CPU).
+
+        Args:
+            lengths: integers `[B]`; on the CPU, nothing waits for the device.
+            device: of the tokens.
+            columns: the length L of a padded batch in which every sequence starts at column 0; the longest if None.
 
         Raises:
             TypeError: lengths are not integers.
-            ValueError: lengths are not one-dimensional, or one is negative.
+            ValueError: lengths are not one-dimensional, or one is negative or beyond the row.
         """
         lengths = torch.as_tensor(lengths)
         if lengths.numel() == 0:
@@ -48,18 +65,56 @@ class Layout:
         if lengths.dim() != 1:
             raise ValueError(f"lengths must be one-dimensional [B], not of shape {list(lengths.shape)}")
         lengths = lengths.to("cpu", torch.int64)
-        if lengths.numel() and int(lengths.min()) < 0:
-            raise ValueError(f"lengths must not be negative: {int(lengths.min())}")
-        max_length = int(lengths.max()) if lengths.numel() else 0
-        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        total = int(offsets[-1])
-        starts = torch.repeat_interleave(offsets[:-1], lengths, output_size=total)
-        positions = torch.arange(total) - starts
-        rows = torch.repeat_interleave(torch.arange(lengths.numel()), lengths, output_size=total)
-        slots = rows * max_length + positions
-        offsets, positions, slots = (x.to(device, non_blocking=True) for x in (offsets, positions, slots))
-        return cls(lengths, offsets, positions, slots, max_length)
+        shortest, longest = _range(lengths)
+        if shortest < 0:
+            raise ValueError(f"lengths must not be negative: {shortest}")
+        if columns is not None and longest > columns:
+            raise ValueError(f"a length of {longest} is beyond the row of {columns}")
+        columns = longest if columns is None else columns
+        offsets, rows, positions = _number(lengths, lengths, int(lengths.sum()))
+        slots = rows * longest + positions
+        origin = slots if columns == longest else rows * columns + positions
+        offsets, positions, slots, origin = (
+            x.to(device, non_blocking=True) for x in (offsets, positions, slots, origin)
+        )
+        return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
+
+    @classmethod
+    def from_mask(cls, padding: Tensor) -> "Layout":
+        """Build the layout of a padded batch from its padding mask; waits for the device if that is not the CPU.
+
+        Args:
+            padding: bool `[B, L]`, True = padding, as torch's key_padding_mask. Padding may lie on the left, on the
+                right and in between: the tokens of a row keep their order.
+
+        Raises:
+            TypeError: the mask is not bool.
+            ValueError: it is not two-dimensional.
+        """
+        if padding.dtype != torch.bool:
+            raise TypeError(f"padding must be bool, True = padding, not {padding.dtype}")
+        if padding.dim() != 2:
+            raise ValueError(f"padding must be of shape [B, L], not {list(padding.shape)}")
+        columns = padding.shape[1]
+        real = ~padding
+        on_device = real.sum(1)
+        lengths = on_device.cpu()
+        total, (shortest, longest) = int(lengths.sum()), _range(lengths)
+        offsets, rows, positions = _number(lengths, on_device, total)
+        flat = real.flatten()
+        known = padding.device.type in ("cpu", "cuda")  # elsewhere torch has no nonzero of a known size
+        origin = (torch.nonzero_static(flat, size=total) if known else flat.nonzero()).squeeze(1)
+        slots = rows * longest + positions
+        return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
+
+    def to(self, device: torch.device | str) -> "Layout":
+        """Return the layout of the same tokens on another device, without waiting for it."""
+        if torch.device(device) == self.offsets.device:
+            return self
+        offsets, positions, slots, origin = (
+            x.to(device, non_blocking=True) for x in (self.offsets, self.positions, self.slots, self.origin)
+        )
+        return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
 
     @property
     def batch(self) -> int:
@@ -73,40 +128,48 @@ class Layout:
 
     @property
     def full(self) -> bool:
-        """Whether all sequences have the same length, so that the padded form holds no padding."""
+        """Whether all sequences have the same length, so that `[B, max_length]` holds no padding."""
         return self.total == self.batch * self.max_length
 
-    @cached_property
-    def shortest(self) -> int:
-        """The shortest length, 0 for an empty batch."""
-        return int(self.lengths.min()) if self.lengths.numel() else 0
-
     def mask(self) -> Tensor:
-        """Bool `[B, max_length]` on the tokens' device, True at real tokens."""
-        steps = torch.arange(self.max_length, device=self.offsets.device)
-        return steps[None, :] < self.offsets.diff()[:, None]
+        """Bool `[B, columns]` on the tokens' device, True at real tokens."""
+        return self.once("mask", self._mask)
 
-    @cached_property
+    def _mask(self) -> Tensor:
+        flat = torch.zeros(self.batch * self.columns, dtype=torch.bool, device=self.offsets.device)
+        return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
+
     def key_bias(self) -> Tensor:
-        """Additive mask of the keys, fp32 `[B, 1, max_length]`: 0 at real tokens, -inf at padding."""
-        mask = self.mask()[:, None]
-        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+        """Additive mask of the keys, fp32 `[B, 1, max_length]`: 0 at real tokens, -inf behind them."""
+        return self.once("key_bias", self._key_bias)
+
+    def _key_bias(self) -> Tensor:
+        steps = torch.arange(self.max_length, device=self.offsets.device)
+        mask = steps >= self.offsets.diff()[:, None, None]
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, float("-inf"))
+
+    def once(self, name: object, make: Callable[[], V]) -> V:
+        """Return what `make` returned for this layout the first time; layers of a model ask for the same things."""
+        if torch.compiler.is_compiling():
+            return make()
+        if name not in self._memory:
+            with torch.inference_mode(False):  # or it would be of no use to training afterwards
+                self._memory[name] = make()
+        found: V = self._memory[name]
+        return found
 
 
-def layout_from_mask(padding: Tensor) -> Layout | None:
-    """Read the layout of a padded batch off its padding mask; waits for the device if the mask is not on the CPU.
+def _range(lengths: Tensor) -> tuple[int, int]:
+    return (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
 
-    Args:
-        padding: bool `[B, L]`, True = padding, as torch's key_padding_mask.
 
-    Returns:
-        None where a sequence does not start at column 0 or has gaps.
-    """
-    lengths = (~padding).sum(1)
-    steps = torch.arange(padding.shape[1], device=padding.device)
-    if not torch.equal(padding, steps >= lengths[:, None]):
-        return None
-    return Layout.from_lengths(lengths, padding.device)
+def _number(lengths: Tensor, on_device: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return offsets `[B + 1]`, and the sequence and the position of each of `total` tokens, on the device."""
+    offsets = torch.zeros(on_device.numel() + 1, dtype=torch.int64, device=on_device.device)
+    torch.cumsum(on_device, 0, out=offsets[1:])
+    device = on_device.device
+    rows = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), on_device, output_size=total)
+    return offsets, rows, torch.arange(total, device=device) - offsets[rows]
 
 
 class _Gather(torch.autograd.Function):
@@ -123,11 +186,18 @@ class _Gather(torch.autograd.Function):
         x, slots, ctx.dim = inputs
         ctx.rows = x.shape[ctx.dim]
         ctx.save_for_backward(slots)
+        ctx.save_for_forward(slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return _Scatter.apply(grads[0], slots, ctx.dim, ctx.rows), None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (slots,) = ctx.saved_tensors
+        out: Tensor = tangents[0].index_select(ctx.dim, slots)
+        return out
 
 
 class _Scatter(torch.autograd.Function):
@@ -143,56 +213,133 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:
-        _, slots, ctx.dim, _ = inputs
+        _, slots, ctx.dim, ctx.rows = inputs
         ctx.save_for_backward(slots)
+        ctx.save_for_forward(slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
         return _Gather.apply(grads[0], slots, ctx.dim), None, None, None  # type: ignore[no-untyped-call]
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (slots,) = ctx.saved_tensors
+        return _Scatter.forward(tangents[0], slots, ctx.dim, ctx.rows)
+
+
+def _gather(x: Tensor, slots: Tensor, dim: int = 0) -> Tensor:
+    if torch.compiler.is_compiling():  # it takes no Function with a forward-mode derivative
+        return x.index_select(dim, slots)
+    return _Gather.apply(x, slots, dim)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _scatter(x: Tensor, slots: Tensor, dim: int, rows: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        return x.new_zeros([*x.shape[:dim], rows, *x.shape[dim + 1 :]]).index_copy(dim, slots, x)
+    return _Scatter.apply(x, slots, dim, rows)  # type: ignore[no-untyped-call, no-any-return]
+
 
 def gather_slots(x: Tensor, layout: Layout, dim: int = 0) -> Tensor:
     """Take the real tokens out of dimension `dim`, of size B * max_length: it becomes T. Differentiable."""
-    return _Gather.apply(x, layout.slots, dim)  # type: ignore[no-untyped-call, no-any-return]
+    return x if layout.full else _gather(x, layout.slots, dim)
 
 
 def scatter_slots(x: Tensor, layout: Layout, dim: int = 0) -> Tensor:
     """Spread dimension `dim`, of size T, over zeros of size B * max_length. Differentiable."""
-    rows = layout.batch * layout.max_length
-    return _Scatter.apply(x, layout.slots, dim, rows)  # type: ignore[no-untyped-call, no-any-return]
+    return x if layout.full else _scatter(x, layout.slots, dim, layout.batch * layout.max_length)
 
 
-def pack(padded: Tensor, layout: Layout) -> Tensor:
+def _places(layout: Layout, batch_first: bool) -> Tensor:
+    """Where the tokens lie in the flattened padded batch, `[B * L]` or `[L * B]`."""
+    if batch_first:
+        return layout.origin
+    return layout.once(
+        "time first", lambda: layout.origin % layout.columns * layout.batch + layout.origin // layout.columns
+    )
+
+
+def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     """Take the real tokens out of a padded batch: `[B, L, ...]` -> `[T, ...]`. Differentiable.
 
     Args:
-        padded: any dtype; L >= layout.max_length, sequences start at column 0.
+        padded: any dtype. L is layout.columns; where the layout was made from lengths alone, it may be more.
         layout: of the B sequences.
+        batch_first: whether padded is `[B, L, ...]`; else `[L, B, ...]`.
 
     Raises:
         ValueError: the batch has another number of rows, or a sequence is longer than L.
     """
-    rows, columns = padded.shape[:2]
+    rows, columns = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
     if rows != layout.batch:
         raise ValueError(f"padded has {rows} rows, lengths has {layout.batch}")
-    if columns < layout.max_length:
-        raise ValueError(f"a length of {layout.max_length} is beyond the row of {columns}")
-    padded = padded[:, : layout.max_length]
-    if layout.full:
+    if columns < layout.columns:
+        raise ValueError(f"a length of {layout.columns} is beyond the row of {columns}")
+    if columns > layout.columns:
+        padded = padded.narrow(1 if batch_first else 0, 0, layout.columns)
+    if layout.total == layout.batch * layout.columns:
+        padded = padded if batch_first else padded.transpose(0, 1)
         return padded.reshape(layout.total, *padded.shape[2:])
-    return gather_slots(padded.flatten(0, 1), layout)
+    return _gather(padded.flatten(0, 1), _places(layout, batch_first))
 
 
-def unpack(tokens: Tensor, layout: Layout) -> Tensor:
-    """Put packed tokens into a padded batch of zeros: `[T, ...]` -> `[B, max_length, ...]`. Differentiable.
+def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
+    """Put packed tokens into a padded batch of zeros: `[T, ...]` -> `[B, columns, ...]`. Differentiable.
+
+    Args:
+        tokens: any dtype.
+        layout: of the B sequences.
+        batch_first: whether the result is `[B, columns, ...]`; else `[columns, B, ...]`.
 
     Raises:
         ValueError: the number of tokens is not the layout's.
     """
     if tokens.shape[0] != layout.total:
         raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
-    shape = (layout.batch, layout.max_length, *tokens.shape[1:])
-    if layout.full:
-        return tokens.reshape(shape)
-    return scatter_slots(tokens, layout).view(shape)
+    B, L = layout.batch, layout.columns
+    if layout.total == B * L:
+        padded = tokens.reshape(B, L, *tokens.shape[1:])
+        return padded if batch_first else padded.transpose(0, 1)
+    flat = _scatter(tokens, _places(layout, batch_first), 0, B * L)
+    return flat.view(*((B, L) if batch_first else (L, B)), *tokens.shape[1:])
+
+
+def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
+    """Read a nested tensor `[B, (ragged), ...]`: its tokens `[T, ...]` and their layout. Differentiable.
+
+    Waits for the device where the offsets of a jagged tensor are on one.
+
+    Raises:
+        TypeError: the tensor is not nested.
+        ValueError: another dimension than the second is ragged.
+    """
+    if not nested.is_nested:
+        raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
+    if nested.layout != torch.jagged:
+        parts = nested.unbind()
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise ValueError("nested must be ragged in its second dimension alone")
+        tokens = torch.cat(parts) if parts else nested.new_empty(0)
+        return tokens, Layout.from_lengths([len(part) for part in parts], nested.device)
+    jagged: Any = nested
+    if jagged._ragged_idx != 1:
+        raise ValueError(f"nested must be ragged in its second dimension, not in dimension {jagged._ragged_idx}")
+    values, offsets, lengths = jagged.values(), jagged.offsets(), jagged.lengths()
+    if lengths is None:
+        return values, Layout.from_lengths(offsets.diff().cpu(), values.device)
+    layout = Layout.from_lengths(lengths.cpu(), values.device)  # with holes between the sequences
+    starts = offsets[:-1].repeat_interleave(lengths, output_size=layout.total)
+    return _gather(values, starts + layout.positions), layout
+
+
+def to_nested(tokens: Tensor, layout: Layout) -> Tensor:
+    """Make a nested tensor `[B, (ragged), ...]` of layout torch.jagged around packed tokens. Differentiable.
+
+    Raises:
+        ValueError: the number of tokens is not the layout's.
+    """
+    if tokens.shape[0] != layout.total:
+        raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
+    return torch.nested.nested_tensor_from_jagged(
+        tokens, layout.offsets, min_seqlen=layout.shortest, max_seqlen=layout.max_length
+    )

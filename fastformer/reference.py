@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastformer.arguments import Activation, AttentionRules, Reduction
 from fastformer.chunked_cross_entropy import ChunkedCrossEntropy, plain_loss
-from fastformer.packing import Layout, gather_slots, pack, scatter_slots, unpack
+from fastformer.packing import Layout, gather_slots, scatter_slots
 
 _LEVELS = 1 << 16
 
@@ -214,7 +214,10 @@ def packed_attention(
     short = max(layout.max_length, key_layout.max_length) <= _SHORT and key_layout.shortest > 0
     if plain and short and k.shape[1] == q.shape[1]:
         return _short_packed_attention(q, k, v, layout, key_layout, rules)
-    q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))  # [B, H, L, K]
+    q, k, v = (
+        scatter_slots(x, y).reshape(y.batch, y.max_length, *x.shape[1:]).transpose(1, 2)
+        for x, y in ((q, layout), (k, key_layout), (v, key_layout))
+    )  # [B, H, L, K]
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = key_layout.full or (rules.causal and layout is key_layout)
     padded_rules = AttentionRules(
@@ -227,7 +230,7 @@ def packed_attention(
         dropout_p=rules.dropout_p,
         scale=rules.scale,
     )
-    return pack(attention(q, k, v, padded_rules).transpose(1, 2), layout)
+    return gather_slots(attention(q, k, v, padded_rules).transpose(1, 2).flatten(0, 1), layout)
 
 
 # Up to this length matrix product and softmax beat SDPA on a CPU, forward and backward (128 sequences of up to 29
@@ -246,7 +249,7 @@ def _short_packed_attention(
     """`packed_attention` with the heads in front: spreading the tokens is then also the copy that bmm needs."""
     B, T, S, H, K = layout.batch, layout.max_length, key_layout.max_length, q.shape[1], q.shape[2]
     q, k, v = (
-        scatter_slots(x.transpose(0, 1), y, 1).view(H * B, y.max_length, x.shape[2])
+        scatter_slots(x.transpose(0, 1), y, 1).reshape(H * B, y.max_length, x.shape[2])
         for x, y in ((q, layout), (k, key_layout), (v, key_layout))
     )  # [H * B, L, K]
     scale = K**-0.5 if rules.scale is None else rules.scale
@@ -254,7 +257,7 @@ def _short_packed_attention(
     if rules.causal:
         bias = torch.full((T, S), -math.inf, device=q.device).triu_(1)
     if not key_layout.full and not (rules.causal and layout is key_layout):
-        bias = bias + key_layout.key_bias
+        bias = bias + key_layout.key_bias()
     wide = bias.to(q.dtype).expand(H, B, T, S).reshape(H * B, T, S)
     weights = torch.baddbmm(wide, q, k.transpose(1, 2), alpha=scale).softmax(-1)
     out = torch.bmm(dropout(weights, rules.dropout_p), v)  # [H * B, T, Kv]

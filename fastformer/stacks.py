@@ -1,51 +1,63 @@
 """Drop-in stacks of layers: torch.nn.TransformerEncoder, TransformerDecoder and Transformer on our layers.
 
-Besides torch's `forward` the encoder and the decoder have `packed`, for sequences without padding. `adopt` turns any
-torch module that we have a version of into ours, around the very same parameters.
+A stack packs a padded batch once, runs every layer on real tokens, and unpacks once: in training and in inference, with
+the masks that torch takes. `packed` is the part in between, for sequences that never were padded.
 
 Letters: B batch, T targets, S sources, D model width.
 """
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer, adopt_part, take_over
-from fastformer.modules import has_hooks, share
-from fastformer.packing import Layout, layout_from_mask, pack, unpack
+from fastformer.modules import drop_in, has_hooks, take_over, twin
+from fastformer.packing import Layout, from_nested, to_nested
+from fastformer.padding_free import Side, is_causal_mask, obstacle, read_side, same_mask, zero_padding
 
 
-def adopt(module: nn.Module) -> nn.Module:
-    """Return our version of a torch.nn module around the same parameters, or `module` itself where we have none.
+class _Stack(nn.Module):
+    """What encoder and decoder share.
 
-    Only torch's own classes are recognised, not subclasses, whose `forward` may differ.
+    Attributes:
+        padding_free: whether batches with a key padding mask run without their padding, whose rows come out as 0. Set
+            it on a stack, or on the class for all of them; `forward` takes it for one call.
     """
-    ours = {
-        nn.TransformerEncoderLayer: TransformerEncoderLayer,
-        nn.TransformerDecoderLayer: TransformerDecoderLayer,
-        nn.TransformerEncoder: TransformerEncoder,
-        nn.TransformerDecoder: TransformerDecoder,
-        nn.Transformer: Transformer,
-    }.get(type(module))
-    return ours.adopt(module) if ours is not None else adopt_part(module)  # type: ignore[attr-defined]
+
+    padding_free: bool = True
+
+    def obstacle(self) -> str | None:
+        """Return why this stack cannot run without padding, or None if it can."""
+        return obstacle(self)
+
+    @property
+    def _batch_first(self) -> bool:
+        """The order of dimensions that the layers take."""
+        layers: Any = self.layers
+        return len(layers) > 0 and bool(layers[0].self_attn.batch_first)
+
+    def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
+        """Whether there is padding to skip, and nothing against skipping it."""
+        wanted = self.padding_free if padding_free is None else padding_free
+        return wanted and any(mask is not None for mask in masks) and self.obstacle() is None
 
 
-class TransformerEncoder(nn.TransformerEncoder):
+@drop_in
+class TransformerEncoder(_Stack, nn.TransformerEncoder):
     """torch.nn.TransformerEncoder on our layers; a layer of torch's becomes one of ours.
+
+    A batch with a src_key_padding_mask runs without its padding (`padding_free`), and its padded rows are 0. Numbers
+    of real tokens are torch's. A mask may have padding anywhere; one of 0 and -inf counts as bool.
 
     Args:
         encoder_layer: copied num_layers times.
         num_layers: of the stack.
         norm: applied at the end, or None.
-        enable_nested_tensor: as in torch: in inference, post-norm and batch first, a batch with a bool
-            src_key_padding_mask and no other mask runs without its padding, whose rows come out as 0. (torch's fast
-            path also changes numbers, such as those of tanh-GELU; this does not.) A mask with gaps or padding on the
-            left runs as it is.
-        mask_check: changes nothing; the mask is always checked.
+        enable_nested_tensor: changes nothing; `padding_free` decides.
+        mask_check: changes nothing; the mask is always read.
     """
 
     def __init__(
@@ -56,17 +68,9 @@ class TransformerEncoder(nn.TransformerEncoder):
         enable_nested_tensor: bool = True,
         mask_check: bool = True,
     ) -> None:
-        layer = adopt(encoder_layer)
-        super().__init__(layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)  # type: ignore[arg-type]
+        super().__init__(twin(encoder_layer), num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)  # type: ignore[arg-type]
         self.enable_nested_tensor = enable_nested_tensor
-
-    @classmethod
-    def adopt(cls, module: nn.Module) -> Self:
-        """Return a stack of this class around the parameters of `module`."""
-        stack = share(cls, module)
-        stack.use_nested_tensor = False
-        take_over(stack, adopt)
-        return stack
+        self.norm = None if norm is None else twin(norm)
 
     def forward(
         self,
@@ -74,60 +78,64 @@ class TransformerEncoder(nn.TransformerEncoder):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
+        *,
+        padding_free: bool | None = None,
     ) -> Tensor:
-        """Run every layer, then the norm; arguments as in the layer, is_causal None = not stated."""
-        if mask is None and not is_causal and self._skips_padding(src, src_key_padding_mask):
-            assert src_key_padding_mask is not None
-            layout = layout_from_mask(src_key_padding_mask)
-            if layout is not None:
-                padded = unpack(self.packed(pack(src, layout), layout), layout)
-                return F.pad(padded, (0, 0, 0, src.shape[1] - padded.shape[1]))
+        """Run every layer, then the norm; arguments as in the layer.
+
+        Args:
+            src: a padded batch, or a nested tensor, which comes out as one of layout torch.jagged.
+            mask: as src_mask of the layer.
+            src_key_padding_mask: as there.
+            is_causal: states that mask is the causal mask; None = not stated.
+            padding_free: overrules the attribute.
+        """
+        if src.is_nested:
+            _refuse("src", src_key_padding_mask, mask)
+            tokens, layout = from_nested(src)
+            return to_nested(self.packed(tokens, layout, bool(is_causal)), layout)
+        side = None
+        if self.skips(padding_free, src_key_padding_mask) and not (is_causal and mask is None):
+            side = read_side(src, src_key_padding_mask, self._batch_first)
+        if side is not None:
+            return side.unpack(self.encode(side, src, mask, bool(is_causal)))
         output = src
         for layer in self.layers:
             output = layer(output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
-        return output if self.norm is None else self.norm(output)
+        output = output if self.norm is None else self.norm(output)
+        wanted = self.padding_free if padding_free is None else padding_free
+        return zero_padding(output, src_key_padding_mask, self._batch_first) if wanted else output
 
-    def _skips_padding(self, src: Tensor, padding: Tensor | None) -> bool:
-        """Whether torch's own stack would skip the padding of such a batch, in inference."""
-        return (
-            padding is not None
-            and self.enable_nested_tensor
-            and not self.training
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and src.dim() == 3
-            and padding.dtype == torch.bool
-            and padding.shape == src.shape[:2]
-            and all(
-                isinstance(layer, TransformerEncoderLayer)
-                and not layer._overridden
-                and not has_hooks(layer)
-                and not has_hooks(layer.self_attn)
-                and not layer.norm_first
-                and layer.self_attn.batch_first
-                for layer in self.layers
-            )
-        )
+    def encode(self, side: Side, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Encode the real tokens of a padded batch: packed `[S, D]`."""
+        causal = is_causal_mask(mask, is_causal)
+        return self.packed(side.pack(src), side.layout, causal, None if causal else mask)
 
-    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False) -> Tensor:
-        """Encode packed sequences: `[S, D]` -> `[S, D]`."""
+    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+        """Encode packed sequences: `[S, D]` -> `[S, D]`.
+
+        Args:
+            tokens: of all sequences, one after another.
+            layout: where they lie.
+            causal: whether a token attends to itself and earlier ones of its sequence only.
+            mask: as in forward, over layout.columns.
+        """
         for layer in self.layers:
-            tokens = layer.packed(tokens, layout, causal)
+            tokens = layer.packed(tokens, layout, causal, mask)
         return tokens if self.norm is None else self.norm(tokens)
 
 
-class TransformerDecoder(nn.TransformerDecoder):
-    """torch.nn.TransformerDecoder on our layers; a layer of torch's becomes one of ours."""
+@drop_in
+class TransformerDecoder(_Stack, nn.TransformerDecoder):
+    """torch.nn.TransformerDecoder on our layers; a layer of torch's becomes one of ours.
+
+    A batch with a tgt_key_padding_mask or a memory_key_padding_mask runs without that padding (`padding_free`), and
+    its padded rows are 0. Numbers of real tokens are torch's.
+    """
 
     def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
-        super().__init__(adopt(decoder_layer), num_layers, norm)  # type: ignore[arg-type]
-
-    @classmethod
-    def adopt(cls, module: nn.Module) -> Self:
-        """Return a stack of this class around the parameters of `module`."""
-        stack = share(cls, module)
-        take_over(stack, adopt)
-        return stack
+        super().__init__(twin(decoder_layer), num_layers, norm)  # type: ignore[arg-type]
+        self.norm = None if norm is None else twin(norm)
 
     def forward(
         self,
@@ -139,8 +147,29 @@ class TransformerDecoder(nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
+        *,
+        padding_free: bool | None = None,
     ) -> Tensor:
-        """Run every layer, then the norm; arguments as in the layer, tgt_is_causal None = not stated."""
+        """Run every layer, then the norm; arguments as in the layer.
+
+        Args:
+            tgt, memory: padded batches, or nested tensors, and then the output is one of layout torch.jagged.
+            tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in the layer.
+            tgt_is_causal: states that tgt_mask is the causal mask; None = not stated.
+            padding_free: overrules the attribute.
+        """
+        if tgt.is_nested or memory.is_nested:
+            _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
+            return to_nested(self.packed(tokens, layout, keys, key_layout, bool(tgt_is_causal)), layout)
+        hints_alone = (tgt_is_causal and tgt_mask is None) or (memory_is_causal and memory_mask is None)
+        if self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not hints_alone:
+            source = read_side(memory, memory_key_padding_mask, self._batch_first)
+            if source is not None:
+                side = self.read_target(tgt, tgt_key_padding_mask, source)
+                if side is not None:
+                    memory = source.pack(memory)
+                    return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
         output = tgt
         for layer in self.layers:
             output = layer(
@@ -153,15 +182,64 @@ class TransformerDecoder(nn.TransformerDecoder):
                 tgt_is_causal=bool(tgt_is_causal),
                 memory_is_causal=memory_is_causal,
             )
-        return output if self.norm is None else self.norm(output)
+        output = output if self.norm is None else self.norm(output)
+        wanted = self.padding_free if padding_free is None else padding_free
+        return zero_padding(output, tgt_key_padding_mask, self._batch_first) if wanted else output
 
-    def packed(self, tokens: Tensor, layout: Layout, memory: Tensor, memory_layout: Layout) -> Tensor:
-        """Decode packed sequences causally: `[T, D]` with memory `[S, D]` -> `[T, D]`."""
+    def read_target(self, tgt: Tensor, padding: Tensor | None, source: Side) -> Side | None:
+        """Read the target side; None if it does not fit the source's, which the padded way then reports."""
+        side = read_side(tgt, padding, self._batch_first)
+        fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
+        return side if fits else None
+
+    def decode(
+        self,
+        side: Side,
+        tgt: Tensor,
+        source: Side,
+        memory: Tensor,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+        tgt_is_causal: bool,
+    ) -> Tensor:
+        """Decode the real tokens of a padded batch with packed memory `[S, D]`; the output is padded."""
+        causal = is_causal_mask(tgt_mask, tgt_is_causal)
+        tgt_mask = None if causal else tgt_mask
+        tokens = side.pack(tgt)
+        return side.unpack(self.packed(tokens, side.layout, memory, source.layout, causal, tgt_mask, memory_mask))
+
+    def packed(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        memory: Tensor,
+        memory_layout: Layout,
+        causal: bool = True,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`.
+
+        Args:
+            tokens: of all targets, one after another.
+            layout: where they lie.
+            memory: of all sources, one after another.
+            memory_layout: where they lie.
+            causal: whether a target attends to itself and earlier ones of its sequence only.
+            tgt_mask, memory_mask: as in forward, over the columns of the layouts.
+        """
         for layer in self.layers:
-            tokens = layer.packed(tokens, layout, memory, memory_layout)
+            tokens = layer.packed(tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
         return tokens if self.norm is None else self.norm(tokens)
 
 
+def _refuse(name: str, *masks: Tensor | None) -> None:
+    """Raise if a nested tensor comes with a mask."""
+    if any(mask is not None for mask in masks):
+        raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
+
+
+@drop_in
 class Transformer(nn.Transformer):
     """torch.nn.Transformer on our stacks; custom encoders and decoders are used as they are."""
 
@@ -204,13 +282,69 @@ class Transformer(nn.Transformer):
                 dtype,
             )
         if custom_encoder is None:
-            self.encoder = adopt(self.encoder)
+            take_over(self.encoder)
         if custom_decoder is None:
-            self.decoder = adopt(self.decoder)
+            take_over(self.decoder)
 
-    @classmethod
-    def adopt(cls, module: nn.Module) -> Self:
-        """Return a Transformer of this class around the parameters of `module`."""
-        transformer = share(cls, module)
-        take_over(transformer, adopt)
-        return transformer
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Encode src `[S, B, D]`, decode tgt `[T, B, D]` with it (`[B, …]` if batch_first): `[T, B, D]`.
+
+        Masks are torch's, True = ignore. Where memory_key_padding_mask is src_key_padding_mask, the encoder's output
+        goes to the decoder without ever being padded. Where it is not, and the decoder attends to padded sources, their
+        rows are what torch computes there, not 0.
+        """
+        if not (src.is_nested or tgt.is_nested):
+            self._check(src, tgt)
+        same = same_mask(src_key_padding_mask, memory_key_padding_mask)
+        if same and not (src_is_causal and src_mask is None) and not (tgt_is_causal and tgt_mask is None):
+            source = self._read_source(src, src_key_padding_mask)
+            side = None if source is None else self.decoder.read_target(tgt, tgt_key_padding_mask, source)
+            if source is not None and side is not None:
+                memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
+                return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
+        # Rows of padding that the decoder will see are what torch makes of them, not 0.
+        as_torch = {} if same or not isinstance(self.encoder, TransformerEncoder) else {"padding_free": False}
+        memory = self.encoder(
+            src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal, **as_torch
+        )
+        return self.decoder(  # type: ignore[no-any-return]
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )
+
+    def _check(self, src: Tensor, tgt: Tensor) -> None:
+        """Raise what torch raises for inputs that do not fit together."""
+        rows = 0 if self.batch_first else 1
+        if src.dim() == 3 and src.shape[rows] != tgt.shape[rows]:
+            raise RuntimeError(f"src and tgt must have the same batch, not {src.shape[rows]} and {tgt.shape[rows]}")
+        for name, x in (("src", src), ("tgt", tgt)):
+            if x.shape[-1] != self.d_model:
+                raise RuntimeError(f"{name} must have d_model ({self.d_model}) features, not {x.shape[-1]}")
+
+    def _read_source(self, src: Tensor, padding: Tensor | None) -> Side | None:
+        """Read the source side if both stacks are ours and run without padding, and nothing watches them."""
+        ours = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
+        if not ours or has_hooks(self.encoder) or has_hooks(self.decoder):
+            return None
+        if not (self.encoder.skips(None, padding) and self.decoder.skips(None, padding)):
+            return None
+        return read_side(src, padding, self.batch_first)

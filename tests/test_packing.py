@@ -5,7 +5,7 @@ import torch
 from closeness import assert_close, gradients, random
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastformer.packing import Layout, pack, unpack
+from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 # Ragged; with empty sequences at both ends and inside; all equal (a reshape, not a gather); all empty; no sequence.
 LENGTHS = ([3, 1, 4], [0, 2, 0, 5, 0], [3, 3, 3], [0, 0], [])
@@ -28,6 +28,118 @@ def test_layout_says_where_each_token_lies(lengths):
 @pytest.mark.parametrize("form", [tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
 def test_lengths_come_in_any_integer_form(form):
     assert Layout.from_lengths(form([2, 1])).offsets.tolist() == [0, 2, 3]
+
+
+# Padding of [B, L] on the right, on the left, in between and everywhere; nothing; no column; no row.
+MASKS = {
+    "right": [[0, 0, 0, 1], [0, 1, 1, 1]],
+    "left": [[1, 0, 0, 0], [1, 1, 0, 0]],
+    "gaps": [[0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]],
+    "everything": [[1, 1], [1, 1]],
+    "nothing": [[0, 0], [0, 0]],
+    "no column": torch.zeros(2, 0),
+    "no row": torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_mask_may_have_padding_anywhere(name, batch_first):
+    padding = torch.as_tensor(MASKS[name]).bool()
+    B, L = padding.shape
+    layout = Layout.from_mask(padding)
+    where = [(b, t) for b in range(B) for t in range(L) if not padding[b, t]]
+    assert layout.lengths.tolist() == (~padding).sum(1).tolist()
+    assert layout.origin.tolist() == [b * L + t for b, t in where]
+    assert layout.positions.tolist() == [int((~padding[b, :t]).sum()) for b, t in where]
+    assert (layout.columns, layout.shortest) == (L, min(layout.lengths.tolist(), default=0))
+    assert torch.equal(layout.mask(), ~padding)
+    same = Layout.from_lengths(layout.lengths)
+    assert all(torch.equal(getattr(layout, x), getattr(same, x)) for x in ("lengths", "offsets", "positions", "slots"))
+    assert layout.max_length == same.max_length
+    assert torch.equal(layout.key_bias(), same.key_bias())
+    padded = random(B, L, 2)
+    given = padded if batch_first else padded.transpose(0, 1)
+    tokens = pack(given, layout, batch_first)
+    assert_close(tokens, torch.stack([padded[b, t] for b, t in where]) if where else padded.new_zeros(0, 2))
+    again = unpack(tokens, layout, batch_first)
+    again = again if batch_first else again.transpose(0, 1)
+    assert_close(again, padded.masked_fill(padding[:, :, None], 0.0))
+    (gradient,) = gradients(again, [padded])
+    (expected,) = gradients(padded.masked_fill(padding[:, :, None], 0.0), [padded])
+    assert_close(gradient, expected)
+
+
+def test_lengths_in_a_wider_batch():
+    layout = Layout.from_lengths([2, 1], columns=4)
+    assert (layout.columns, layout.max_length) == (4, 2)
+    assert layout.slots.tolist() == [0, 1, 2]
+    assert layout.origin.tolist() == [0, 1, 4]
+    assert unpack(torch.tensor([5, 6, 7]), layout).tolist() == [[5, 6, 0, 0], [7, 0, 0, 0]]
+    with pytest.raises(ValueError, match="a length of 5 is beyond the row of 4"):
+        Layout.from_lengths([2, 5], columns=4)
+
+
+def test_a_layout_moves_to_another_device():
+    layout = Layout.from_lengths([2, 1])
+    assert layout.to("cpu") is layout
+    moved = layout.to("meta")
+    assert {x.device.type for x in (moved.offsets, moved.positions, moved.slots, moved.origin)} == {"meta"}
+    assert moved.lengths.tolist() == [2, 1]  # stay on the CPU
+
+
+def test_what_a_layout_remembers_outlives_inference_mode():
+    layout = Layout.from_mask(torch.tensor([[False, True], [False, False]]))
+    with torch.inference_mode():
+        pack(torch.zeros(2, 2, 3), layout, batch_first=False)
+    x = random(2, 2, 3)
+    gradients(pack(x, layout, batch_first=False), [x])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("form", [torch.jagged, torch.strided])
+def test_nested_tensors(form):
+    parts = [random(n, 2) for n in (3, 0, 2)]
+    nested = torch.nested.as_nested_tensor(parts, layout=form)
+    tokens, layout = from_nested(nested)
+    assert layout.lengths.tolist() == [3, 0, 2]
+    assert_close(tokens, torch.cat(parts))
+    again = to_nested(tokens, layout)
+    assert again.layout == torch.jagged
+    for a, b in zip(again.unbind(), parts, strict=True):
+        assert_close(a, b)
+    for a, b in zip(gradients(again.values() ** 2, parts), gradients(torch.cat(parts) ** 2, parts), strict=True):
+        assert_close(a, b)
+
+
+def test_a_jagged_tensor_with_holes():
+    values, lengths = random(7, 2), torch.tensor([2, 1])
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 7]), lengths)
+    tokens, layout = from_nested(nested)
+    assert layout.lengths.tolist() == [2, 1]
+    assert_close(tokens, values[[0, 1, 4]])
+
+
+def test_what_is_not_nested_or_ragged_elsewhere():
+    with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[2, 3\]"):
+        from_nested(torch.zeros(2, 3))
+    other = torch.nested.nested_tensor_from_jagged(torch.zeros(5, 3), torch.tensor([0, 2, 5])).transpose(1, 2)
+    with pytest.raises(ValueError, match="nested must be ragged in its second dimension, not in dimension 2"):
+        from_nested(other)
+    with pytest.raises(ValueError, match="tokens has 2 rows, the lengths add up to 3"):
+        to_nested(torch.zeros(2, 3), Layout.from_lengths([3]))
+
+
+@pytest.mark.parametrize(
+    ("padding", "error", "message"),
+    [
+        (torch.zeros(2, 3), TypeError, "padding must be bool, True = padding, not torch.float32"),
+        (torch.zeros(3).bool(), ValueError, r"padding must be of shape \[B, L\], not \[3\]"),
+    ],
+)
+def test_bad_masks(padding, error, message):
+    with pytest.raises(error, match=message):
+        Layout.from_mask(padding)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -61,6 +173,7 @@ def test_gradients(lengths):
     for function, x in ((pack, padded), (unpack, random(layout.total, 2))):
         assert gradcheck(lambda x, function=function: function(x, layout) ** 2, x)
         assert gradgradcheck(lambda x, function=function: function(x, layout) ** 2, x)
+        assert gradcheck(lambda x, function=function: function(x, layout) ** 2, x, check_forward_ad=True)
 
 
 def test_half_precision_is_kept():

@@ -1,0 +1,163 @@
+"""What a stack asks before it runs without padding: may its layers, where are the tokens, which mask is causal."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.modules import LayerNorm, RMSNorm, has_hooks
+from fastformer.multihead_attention import MultiheadAttention
+from fastformer.packing import Layout, pack, unpack
+
+# What works on each token alone, so that it may see `[T, D]` in place of `[B, L, D]`.
+_NORMS = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm, nn.Identity)
+_ACTIVATIONS = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid,
+    nn.Softplus, nn.Hardswish, nn.Identity,
+)  # fmt: skip
+_FUNCTIONS = (
+    F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.relu6, F.tanh, F.sigmoid, F.softplus,
+    F.hardswish, torch.relu, torch.tanh, torch.sigmoid,
+)  # fmt: skip
+_PARTS = (nn.Linear, nn.Dropout, *_NORMS, *_ACTIVATIONS)
+
+
+def obstacle(stack: nn.Module) -> str | None:
+    """Return why the layers of a stack, or its norm, must see padded batches, or None.
+
+    Hooks are one reason: they would see tokens in place of batches.
+    """
+    for index, layer in enumerate(stack.layers):  # type: ignore[arg-type]
+        reason = _layer_obstacle(layer)
+        if reason is not None:
+            return f"layers.{index}{reason}"
+    norm = stack.norm
+    if isinstance(norm, nn.Module) and (type(norm) not in _NORMS or has_hooks(norm)):
+        return f"norm {_hooks_or_type(norm)}"
+    return None
+
+
+def _layer_obstacle(layer: nn.Module) -> str | None:
+    if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
+        return f" is a {type(layer).__name__}"
+    if layer.overridden:
+        return f" is a {type(layer).__name__}, which overrides part of its layer"
+    if has_hooks(layer):
+        return " has hooks"
+    for name, part in layer.named_children():
+        if has_hooks(part) or type(part) not in (*_PARTS, MultiheadAttention):
+            return f".{name} {_hooks_or_type(part)}"
+        if isinstance(part, MultiheadAttention) and not part.packs:
+            return f".{name} has add_bias_kv or add_zero_attn"
+    if not isinstance(layer.activation, nn.Module) and layer.activation not in _FUNCTIONS:
+        return ".activation is a function of your own"
+    return None
+
+
+def _hooks_or_type(module: nn.Module) -> str:
+    return "has hooks" if has_hooks(module) else f"is a {type(module).__name__}"
+
+
+class Side(NamedTuple):
+    """The source or the target side of a padded batch: how its tensors become tokens, and tokens such tensors."""
+
+    layout: Layout
+    batch_first: bool
+    batched: bool
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Take the real tokens: `[T, D]`."""
+        x = x if self.batched else x.unsqueeze(0 if self.batch_first else 1)
+        return pack(x, self.layout, self.batch_first)
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """Put tokens back, zeros in place of padding."""
+        x = unpack(tokens, self.layout, self.batch_first)
+        return x if self.batched else x.squeeze(0 if self.batch_first else 1)
+
+
+def hidden_keys(padding: Tensor) -> Tensor | None:
+    """Return a key padding mask as bool, True = padding; None where it says something else or cannot be looked at.
+
+    Additive masks of 0 and -inf are read, too.
+    """
+    if not _has_values(padding):
+        return None
+    if padding.dtype == torch.bool:
+        return padding
+    if not padding.is_floating_point():
+        return None
+    hidden = padding == float("-inf")
+    return None if bool(((padding != 0) & ~hidden).any()) else hidden
+
+
+def _has_values(padding: Tensor) -> bool:
+    """Whether the values of a mask may decide what runs: not while something else is made of the program.
+
+    torch.compile and torch.export have none, a trace or a CUDA graph would repeat what fits this batch alone.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or padding.device.type == "meta"
+        or isinstance(padding, FakeTensor)
+        or torch._C._functorch.is_batchedtensor(padding)
+        or (padding.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def read_side(x: Tensor, padding: Tensor | None, batch_first: bool) -> Side | None:
+    """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
+
+    Args:
+        x: a padded batch.
+        padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
+        batch_first: the order of the dimensions.
+
+    Returns:
+        None where this cannot run without padding, or does not fit together: the padded way then says what is wrong.
+    """
+    batched = x.dim() == 3
+    if x.dim() not in (2, 3):
+        return None
+    B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    if padding is None:
+        return Side(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
+    if padding.shape != ((B, L) if batched else (L,)):
+        return None
+    hidden = hidden_keys(padding)
+    if hidden is None:
+        return None
+    layout = Layout.from_mask(hidden.view(B, L))
+    return Side(layout.to(x.device), batch_first, batched)
+
+
+def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two key padding masks are given and hide the same keys."""
+    if one is None or other is None or one is other:
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return alike and _has_values(one) and _has_values(other) and torch.equal(one, other)
+
+
+def is_causal_mask(mask: Tensor | None, stated: bool) -> bool:
+    """Whether an attn_mask `[L, L]` hides what comes later and nothing else: `stated` by the caller, or seen."""
+    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
+        return False
+    if stated:
+        return True
+    ahead = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu_(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, ahead)
+    return torch.equal(mask == float("-inf"), ahead) and not bool(mask.tril().any())
+
+
+def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool) -> Tensor:
+    """Set the rows of a padded output to 0 where a bool mask says padding, as the packed way does."""
+    if padding is None or padding.dtype != torch.bool:
+        return x
+    hidden = padding if padding.dim() == 1 or batch_first else padding.transpose(0, 1)
+    return x.masked_fill(hidden[..., None], 0.0)

@@ -15,35 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.arguments import Activation
-from fastformer.modules import LayerNorm, drop_in, has_hooks, take_over
+from fastformer.modules import LayerNorm, activation_name, drop_in, plain, take_over
 from fastformer.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
 
-def _activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Recognise the activations that `functional.feed_forward` knows."""
-    if activation is F.relu or type(activation) is nn.ReLU:
-        return "relu"
-    if activation is F.gelu:
-        return "gelu"
-    if type(activation) is nn.GELU:
-        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    return None
-
-
-def _plain(module: nn.Module, *types: type[nn.Module]) -> bool:
-    """Whether the module does exactly what its class says, so that an op may work with its parameters."""
-    return type(module) in types and not has_hooks(module)
-
-
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     """The second sublayer: one op where nothing was replaced, else its modules in turn."""
     first, dropout, second = layer.linear1, layer.dropout, layer.linear2
-    name = _activation_name(layer.activation)
-    if name is None or not (_plain(first, nn.Linear) and _plain(dropout, nn.Dropout) and _plain(second, nn.Linear)):
+    name = activation_name(layer.activation)
+    if name is None or not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
         return cast(Tensor, second(dropout(layer.activation(first(x)))))
     return functional.feed_forward(
         x,
@@ -58,7 +41,7 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
 
 def _add_norm(x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> tuple[Tensor, Tensor]:
     """The step between sublayers: (norm(residual + dropout(x)), residual + dropout(x))."""
-    if not (_plain(dropout, nn.Dropout) and _plain(norm, LayerNorm, nn.LayerNorm)):
+    if not (plain(dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
         total = residual + _dropout(x, dropout)
         return norm(total), total
     return functional.dropout_add_layer_norm(
@@ -73,7 +56,7 @@ def _add_norm(x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> tuple[Ten
 
 
 def _dropout(x: Tensor, dropout: Any) -> Tensor:
-    if not _plain(dropout, nn.Dropout):
+    if not plain(dropout, nn.Dropout):
         return cast(Tensor, dropout(x))
     return functional.dropout(x, dropout.p if dropout.training else 0.0)
 

@@ -7,9 +7,11 @@ again, by a change of its class (`take_over`).
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
 
@@ -57,6 +59,34 @@ def _share(module: nn.Module) -> nn.Module:
     # The containers are copied, so that what is replaced in one stays in the other.
     other.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
     return other
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says, so that its parameters must not be used past it.
+
+    An instance whose `forward` was replaced counts too: libraries that move weights between devices do that.
+    """
+    state: dict[str, Any] = module.__dict__
+    return "forward" in state or any(state.get(name) for name in _HOOKS)
+
+
+def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
+    """Recognise the activations that `functional.feed_forward` knows."""
+    if activation is F.relu or type(activation) is nn.ReLU:
+        return "relu"
+    if activation is F.gelu:
+        return "gelu"
+    if type(activation) is nn.GELU:
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    return None
+
+
+def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
+    """Whether the module does exactly what its class says, so that an op may work with its parameters."""
+    return type(module) in types and not has_hooks(module)
 
 
 @drop_in
@@ -127,6 +157,51 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
+class SequentialFeedForward(nn.Sequential):
+    """nn.Sequential(Linear, activation, [Dropout], Linear, [Dropout]) on `fastformer.functional.feed_forward`.
+
+    What `fastformer.convert` makes of such a block; it looks at its parts in every call, so that they may be replaced.
+    """
+
+    @staticmethod
+    def recognises(block: nn.Module) -> bool:
+        """Whether a Sequential has this form: ReLU or GELU between two linear maps, in torch's own classes."""
+        return len(_feed_forward_parts(block)) > 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D']`."""
+        parts = _feed_forward_parts(self)
+        if not parts:
+            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+        first, activation, dropout, second, last = parts
+        name = activation_name(activation)
+        assert name is not None
+        out = functional.feed_forward(
+            input, first.weight, first.bias, second.weight, second.bias, activation=name, dropout_p=_rate(dropout)
+        )
+        return functional.dropout(out, _rate(last))
+
+
+def _rate(dropout: Any) -> float:
+    return float(dropout.p) if dropout is not None and dropout.training else 0.0
+
+
+def _feed_forward_parts(block: nn.Module) -> tuple[Any, ...]:
+    """Return (linear, activation, dropout or None, linear, dropout or None), or () where a block has another form."""
+    parts: list[Any] = list(block._modules.values())
+    if len(parts) == 3 or (len(parts) == 4 and not plain(parts[2], nn.Dropout)):
+        parts.insert(2, None)
+    if len(parts) == 4:
+        parts.append(None)
+    if len(parts) != 5:
+        return ()
+    first, activation, dropout, second, last = parts
+    linear = plain(first, nn.Linear) and plain(second, nn.Linear) and first.out_features == second.in_features
+    dropped = all(x is None or plain(x, nn.Dropout) for x in (dropout, last))
+    known = activation_name(activation) is not None and not has_hooks(activation)
+    return tuple(parts) if linear and dropped and known else ()
+
+
 class LinearCrossEntropy(nn.Module):
     """Output projection and cross entropy in one step; the logits need not be kept.
 
@@ -181,7 +256,7 @@ class LinearCrossEntropy(nn.Module):
 
     def logits(self, input: Tensor) -> Tensor:
         """Project `[..., D]` to `[..., V]`."""
-        return nn.functional.linear(input, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Show the sizes and settings."""
@@ -189,15 +264,3 @@ class LinearCrossEntropy(nn.Module):
             f"in_features={self.in_features}, num_classes={self.num_classes}, bias={self.bias is not None}, "
             f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}"
         )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says, so that its parameters must not be used past it.
-
-    An instance whose `forward` was replaced counts too: libraries that move weights between devices do that.
-    """
-    state: dict[str, Any] = module.__dict__
-    return "forward" in state or any(state.get(name) for name in _HOOKS)

@@ -54,6 +54,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
+        if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
+            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
         # torch's own checks, so that a mistake raises what it raises there.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if not batched:
@@ -242,8 +244,6 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         """Raise what torch raises for arguments that do not fit together."""
         batch, length, keys = sizes
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise AssertionError("MultiheadAttention does not take NestedTensors; see fastformer.packing")
         if key_padding_mask is not None:
             _check_mask_dtype("key_padding_mask", key_padding_mask)
         if is_causal and attn_mask is None:

@@ -1,6 +1,16 @@
-"""Translation models built from fastformer's layers."""
+"""Translation and language models built from fastformer's layers."""
 
 from fastformer.models.embeddings import Embedding, sinusoidal_positions
+from fastformer.models.language import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.models.translation import TranslationConfig, TranslationModel, translation_loss
 
-__all__ = ["Embedding", "TranslationConfig", "TranslationModel", "sinusoidal_positions", "translation_loss"]
+__all__ = [
+    "Embedding",
+    "LanguageConfig",
+    "LanguageModel",
+    "TranslationConfig",
+    "TranslationModel",
+    "language_model_loss",
+    "sinusoidal_positions",
+    "translation_loss",
+]

@@ -6,27 +6,28 @@ beside the model, projects them where it needs them.
 Letters: B batch, T target and S source positions (packed: of all sentences together), D model width, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.models.common import (
+    Initialisation,
+    check_settings,
+    choice,
+    initialise,
+    packed_ids,
+    summed_cross_entropy,
+)
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.modules import LayerNorm
-from fastformer.packing import Layout, pack
+from fastformer.packing import Layout
 from fastformer.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.text import Batch
 
 Embeddings = Literal["separate", "tied", "shared"]
-Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
-
-
-def _choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
-    return {"help": help_, "choices": choices}
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,16 @@ class TranslationConfig:
     decoder_layers: int = field(default=6, metadata={"help": "layers of the decoder"})
     feed_forward: int = field(default=2048, metadata={"help": "width of the feed-forward layers"})
     dropout: float = field(default=0.1, metadata={"help": "dropout everywhere"})
-    activation: str = field(default="relu", metadata=_choice("activation", ("relu", "gelu")))
+    activation: str = field(default="relu", metadata=choice("activation", ("relu", "gelu")))
     norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
     final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer of each stack"})
     norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
     bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
-    positions: str = field(default="sinusoidal", metadata=_choice("position encoding", get_args(Positions)))
+    positions: str = field(default="sinusoidal", metadata=choice("position encoding", get_args(Positions)))
     max_positions: int = field(default=512, metadata={"help": "longest sequence with learned positions"})
     embeddings: str = field(
         default="tied",
-        metadata=_choice(
+        metadata=choice(
             "tied: target embedding is the output projection; shared: source embedding too",
             get_args(Embeddings),
         ),
@@ -58,7 +59,7 @@ class TranslationConfig:
     scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
     output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
     initialisation: str = field(
-        default="xavier_uniform", metadata=_choice("of the weight matrices", get_args(Initialisation))
+        default="xavier_uniform", metadata=choice("of the weight matrices", get_args(Initialisation))
     )
     pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
     bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
@@ -66,22 +67,7 @@ class TranslationConfig:
 
     def __post_init__(self) -> None:
         sizes = ("d_model", "heads", "encoder_layers", "decoder_layers", "feed_forward", "max_positions")
-        for name in ("source_vocabulary", "target_vocabulary", *sizes):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("pad_id", "bos_id", "eos_id"):
-            if not 0 <= getattr(self, name) < self.target_vocabulary:
-                raise ValueError(
-                    f"{name} must be below target_vocabulary ({self.target_vocabulary}), not {getattr(self, name)}"
-                )
-        if self.d_model % self.heads:
-            raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
-        for item in self.__dataclass_fields__.values():
-            choices = item.metadata.get("choices")
-            if choices and getattr(self, item.name) not in choices:
-                raise ValueError(f"{item.name} must be one of {', '.join(choices)}, not {getattr(self, item.name)!r}")
+        check_settings(self, ("source_vocabulary", "target_vocabulary", *sizes), vocabulary="target_vocabulary")
         if self.embeddings == "shared" and self.source_vocabulary != self.target_vocabulary:
             raise ValueError(
                 f"embeddings 'shared' needs one joint vocabulary, not {self.source_vocabulary} and "
@@ -112,7 +98,7 @@ class TranslationModel(nn.Module):
         self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.encoder_layers, self._final_norm())
         self.decoder = TransformerDecoder(TransformerDecoderLayer(*layer), c.decoder_layers, self._final_norm())
         self.output = nn.Linear(c.d_model, c.target_vocabulary, bias=c.output_bias)
-        self._initialise()
+        initialise(self, c.initialisation, c.d_model)
         if c.embeddings == "shared":
             self.source_embedding.tokens.weight = self.target_embedding.tokens.weight
         if c.embeddings != "separate":
@@ -122,41 +108,26 @@ class TranslationModel(nn.Module):
         c = self.config
         return LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
 
-    def _initialise(self) -> None:
-        """Draw the weight matrices as configured; embeddings from N(0, 1/D), so that tied logits start near 1."""
-        draw: Callable[[Tensor], Tensor] = {
-            "xavier_uniform": nn.init.xavier_uniform_,
-            "xavier_normal": nn.init.xavier_normal_,
-            "normal": lambda w: nn.init.normal_(w, std=0.02),
-            "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
-        }[self.config.initialisation]
-        for name, parameter in self.named_parameters():
-            if name.endswith(("tokens.weight", "positions.weight")):
-                nn.init.normal_(parameter, std=self.config.d_model**-0.5)
-            elif parameter.dim() > 1:
-                draw(parameter)
-        if self.output.bias is not None:
-            nn.init.zeros_(self.output.bias)
-
-    def encode(self, source: Tensor, source_lengths: Tensor) -> tuple[Tensor, Layout]:
+    def encode(self, source: Tensor, source_lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
         """Encode source ids, packed `[S]` or padded `[B, S]`: packed memory `[S, D]` and its layout."""
-        layout = Layout.from_lengths(source_lengths, source.device)
-        ids = _packed_ids("source", source, layout)
+        ids, layout = packed_ids("source", source, source_lengths)
         x = self.source_embedding(ids, layout.positions, layout.max_length)
         return self.encoder.packed(x, layout), layout
 
-    def forward(self, source: Tensor, source_lengths: Tensor, target_in: Tensor, target_lengths: Tensor) -> Tensor:
+    def forward(
+        self, source: Tensor, source_lengths: Tensor | Layout, target_in: Tensor, target_lengths: Tensor | Layout
+    ) -> Tensor:
         """Compute the hidden states of the real target positions, packed in order: `[T, D]`.
 
         Args:
             source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
-            source_lengths: int64 `[B]`; on the CPU, so that nothing waits for the device.
+            source_lengths: int64 `[B]`, on the CPU, so that nothing waits for the device; or their layout, which
+                torch.compile needs.
             target_in: int64 ids that begin with bos, packed `[T]` or padded `[B, T]`.
-            target_lengths: int64 `[B]`, on the CPU.
+            target_lengths: likewise.
         """
         memory, source_layout = self.encode(source, source_lengths)
-        layout = Layout.from_lengths(target_lengths, target_in.device)
-        ids = _packed_ids("target_in", target_in, layout)
+        ids, layout = packed_ids("target_in", target_in, target_lengths)
         x = self.target_embedding(ids, layout.positions, layout.max_length)
         return self.decoder.packed(x, layout, memory, source_layout)
 
@@ -204,25 +175,10 @@ class TranslationModel(nn.Module):
         return {name: torch.stack(weights) for name, weights in maps.items()}
 
 
-def _packed_ids(name: str, ids: Tensor, layout: Layout) -> Tensor:
-    if ids.dim() == 2:
-        return pack(ids, layout)
-    if ids.dim() != 1 or ids.shape[0] != layout.total:
-        raise ValueError(
-            f"{name} must be packed [{layout.total}] or padded [{layout.batch}, length], not {list(ids.shape)}"
-        )
-    return ids
-
-
 def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
     """Sum of the cross entropy over the real target tokens of a batch, fp32, in nats; padding never takes part.
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
     hidden = model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
-    target = batch.target_out
-    if target.dim() == 2:
-        target = pack(target, Layout.from_lengths(batch.target_lengths, target.device))
-    return functional.linear_cross_entropy(
-        hidden, model.output.weight, target, model.output.bias, label_smoothing=label_smoothing, reduction="sum"
-    )
+    return summed_cross_entropy(model.output, hidden, batch.target_out, batch.target_lengths, label_smoothing)

@@ -1,11 +1,13 @@
 """Text: files, tokenizers, batches, the embedded number corpus and the datasets that are known by name.
 
 files ─ ParallelCorpus ─ tokenizers ─ encode_pairs ─ Batches ─ Batch(source, target_in, target_out, lengths)
+documents ─ tokenizers ─ encode_documents ─ LanguageBatches ─ LanguageBatch(ids_in, ids_out, lengths)
 """
 
 from .batches import Batch, Batches, collate, collate_source
 from .datasets import DATASETS, DatasetReport, open_dataset, prepare
-from .encoding import EncodedPairs, Sequences, encode_pairs, encode_source
+from .documents import LanguageBatch, LanguageBatches, Pieces, collate_pieces, cut_documents
+from .encoding import EncodedDocuments, EncodedPairs, Sequences, encode_documents, encode_pairs, encode_source
 from .files import ParallelCorpus, TextError, read_lines, read_parallel, sample_lines, split, write_atomic, write_lines
 from .numbers import english, french, german, number_corpus
 from .special_ids import SpecialIds
@@ -17,8 +19,12 @@ __all__ = [
     "Batch",
     "Batches",
     "DatasetReport",
+    "EncodedDocuments",
     "EncodedPairs",
+    "LanguageBatch",
+    "LanguageBatches",
     "ParallelCorpus",
+    "Pieces",
     "SentencePieceTokenizer",
     "Sequences",
     "SpecialIds",
@@ -26,7 +32,10 @@ __all__ = [
     "Tokenizer",
     "WordTokenizer",
     "collate",
+    "collate_pieces",
     "collate_source",
+    "cut_documents",
+    "encode_documents",
     "encode_pairs",
     "encode_source",
     "english",

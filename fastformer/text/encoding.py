@@ -1,7 +1,8 @@
-"""Corpora as token ids: encoded sentence pairs, kept compact, with too long ones dropped or truncated and counted.
+"""Corpora as token ids, kept compact: sentence pairs for translation, documents for language models.
 
 One flat array and offsets a side: 29,000 pairs are 4 MB instead of 26 MB of lists, and picking the sentences of a
-batch is one gather. No special ids are stored here; `batches.collate` adds them.
+batch is one gather. No special ids are stored here; `batches.collate` and `documents.cut_documents` add them. What is
+left out or truncated is counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -143,6 +144,56 @@ def encode_pairs(
         dropped=len(corpus) - len(kept),
         truncated=truncated,
     )
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Encoded documents without their begin and end ids, those ids, the vocabulary's size, and what was left out.
+
+    Raises ``ValueError`` for an empty document, and for ids, special ones included, outside the vocabulary.
+    """
+
+    documents: Sequences
+    special_ids: SpecialIds
+    vocabulary: int
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        empty = np.flatnonzero(self.documents.lengths == 0)
+        if len(empty):
+            raise ValueError(f"document {empty[0] + 1} of {len(self)} is empty: leave it out")
+        for name in ("bos_id", "eos_id"):
+            value = getattr(self.special_ids, name)
+            if value >= self.vocabulary:
+                raise ValueError(f"{name} must be below vocabulary ({self.vocabulary}), not {value}")
+        ids = self.documents.ids
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
+        if len(wrong):
+            number = np.searchsorted(self.documents.offsets, wrong[0], side="right")
+            raise ValueError(
+                f"ids must lie between 0 and {self.vocabulary - 1}, but document {number} holds {ids[wrong[0]]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __str__(self) -> str:
+        notes = [f"{len(self):,} documents", f"{len(self.documents.ids):,} tokens"]
+        if self.dropped:
+            notes.append(f"{self.dropped:,} empty documents dropped")
+        return ", ".join(notes)
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocuments:
+    """Encode documents, one a text; those without a token are dropped and counted.
+
+    Raises ``ValueError`` when none is left.
+    """
+    documents = _encode(texts, tokenizer)
+    kept = np.flatnonzero(documents.lengths)
+    if len(kept) == 0:
+        raise ValueError(f"none of the {len(texts):,} documents has a token")
+    return EncodedDocuments(documents.take(kept), tokenizer.special_ids, tokenizer.size, dropped=len(texts) - len(kept))
 
 
 def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:

@@ -1,0 +1,111 @@
+"""What the models share: the rules of their settings, initial values, ids in packed form, and the sum of their losses.
+
+Letters: B batch, T packed positions, D model width, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.packing import Layout, pack
+
+Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
+
+
+def choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
+    """Metadata of a setting that is one of a few names; `check_settings` enforces it."""
+    return {"help": help_, "choices": choices}
+
+
+def check_settings(settings: Any, sizes: Sequence[str], vocabulary: str) -> None:
+    """Check a model's configuration.
+
+    Args:
+        settings: a dataclass with at least d_model, heads, dropout, pad_id, bos_id and eos_id.
+        sizes: the fields that count something and must be at least 1.
+        vocabulary: the field that the special ids must be below.
+
+    Raises:
+        ValueError: a setting is out of range, or none of its choices.
+    """
+    for name in sizes:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
+    size = getattr(settings, vocabulary)
+    for name in ("pad_id", "bos_id", "eos_id"):
+        if not 0 <= getattr(settings, name) < size:
+            raise ValueError(f"{name} must be below {vocabulary} ({size}), not {getattr(settings, name)}")
+    if settings.d_model % settings.heads:
+        raise ValueError(f"heads ({settings.heads}) must divide d_model ({settings.d_model})")
+    if not 0.0 <= settings.dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and below 1, not {settings.dropout}")
+    for item in settings.__dataclass_fields__.values():
+        choices = item.metadata.get("choices")
+        value = getattr(settings, item.name)
+        if choices and value not in choices:
+            raise ValueError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def initialise(model: nn.Module, how: str, width: int) -> None:
+    """Draw the weight matrices as `how` says; embeddings from N(0, 1/D), so that tied logits start near 1.
+
+    Args:
+        model: with its embeddings in `Embedding` modules and its output projection in `output`, not tied yet.
+        how: one of `Initialisation`.
+        width: D.
+    """
+    draw: Callable[[Tensor], Tensor] = {
+        "xavier_uniform": nn.init.xavier_uniform_,
+        "xavier_normal": nn.init.xavier_normal_,
+        "normal": lambda w: nn.init.normal_(w, std=0.02),
+        "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
+    }[how]
+    for name, parameter in model.named_parameters():
+        if name.endswith(("tokens.weight", "positions.weight")):
+            nn.init.normal_(parameter, std=width**-0.5)
+        elif parameter.dim() > 1:
+            draw(parameter)
+        elif name == "output.bias":
+            nn.init.zeros_(parameter)
+
+
+def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
+    """Ids packed `[T]`, of ids that are packed `[T]` or padded `[B, length]`, and their layout.
+
+    Args:
+        name: of the ids, for messages.
+        ids: int64.
+        lengths: int64 `[B]`, on the CPU; or a layout that was made before, which torch.compile needs.
+
+    Raises:
+        ValueError: ids are of another shape.
+    """
+    layout = lengths if isinstance(lengths, Layout) else Layout.from_lengths(lengths, ids.device)
+    if ids.dim() == 2:
+        return pack(ids, layout), layout
+    if ids.dim() != 1 or ids.shape[0] != layout.total:
+        raise ValueError(
+            f"{name} must be packed [{layout.total}] or padded [{layout.batch}, length], not {list(ids.shape)}"
+        )
+    return ids, layout
+
+
+def summed_cross_entropy(
+    output: nn.Linear, hidden: Tensor, target: Tensor, lengths: Tensor, label_smoothing: float
+) -> Tensor:
+    """Sum over the real positions of the cross entropy of softmax(output(hidden)) against target, fp32, in nats.
+
+    Args:
+        output: the projection to V classes.
+        hidden: `[T, D]`.
+        target: int64, packed `[T]` or padded `[B, length]`.
+        lengths: int64 `[B]`, on the CPU.
+        label_smoothing: share of the probability spread over all classes.
+    """
+    if target.dim() == 2:
+        target = pack(target, Layout.from_lengths(lengths, target.device))
+    return functional.linear_cross_entropy(
+        hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction="sum"
+    )

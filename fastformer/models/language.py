@@ -1,0 +1,118 @@
+"""The decoder-only Transformer for language modelling (Liu et al. 2018, section 4.2.3), from ids to hidden states.
+
+Documents, or pieces of them, lie one after another in one run of tokens. Attention is causal and stays within each;
+positions count from its first token. So no token knows what else is in its batch, and there is no padding. As in the
+translation model, hidden states are returned, not logits: the loss projects them where it needs them.
+
+Letters: B documents, T positions (packed: of all documents together), D model width, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from fastformer.layers import TransformerEncoderLayer
+from fastformer.models.common import (
+    Initialisation,
+    check_settings,
+    choice,
+    initialise,
+    packed_ids,
+    summed_cross_entropy,
+)
+from fastformer.models.embeddings import Embedding, Positions
+from fastformer.modules import LayerNorm
+from fastformer.packing import Layout
+from fastformer.stacks import TransformerEncoder
+from fastformer.text import LanguageBatch
+
+LanguageEmbeddings = Literal["separate", "tied"]
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint."""
+
+    vocabulary: int = field(metadata={"help": "size of the vocabulary (set from the tokenizer)"})
+    d_model: int = field(default=512, metadata={"help": "width of the model"})
+    heads: int = field(default=8, metadata={"help": "attention heads; must divide d_model"})
+    layers: int = field(default=6, metadata={"help": "layers of the decoder"})
+    feed_forward: int = field(default=2048, metadata={"help": "width of the feed-forward layers"})
+    dropout: float = field(default=0.1, metadata={"help": "dropout everywhere"})
+    activation: str = field(default="relu", metadata=choice("activation", ("relu", "gelu")))
+    norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
+    final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer"})
+    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
+    bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
+    positions: str = field(default="sinusoidal", metadata=choice("position encoding", get_args(Positions)))
+    max_positions: int = field(default=512, metadata={"help": "longest piece of a document with learned positions"})
+    embeddings: str = field(
+        default="tied", metadata=choice("tied: the embedding is the output projection", get_args(LanguageEmbeddings))
+    )
+    scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
+    output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
+    initialisation: str = field(
+        default="xavier_uniform", metadata=choice("of the weight matrices", get_args(Initialisation))
+    )
+    pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
+    bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
+    eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
+
+    def __post_init__(self) -> None:
+        sizes = ("vocabulary", "d_model", "heads", "layers", "feed_forward", "max_positions")
+        check_settings(self, sizes, vocabulary="vocabulary")
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of one document's piece: learned positions end somewhere, sinusoidal ones do not."""
+        return self.max_positions if self.positions == "learned" else None
+
+
+class LanguageModel(nn.Module):
+    """Embedding and decoder; `output` projects hidden states to logits.
+
+    The decoder is a stack of encoder layers: without a source to attend to, causality is all that sets them apart.
+    """
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.config = config
+        c = config
+        positions: Positions = c.positions  # type: ignore[assignment]
+        layer = (c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias)
+        norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
+        self.embedding = Embedding(c.vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, c.dropout)
+        self.decoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.layers, norm)
+        self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
+        initialise(self, c.initialisation, c.d_model)
+        if c.embeddings == "tied":
+            self.output.weight = self.embedding.tokens.weight
+
+    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
+        """Compute the hidden states of the real positions, packed in order: `[T, D]`.
+
+        Args:
+            ids: int64, packed `[T]` or padded at the end `[B, length]`.
+            lengths: int64 `[B]`, of each document or piece of one; on the CPU, so that nothing waits for the device.
+                Zero is allowed, and so is B = 0. Or their layout, which torch.compile needs.
+
+        Raises:
+            ValueError: ids is of another shape, or a length is beyond what learned positions hold.
+        """
+        ids, layout = packed_ids("ids", ids, lengths)
+        x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
+        return self.decoder.packed(x, layout, causal=True)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project hidden states `[..., D]` to logits `[..., V]`."""
+        return self.output(hidden)  # type: ignore[no-any-return]
+
+
+def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0) -> Tensor:
+    """Sum of the cross entropy over the real tokens of a batch, fp32, in nats; padding never takes part.
+
+    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
+    """
+    hidden = model(batch.ids_in, batch.lengths)
+    return summed_cross_entropy(model.output, hidden, batch.ids_out, batch.lengths, label_smoothing)

@@ -1,0 +1,139 @@
+"""Documents to batches of a language model: special ids, splitting, shifting and packing; there is no padding.
+
+A document is read as bos + tokens + eos, and each of these but bos is predicted exactly once, from what stands before
+it. A document with more than `context` of them is cut every `context` predictions: a piece begins with the token that
+the piece before it predicted last, and sees nothing further back. Cutting evenly instead would give the average token
+less to look back on. So the number of predictions depends neither on the context nor on the batches, and perplexities
+compare; the corpus as one document gives the classical windows of a stream, documents of one line give each line alone.
+
+A batch is one run of tokens that holds as many whole pieces as its budget allows, from all over the corpus: a model
+that takes the lengths keeps them apart. The order depends on (seed, epoch) only, so a run resumed at batch i of epoch
+n sees exactly the batches that the uninterrupted run would have seen.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .encoding import EncodedDocuments, Ints
+
+
+@dataclass(frozen=True)
+class LanguageBatch:
+    """B pieces of documents, one after another: `ids_out[t]` is what follows `ids_in[t]`. Ids are int64 [T].
+
+    The lengths stay on the CPU, so that no device has to be waited for to lay a batch out.
+    """
+
+    ids_in: Tensor  # bos + tokens, or a window of that
+    ids_out: Tensor  # tokens + eos, or the same window
+    lengths: Tensor  # [B]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to predict, eos included: what a loss is divided by."""
+        return int(self.lengths.sum())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "LanguageBatch":
+        """The batch with its ids on `device`; the lengths stay on the CPU."""
+        return replace(
+            self,
+            ids_in=self.ids_in.to(device, non_blocking=non_blocking),
+            ids_out=self.ids_out.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Windows of a stream: piece i reads ``stream[starts[i] : starts[i] + lengths[i]]`` and predicts it one id later.
+
+    `stream` int32 [total], bos + tokens + eos of every document; `starts` and `lengths` int64 [pieces].
+    """
+
+    stream: NDArray[np.int32]
+    starts: Ints
+    lengths: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def cut_documents(documents: EncodedDocuments, context: int) -> Pieces:
+    """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
+
+    Raises ``ValueError`` when `context` is below 1.
+    """
+    if context < 1:
+        raise ValueError(f"context must be at least 1, not {context}")
+    special = documents.special_ids
+    stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
+    first = np.cumsum(lengths) - lengths  # [documents]: where each begins in the stream
+    predictions = lengths - 1  # bos is not predicted
+    counts = -(-predictions // context)  # pieces of each document
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each piece in its document
+    starts = np.repeat(first, counts) + number * context
+    return Pieces(
+        stream.astype(np.int32), starts, np.minimum(context, np.repeat(predictions, counts) - number * context)
+    )
+
+
+def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
+    """One batch of the pieces at `indices`, in that order."""
+    lengths = pieces.lengths[indices]
+    offsets = np.cumsum(lengths) - lengths
+    where = np.arange(lengths.sum()) + np.repeat(pieces.starts[indices] - offsets, lengths)  # [T]
+    ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (where, where + 1))
+    return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
+
+
+class LanguageBatches:
+    """The batches of each epoch: at most `tokens` tokens each, of pieces that predict at most `context` tokens.
+
+    The pieces are in random order, or with ``shuffle=False`` in that of the documents, for validation.
+
+    Raises ``ValueError`` when `context` is below 1, when `tokens` is less than that, and when there are no documents.
+    """
+
+    def __init__(
+        self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        if len(documents) == 0:
+            raise ValueError("there are no documents to make batches of")
+        self.pieces = cut_documents(documents, context)
+        if tokens < context:
+            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must have room for a piece")
+        self.context, self.tokens, self.seed, self.shuffle = context, tokens, seed, shuffle
+        self._planned: tuple[int, list[Ints]] | None = None
+
+    def plan(self, epoch: int) -> list[Ints]:
+        """The pieces of each batch of an epoch, as indices; the last epoch asked for is remembered."""
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = epoch, self._plan(epoch)
+        return self._planned[1]
+
+    def _plan(self, epoch: int) -> list[Ints]:
+        count = len(self.pieces)
+        order = np.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle else np.arange(count)
+        ends = np.cumsum(self.pieces.lengths[order])
+        cuts: list[int] = []
+        before = 0  # tokens in the batches so far
+        while ends[-1] - before > self.tokens:
+            cuts.append(int(np.searchsorted(ends, before + self.tokens, side="right")))  # the first that does not fit
+            before = int(ends[cuts[-1] - 1])
+        return np.split(order, cuts)
+
+    def batches_in(self, epoch: int) -> int:
+        """Number of batches of an epoch."""
+        return len(self.plan(epoch))
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[LanguageBatch]:
+        """The batches of an epoch, from number `start` on: (epoch, batches already seen) resumes exactly."""
+        for indices in self.plan(epoch)[start:]:
+            yield collate_pieces(self.pieces, indices)

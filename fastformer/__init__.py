@@ -13,7 +13,9 @@ from fastformer.backend import allow_nondeterminism, backend, get_backend, set_b
 __version__ = "0.1.0"
 
 _HOME = {
+    "convert": "fastformer.conversion",
     "explain": "fastformer.functional",
+    "revert": "fastformer.conversion",
     "FeedForward": "fastformer.modules",
     "LayerNorm": "fastformer.modules",
     "LinearCrossEntropy": "fastformer.modules",
@@ -25,7 +27,18 @@ _HOME = {
     "TransformerEncoder": "fastformer.stacks",
     "TransformerEncoderLayer": "fastformer.layers",
 }
-_SUBMODULES = ("functional", "generate", "layers", "models", "modules", "packing", "plots", "text", "train")
+_SUBMODULES = (
+    "functional",
+    "generate",
+    "integrations",
+    "layers",
+    "models",
+    "modules",
+    "packing",
+    "plots",
+    "text",
+    "train",
+)
 
 __all__ = [
     "FeedForward",
@@ -40,22 +53,26 @@ __all__ = [
     "TransformerEncoderLayer",
     "allow_nondeterminism",
     "backend",
+    "convert",
     "explain",
     "functional",
     "generate",
     "get_backend",
+    "integrations",
     "layers",
     "models",
     "modules",
     "packing",
     "plots",
+    "revert",
     "set_backend",
     "text",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from fastformer import functional, generate, layers, models, modules, packing, plots, text, train
+    from fastformer import functional, generate, integrations, layers, models, modules, packing, plots, text, train
+    from fastformer.conversion import convert, revert
     from fastformer.functional import explain
     from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
     from fastformer.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm

@@ -19,8 +19,9 @@ FLOORS = (
     {"functional"},
     {"modules", "multihead_attention"},
     {"layers"},
+    {"padding_free"},
     {"stacks"},
-    {"models", "convert"},
+    {"models", "conversion", "integrations"},
     {"generate", "train"},
     {"translation"},
     {"demo", "describe", "cli", "cli_options", "__main__"},
@@ -129,7 +130,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-EXTRAS = {"sacrebleu", "safetensors", "rich", "matplotlib", "tomli_w", "typer", "tensorboard", "triton"}
+EXTRAS = {"sacrebleu", "safetensors", "rich", "matplotlib", "tomli_w", "typer", "tensorboard", "transformers", "triton"}
 
 
 def test_import_fastformer_is_light():

@@ -1,0 +1,191 @@
+"""fastformer's attention in Hugging Face transformers: import this module, then `attn_implementation="fastformer"`.
+
+    import fastformer.integrations.transformers
+    model = AutoModel.from_pretrained(name, attn_implementation="fastformer")
+    model.set_attn_implementation("fastformer")  # or later, on any model that transformers can switch
+
+Padding is never materialised as a mask `[B, 1, T, S]` where a pattern can be said shorter: see `transformers_masks`.
+
+Numbers are those of `attn_implementation="eager"` at every real position. One deliberate difference: a query that may
+attend to nothing (padding on the left) gives 0, where eager gives the mean over the padding; a loss sees it only where
+it asks for the first token after the padding, whose label is better -100. What cannot be said to
+`fastformer.functional.attention`, such as attention sinks, raises; nothing is ignored that changes the result.
+
+transformers >= 5.18: the oldest release tested, whose T5 passes its position bias to the attention interface.
+
+Letters: B batch, H heads, T queries, S keys, K head size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import functional
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils.output_capturing import _active_collector
+
+    from fastformer.integrations.transformers_masks import MaskRules, mask_rules
+except ImportError as error:
+    raise ImportError(
+        "fastformer.integrations.transformers needs transformers 5.18 or newer: pip install 'fastformer[transformers]'"
+    ) from error
+
+NAME = "fastformer"
+
+# Keywords that pass through layers on their way elsewhere; no attention of transformers reads them.
+_NOT_FOR_ATTENTION = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
+
+
+def _rules_of(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, sliding_window: int | None
+) -> MaskRules:
+    """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
+    T, S = query.shape[2], key.shape[2]
+    if isinstance(mask, MaskRules):
+        by_position = mask.causal or mask.window is not None or mask.mask is not None
+        if mask.shape[3] != S or (by_position and mask.shape[2] != T):
+            raise ValueError(
+                f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys, not for {T} and {S}"
+            )
+        if is_causal is False and mask.causal and getattr(module, "is_causal", True):
+            raise ValueError(
+                "is_causal=False contradicts the causal mask of the model; set config.is_causal = False instead"
+            )
+        return mask
+    shape = (key.shape[0], 1, T, S)
+    if mask is None:
+        causal = T > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and T != S:
+            raise ValueError(f"attention_mask is None: {T} causal queries have no known place among {S} keys")
+        if sliding_window is not None and sliding_window < S:
+            raise ValueError(f"attention_mask is None, and does not hold the sliding window of {sliding_window}")
+        return MaskRules(shape, S, causal=causal)
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be a tensor [B, H, T, S], not {kind}")
+    if mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
+        return MaskRules(shape, S, mask[:, 0, 0].expand(key.shape[0], -1))
+    return MaskRules(shape, S, mask=mask)
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Merge a mask and the position bias of T5, which is added to the scores."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
+def _wants_weights(asked: object) -> bool:
+    """Whether the attention weights of this call are wanted: asked for here, or collected by a model's hooks."""
+    if asked:
+        return True
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False  # the context variable behind it cannot be traced
+    collected = _active_collector.get()
+    return collected is not None and any(key.endswith("attentions") for key in collected)
+
+
+def _check(kwargs: dict[str, Any], rules: MaskRules) -> None:
+    """Raise for keywords that the op has no words for."""
+    unknown = [name for name, value in kwargs.items() if value is not None and value is not False]
+    unknown = [name for name in unknown if name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise ValueError(
+            f"fastformer's attention does not know {', '.join(unknown)}, which may change the result; "
+            'use attn_implementation="eager" for this model or call'
+        )
+    offsets: Sequence[Any] | Tensor | None = kwargs.get("cu_seq_lens_q")
+    if offsets is not None and len(offsets) > 2 and rules.mask is None:
+        raise ValueError(
+            "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
+            "pass position_ids that start again at 0 for each, and no attention_mask"
+        )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRules | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in one layer; registered with transformers' AttentionInterface.
+
+    Args:
+        module: the layer; `training` says whether there is dropout.
+        query: `[B, H, T, K]`.
+        key, value: `[B, Hkv, S, K]`; H is a multiple of Hkv.
+        attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None for
+            models without masks.
+        dropout: of the attention weights, in training.
+        scaling: K ** -0.5 if None.
+        is_causal: `module.is_causal` if None; counts where there is no mask.
+        position_bias: added to the scores, broadcastable to `[B, H, T, S]` (T5).
+        softcap: as in `functional.attention` (Gemma 2).
+        sliding_window: stands in the mask already.
+        **kwargs: what passes through the layers.
+
+    Returns:
+        `[B, T, H, K]`, and the weights `[B, H, T, S]` where they are asked for, else None.
+
+    Raises:
+        ValueError: something that would change the result cannot be said to `functional.attention`.
+    """
+    rules = _rules_of(module, query, key, attention_mask, is_causal, sliding_window)
+    _check(kwargs, rules)
+    S = key.shape[2]
+    if query.shape[0] == 1:  # learned queries, the same for the whole batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+    mask = _with_bias(rules.mask, position_bias)
+    if rules.used < S:
+        key, value = key[:, :, : rules.used], value[:, :, : rules.used]
+        mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., : rules.used]
+    settings: dict[str, Any] = {
+        "causal": rules.causal,
+        "alignment": "bottom_right",
+        "window": rules.window,
+        "key_mask": rules.key_mask,
+        "softcap": softcap,
+        "dropout_p": dropout if module.training else 0.0,
+        "scale": scaling,
+    }
+    if not _wants_weights(kwargs.get("output_attentions")):
+        return functional.attention(query, key, value, mask, **settings).transpose(1, 2).contiguous(), None
+    out, weights = functional.attention_with_weights(query, key, value, mask, **settings)
+    return out.transpose(1, 2).contiguous(), F.pad(weights, (0, S - rules.used))
+
+
+def register() -> None:
+    """Make `attn_implementation="fastformer"` known to transformers; done on import, and harmless to repeat."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_rules)
+
+
+register()

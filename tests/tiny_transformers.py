@@ -1,0 +1,153 @@
+"""Small, randomly initialised models of Hugging Face transformers, and padded batches for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MarianConfig,
+    MistralConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    T5Config,
+)
+from transformers.utils import logging
+
+import fastformer.integrations.transformers  # noqa: F401  (registers the attention)
+
+logging.set_verbosity_error()
+
+VOCABULARY, LENGTH, WINDOW = 60, 9, 4
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DROPOUT = 0.3
+# Large initial values: weights far from uniform, so that a wrong mask shows.
+PLAIN = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "initializer_range": 0.4,
+    **SPECIAL,
+}
+GROUPED = {**PLAIN, "num_key_value_heads": 2, "attention_dropout": DROPOUT}
+BIDIRECTIONAL, DECODERS, PAIRS = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "bert": (BIDIRECTIONAL, BertConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
+    "roberta": (BIDIRECTIONAL, RobertaConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
+    "gpt2": (
+        DECODERS,
+        GPT2Config,
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "initializer_range": 0.4,
+            "attn_pdrop": DROPOUT,
+            **SPECIAL,
+        },
+    ),
+    "llama": (DECODERS, LlamaConfig, GROUPED),
+    "mistral": (DECODERS, MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
+    "gemma2": (
+        DECODERS,
+        Gemma2Config,
+        {
+            **GROUPED,
+            "sliding_window": WINDOW,
+            "head_dim": 4,
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 1.5,
+        },
+    ),
+    "marian": (
+        PAIRS,
+        MarianConfig,
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "init_std": 0.4,
+            "attention_dropout": DROPOUT,
+            "max_position_embeddings": 64,
+            **SPECIAL,
+            "decoder_start_token_id": 1,
+            "forced_eos_token_id": None,
+        },
+    ),
+    "t5": (
+        PAIRS,
+        T5Config,
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "initializer_factor": 2.0,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 6,
+            "dropout_rate": DROPOUT,
+            **SPECIAL,
+            "decoder_start_token_id": 1,
+        },
+    ),
+}
+# transformers takes the softmax of these in fp32, whatever the model's dtype.
+DTYPES = {name: torch.float32 if name in ("llama", "mistral", "gemma2") else torch.float64 for name in MODELS}
+ROUNDINGS = 2000.0  # two layers with large weights, added up in another order
+
+
+def tiny(name: str, attention: str = "fastformer", **changes: Any) -> PreTrainedModel:
+    """A model in evaluation mode; the same parameters for every attention."""
+    auto, config, settings = MODELS[name]
+    torch.manual_seed(1)
+    model: PreTrainedModel = auto.from_config(config(**{**settings, **changes}), attn_implementation=attention)
+    return model.to(DTYPES[name]).eval()
+
+
+def padding_mask(side: str) -> Tensor:
+    """int64 `[3, LENGTH]`, 1 = real: rows of 9, 4 and 6 tokens."""
+    positions = torch.arange(LENGTH)
+    lengths = torch.tensor([[LENGTH], [4], [6]])
+    match side:
+        case "right":
+            real = positions < lengths
+        case "left":
+            real = positions >= LENGTH - lengths
+        case "gaps":
+            real = (positions < lengths) | (positions % 3 == 2)
+    return real.long()
+
+
+def batch(name: str, side: str | None) -> dict[str, Tensor]:
+    """ids, labels (-100 where padding would be asked for a word) and, unless side is None, the padding mask."""
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = torch.randint(3, VOCABULARY, (2, 3, LENGTH), generator=generator)
+    if side is None:
+        return {"input_ids": ids, "labels": labels}
+    real = padding_mask(side)
+    if MODELS[name][0] is PAIRS:
+        labels = labels[:, : LENGTH - 2]
+        tail = torch.tensor([7, 3, 5])[:, None] <= torch.arange(LENGTH - 2)
+        labels = labels.masked_fill(tail, -100)
+    else:
+        asked = real.bool()
+        if MODELS[name][0] is DECODERS:  # the first token after padding is predicted from padding
+            asked = asked & asked.roll(1, 1)
+        labels = labels.masked_fill(~asked, -100)
+    return {"input_ids": ids.masked_fill(real == 0, 0), "attention_mask": real, "labels": labels}

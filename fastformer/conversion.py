@@ -7,6 +7,7 @@ optimiser's references and the names in the state dict stay what they are.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -31,7 +32,7 @@ class Conversion:
 
     Attributes:
         changed: modules that have another class now.
-        left: modules that look like ours to change and were not, with the reason.
+        left: modules that look like ours to change, or to change back, and were not, with the reason.
         padded: stacks that are ours and still work on padding, with the reason.
     """
 
@@ -84,12 +85,19 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
 
 
 def revert(model: nn.Module) -> Conversion:
-    """Give every module that `convert` changed its class back, in place; return what was changed."""
+    """Give every module that `convert` changed its class back, in place; return what was changed.
+
+    Left alone is what has got another class since, by a parametrisation or by FSDP2, until that is undone.
+    """
     report = Conversion()
     for name, module in model.named_modules():
-        before = module.__dict__.pop(_MARK, None)
+        before = module.__dict__.get(_MARK)
         if before is None:
             continue
+        if type(module) is not OURS.get(before, SequentialFeedForward):
+            report.left.append(Entry(name, _name(type(module)), "its class has changed since it was converted"))
+            continue
+        del module.__dict__[_MARK]
         report.changed.append(Entry(name, _name(type(module)), _name(before)))
         module.__dict__.pop("padding_free", None)
         module.__class__ = before
@@ -112,9 +120,9 @@ def _reason(module: nn.Module) -> str | None:
         return "its forward was replaced in the instance" if "forward" in module.__dict__ else None
     if isinstance(module, tuple(OURS.values())):
         return None
-    original = getattr(module, "original_name", None)  # of a scripted module
-    if original in {torchs.__name__ for torchs in OURS}:
-        return "scripted"
+    if isinstance(module, torch.jit.ScriptModule):
+        original = getattr(module, "original_name", None)
+        return "scripted" if original in {torchs.__name__ for torchs in OURS} else None
     kind = type(module)
     if not any(name in kind.__name__ for name in ("LayerNorm", "RMSNorm")) and not isinstance(module, tuple(OURS)):
         return None

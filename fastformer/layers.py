@@ -21,6 +21,8 @@ from fastformer.packing import Layout
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
+_BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     """The second sublayer: one op where nothing was replaced, else its modules in turn."""
@@ -71,16 +73,21 @@ class _Layer(nn.Module):
 
     _overridden = False
 
+    @property
+    def has_own_blocks(self) -> bool:
+        """Whether a subclass or the instance replaced `_sa_block`, `_mha_block` or `_ff_block`."""
+        return self._overridden or any(name in self.__dict__ for name in _BLOCKS)
+
     def _check_composable(self) -> None:
-        """Refuse to compose a layer whose `_sa_block`, `_mha_block` or `_ff_block` a subclass replaced."""
-        if self._overridden:
+        """Refuse to compose a layer with a block of its own."""
+        if self.has_own_blocks:
             raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
 
     @property
     def overridden(self) -> bool:
-        """Whether a subclass replaced `forward` or a block of the layer, which `packed` and `compose` do not call."""
+        """Whether `forward` or a block of the layer was replaced, which `packed` and `compose` do not call."""
         forwards = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-        return self._overridden or type(self).forward not in forwards
+        return self.has_own_blocks or type(self).forward not in forwards
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
@@ -93,8 +100,8 @@ class _Layer(nn.Module):
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass that overrides `_sa_block` or
-    `_ff_block` keeps torch's `forward`, which calls them.
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass or an instance that replaces
+    `_sa_block` or `_ff_block` keeps torch's `forward`, which calls them.
     """
 
     self_attn: MultiheadAttention
@@ -159,7 +166,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             src_key_padding_mask: `[B, S]`, bool (True = ignore) or additive.
             is_causal: states that src_mask, which must be given, is the causal mask.
         """
-        if self._overridden:
+        if self.has_own_blocks:
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
 
         def attention(x: Tensor) -> Tensor:
@@ -196,8 +203,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass that overrides `_sa_block`,
-    `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass or an instance that replaces
+    `_sa_block`, `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
     """
 
     self_attn: MultiheadAttention
@@ -259,7 +266,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             tgt_is_causal: states that tgt_mask, which must be given, is the causal mask.
             memory_is_causal: the same of memory_mask.
         """
-        if self._overridden:
+        if self.has_own_blocks:
             return nn.TransformerDecoderLayer.forward(
                 self,
                 tgt,

@@ -46,9 +46,10 @@ def twin(module: nn.Module) -> nn.Module:
     if type(module) not in OURS:
         return module
     ours = _share(module)
-    for name, part in ours.named_children():
-        if type(part) in OURS:
-            ours._modules[name] = _share(part)
+    parts = {part: _share(part) for part in ours.children() if type(part) in OURS}
+    for name, part in ours._modules.items():
+        if part in parts:  # one part under two names stays one
+            ours._modules[name] = parts[part]
     take_over(ours)
     return ours
 

@@ -57,7 +57,8 @@ class Layout:
             TypeError: lengths are not integers.
             ValueError: lengths are not one-dimensional, or one is negative or beyond the row.
         """
-        lengths = torch.as_tensor(lengths)
+        if not isinstance(lengths, Tensor):
+            lengths = torch.as_tensor(lengths, device="cpu")
         if lengths.numel() == 0:
             lengths = lengths.to(torch.int64)
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:

@@ -30,13 +30,16 @@ def obstacle(stack: nn.Module) -> str | None:
 
     Hooks are one reason: they would see tokens in place of batches.
     """
+    if not len(stack.layers):  # type: ignore[arg-type]
+        return "it has no layers, which say where the batch is"
     for index, layer in enumerate(stack.layers):  # type: ignore[arg-type]
         reason = _layer_obstacle(layer)
         if reason is not None:
             return f"layers.{index}{reason}"
     norm = stack.norm
-    if isinstance(norm, nn.Module) and (type(norm) not in _NORMS or has_hooks(norm)):
-        return f"norm {_hooks_or_type(norm)}"
+    if isinstance(norm, nn.Module):
+        reason = _part_obstacle(norm, _NORMS)
+        return None if reason is None else f"norm {reason}"
     return None
 
 
@@ -44,12 +47,13 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
     if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
         return f" is a {type(layer).__name__}"
     if layer.overridden:
-        return f" is a {type(layer).__name__}, which overrides part of its layer"
+        return f" is a {type(layer).__name__} with a part of its own"
     if has_hooks(layer):
         return " has hooks"
     for name, part in layer.named_children():
-        if has_hooks(part) or type(part) not in (*_PARTS, MultiheadAttention):
-            return f".{name} {_hooks_or_type(part)}"
+        reason = _part_obstacle(part, (*_PARTS, MultiheadAttention))
+        if reason is not None:
+            return f".{name} {reason}"
         if isinstance(part, MultiheadAttention) and not part.packs:
             return f".{name} has add_bias_kv or add_zero_attn"
     if not isinstance(layer.activation, nn.Module) and layer.activation not in _FUNCTIONS:
@@ -57,8 +61,13 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
     return None
 
 
-def _hooks_or_type(module: nn.Module) -> str:
-    return "has hooks" if has_hooks(module) else f"is a {type(module).__name__}"
+def _part_obstacle(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str | None:
+    if has_hooks(part):
+        return "has hooks"
+    if type(part) not in known:
+        return f"is a {type(part).__name__}"
+    shape = getattr(part, "normalized_shape", ())
+    return f"normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
 
 class Side(NamedTuple):
@@ -84,17 +93,17 @@ def hidden_keys(padding: Tensor) -> Tensor | None:
 
     Additive masks of 0 and -inf are read, too.
     """
-    if not _has_values(padding):
+    if not has_values(padding):
         return None
     if padding.dtype == torch.bool:
         return padding
-    if not padding.is_floating_point():
+    if not padding.is_floating_point() or padding.requires_grad:
         return None
     hidden = padding == float("-inf")
     return None if bool(((padding != 0) & ~hidden).any()) else hidden
 
 
-def _has_values(padding: Tensor) -> bool:
+def has_values(padding: Tensor) -> bool:
     """Whether the values of a mask may decide what runs: not while something else is made of the program.
 
     torch.compile and torch.export have none, a trace or a CUDA graph would repeat what fits this batch alone.
@@ -104,24 +113,34 @@ def _has_values(padding: Tensor) -> bool:
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or padding.device.type == "meta"
         or isinstance(padding, FakeTensor)
-        or torch._C._functorch.is_batchedtensor(padding)
+        or _stands_for_many(padding)
         or (padding.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
-def read_side(x: Tensor, padding: Tensor | None, batch_first: bool) -> Side | None:
+def _stands_for_many(x: Tensor) -> bool:
+    """Whether x is one of many to vmap, be it inside other transforms of torch.func."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Side | None:
     """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
 
     Args:
         x: a padded batch.
         padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
-        batch_first: the order of the dimensions.
+        batch_first: the order of the dimensions; None if unknown.
 
     Returns:
         None where this cannot run without padding, or does not fit together: the padded way then says what is wrong.
     """
     batched = x.dim() == 3
-    if x.dim() not in (2, 3):
+    if x.dim() not in (2, 3) or batch_first is None:
         return None
     B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if padding is None:
@@ -140,24 +159,35 @@ def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one is other:
         return one is other
     alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return alike and _has_values(one) and _has_values(other) and torch.equal(one, other)
+    return alike and has_values(one) and has_values(other) and torch.equal(one, other)
 
 
-def is_causal_mask(mask: Tensor | None, stated: bool) -> bool:
-    """Whether an attn_mask `[L, L]` hides what comes later and nothing else: `stated` by the caller, or seen."""
-    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
+def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
+    """Whether an attn_mask `[L, L]` hides what comes later and nothing else: `stated` by the caller, or seen.
+
+    A mask that does not fit is none, so that its check comes; one that learns is none, so that its gradient does.
+    """
+    if mask is None or mask.shape != (length, length) or mask.requires_grad:
+        return False
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         return False
     if stated:
         return True
+    if not has_values(mask):
+        return False
     ahead = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu_(1)
     if mask.dtype == torch.bool:
         return torch.equal(mask, ahead)
     return torch.equal(mask == float("-inf"), ahead) and not bool(mask.tril().any())
 
 
-def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool) -> Tensor:
-    """Set the rows of a padded output to 0 where a bool mask says padding, as the packed way does."""
-    if padding is None or padding.dtype != torch.bool:
+def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
+    """Set the rows of a padded output to 0 where its mask says True or -inf, as the packed way does.
+
+    Without knowing the order of the dimensions, batch_first None, it stays as it is.
+    """
+    if padding is None or batch_first is None:
         return x
-    hidden = padding if padding.dim() == 1 or batch_first else padding.transpose(0, 1)
+    hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
+    hidden = hidden if padding.dim() == 1 or batch_first else hidden.transpose(0, 1)
     return x.masked_fill(hidden[..., None], 0.0)

@@ -179,9 +179,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     if merged is not None and merged.is_floating_point():
         merged = merged.to(q.dtype)
     out = F.scaled_dot_product_attention(
-        q, k, v, merged, dropout_p, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, merged, dropout_p, is_causal=causal, scale=scale, enable_gqa=bool(k.shape[1] != q.shape[1])
     )
-    if out.requires_grad and dropout_p == 0.0 and not torch.compiler.is_compiling():
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if out.requires_grad and dropout_p == 0.0 and not recorded:
         out = _PlainDoubleBackward.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
     return out if dead is None else out.masked_fill(dead, 0.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastformer.modules import drop_in, has_hooks, take_over, twin
 from fastformer.packing import Layout, from_nested, to_nested
-from fastformer.padding_free import Side, is_causal_mask, obstacle, read_side, same_mask, zero_padding
+from fastformer.padding_free import Side, has_values, is_causal_mask, obstacle, read_side, same_mask, zero_padding
 
 
 class _Stack(nn.Module):
@@ -34,15 +34,23 @@ class _Stack(nn.Module):
         return obstacle(self)
 
     @property
-    def _batch_first(self) -> bool:
-        """The order of dimensions that the layers take."""
+    def layers_batch_first(self) -> bool | None:
+        """The order of dimensions that the layers take; None where they do not say."""
         layers: Any = self.layers
-        return len(layers) > 0 and bool(layers[0].self_attn.batch_first)
+        attention = getattr(layers[0], "self_attn", None) if len(layers) else None
+        return getattr(attention, "batch_first", None)
 
     def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Whether there is padding to skip, and nothing against skipping it."""
         wanted = self.padding_free if padding_free is None else padding_free
-        return wanted and any(mask is not None for mask in masks) and self.obstacle() is None
+        given = [mask for mask in masks if mask is not None]
+        return wanted and bool(given) and all(map(has_values, given)) and self.obstacle() is None
+
+    def _check_packs(self, name: str) -> None:
+        """Raise if a nested tensor meets layers that need a padded batch."""
+        reason = self.obstacle()
+        if reason is not None:
+            raise RuntimeError(f"{name} must not be nested where layers need a padded batch: {reason}")
 
 
 @drop_in
@@ -92,11 +100,12 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         """
         if src.is_nested:
             _refuse("src", src_key_padding_mask, mask)
+            self._check_packs("src")
             tokens, layout = from_nested(src)
             return to_nested(self.packed(tokens, layout, bool(is_causal)), layout)
         side = None
-        if self.skips(padding_free, src_key_padding_mask) and not (is_causal and mask is None):
-            side = read_side(src, src_key_padding_mask, self._batch_first)
+        if self.skips(padding_free, src_key_padding_mask) and not _lacks_mask((is_causal, mask)):
+            side = read_side(src, src_key_padding_mask, self.layers_batch_first)
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
         output = src
@@ -104,11 +113,11 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             output = layer(output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
         output = output if self.norm is None else self.norm(output)
         wanted = self.padding_free if padding_free is None else padding_free
-        return zero_padding(output, src_key_padding_mask, self._batch_first) if wanted else output
+        return zero_padding(output, src_key_padding_mask, self.layers_batch_first) if wanted else output
 
     def encode(self, side: Side, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
-        causal = is_causal_mask(mask, is_causal)
+        causal = is_causal_mask(mask, is_causal, side.layout.columns)
         return self.packed(side.pack(src), side.layout, causal, None if causal else mask)
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, mask: Tensor | None = None) -> Tensor:
@@ -160,11 +169,12 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         """
         if tgt.is_nested or memory.is_nested:
             _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            self._check_packs("tgt")
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             return to_nested(self.packed(tokens, layout, keys, key_layout, bool(tgt_is_causal)), layout)
-        hints_alone = (tgt_is_causal and tgt_mask is None) or (memory_is_causal and memory_mask is None)
-        if self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not hints_alone:
-            source = read_side(memory, memory_key_padding_mask, self._batch_first)
+        lacking = _lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
+        if self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
+            source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if source is not None:
                 side = self.read_target(tgt, tgt_key_padding_mask, source)
                 if side is not None:
@@ -184,11 +194,11 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             )
         output = output if self.norm is None else self.norm(output)
         wanted = self.padding_free if padding_free is None else padding_free
-        return zero_padding(output, tgt_key_padding_mask, self._batch_first) if wanted else output
+        return zero_padding(output, tgt_key_padding_mask, self.layers_batch_first) if wanted else output
 
     def read_target(self, tgt: Tensor, padding: Tensor | None, source: Side) -> Side | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""
-        side = read_side(tgt, padding, self._batch_first)
+        side = read_side(tgt, padding, self.layers_batch_first)
         fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
         return side if fits else None
 
@@ -203,7 +213,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         tgt_is_causal: bool,
     ) -> Tensor:
         """Decode the real tokens of a padded batch with packed memory `[S, D]`; the output is padded."""
-        causal = is_causal_mask(tgt_mask, tgt_is_causal)
+        causal = is_causal_mask(tgt_mask, tgt_is_causal, side.layout.columns)
         tgt_mask = None if causal else tgt_mask
         tokens = side.pack(tgt)
         return side.unpack(self.packed(tokens, side.layout, memory, source.layout, causal, tgt_mask, memory_mask))
@@ -237,6 +247,11 @@ def _refuse(name: str, *masks: Tensor | None) -> None:
     """Raise if a nested tensor comes with a mask."""
     if any(mask is not None for mask in masks):
         raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
+
+
+def _lacks_mask(*hints: tuple[bool | None, Tensor | None]) -> bool:
+    """Whether a mask is said to be causal that is not given, which the padded way refuses."""
+    return any(stated and mask is None for stated, mask in hints)
 
 
 @drop_in
@@ -309,14 +324,16 @@ class Transformer(nn.Transformer):
         if not (src.is_nested or tgt.is_nested):
             self._check(src, tgt)
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)
-        if same and not (src_is_causal and src_mask is None) and not (tgt_is_causal and tgt_mask is None):
+        hints = (src_is_causal, src_mask), (tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask)
+        if same and not _lacks_mask(*hints):
             source = self._read_source(src, src_key_padding_mask)
             side = None if source is None else self.decoder.read_target(tgt, tgt_key_padding_mask, source)
             if source is not None and side is not None:
                 memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
                 return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
         # Rows of padding that the decoder will see are what torch makes of them, not 0.
-        as_torch = {} if same or not isinstance(self.encoder, TransformerEncoder) else {"padding_free": False}
+        switchable = getattr(type(self.encoder), "forward", None) is TransformerEncoder.forward
+        as_torch = {"padding_free": False} if switchable and not same else {}
         memory = self.encoder(
             src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal, **as_torch
         )
@@ -345,6 +362,8 @@ class Transformer(nn.Transformer):
         ours = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
         if not ours or has_hooks(self.encoder) or has_hooks(self.decoder):
             return None
+        if self.encoder.layers_batch_first != self.decoder.layers_batch_first:
+            return None
         if not (self.encoder.skips(None, padding) and self.decoder.skips(None, padding)):
             return None
-        return read_side(src, padding, self.batch_first)
+        return read_side(src, padding, self.encoder.layers_batch_first)

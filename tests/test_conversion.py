@@ -261,6 +261,45 @@ def test_hooks_go_on_working():
     assert calls == before
 
 
+def test_a_class_that_changed_since_stays_until_that_is_undone():
+    model = nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D))
+    fastformer.convert(model)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Softplus())
+    x = random(B, D, dtype=torch.float32)
+    expected, report = model(x), fastformer.revert(model)
+    assert [entry.name for entry in report.changed] == ["1"]
+    assert [(e.name, e.outcome) for e in report.left] == [("0", "its class has changed since it was converted")]
+    assert_close(model(x), expected)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    fastformer.revert(model)
+    assert [type(m) for m in model] == [nn.LayerNorm, nn.RMSNorm]
+
+
+def test_a_block_replaced_in_the_instance_goes_on_being_called():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=True), 2)
+    model.layers[1]._sa_block = lambda x, *_, **__: x.flip(0)
+    x = random(B, S, D, dtype=torch.float32)
+    expected = model(x)
+    report = fastformer.convert(model)
+    assert_close(model(x), expected)
+    assert [e.outcome for e in report.padded] == ["layers.1 is a TransformerEncoderLayer with a part of its own"]
+
+
+def test_names_of_a_users_module_mean_nothing():
+    module = nn.Linear(D, D)
+    module.original_name = ["LayerNorm"]
+    assert not fastformer.convert(module).left
+
+
+def test_a_stack_of_ours_from_a_layer_of_torchs_leaves_that_as_it_is():
+    layer = nn.TransformerEncoderLayer(D, H, FF)
+    layer.norm2 = layer.norm1
+    stack = fastformer.TransformerEncoder(layer, 1)
+    assert type(layer.norm1) is type(layer.norm2) is nn.LayerNorm
+    assert stack.layers[0].norm1 is stack.layers[0].norm2
+    assert type(stack.layers[0].norm1) is fastformer.LayerNorm
+
+
 def test_one_module_in_two_places_stays_one():
     norm = nn.LayerNorm(D)
     model = nn.ModuleDict({"a": norm, "b": norm})

@@ -70,6 +70,12 @@ def test_a_mask_may_have_padding_anywhere(name, batch_first):
     assert_close(gradient, expected)
 
 
+def test_numbers_need_no_default_device():
+    with torch.device("meta"):
+        layout = Layout.from_lengths([2, 1])
+    assert layout.offsets.tolist() == [0, 2, 3]
+
+
 def test_lengths_in_a_wider_batch():
     layout = Layout.from_lengths([2, 1], columns=4)
     assert (layout.columns, layout.max_length) == (4, 2)

@@ -304,7 +304,15 @@ def change(name):
     def bias_kv(layer):
         layer.self_attn = fastformer.MultiheadAttention(D, H, add_bias_kv=True, batch_first=True, dtype=torch.float64)
 
+    def norm_over_positions(layer):
+        layer.norm2 = nn.LayerNorm((T, D), dtype=torch.float64)
+
+    def own_block(layer):
+        layer._ff_block = lambda x: x.flip(1)
+
     return {
+        "a norm over positions": (norm_over_positions, "layers.1.norm2 normalises over 2 dimensions"),
+        "own block": (own_block, "layers.1 is a TransformerEncoderLayer with a part of its own"),
         "hooks": (hook, "layers.1.linear1 has hooks"),
         "another norm": (batch_norm, "layers.1.norm2 is a OfBatch"),
         "another activation": (own_activation, "layers.1.activation is a function of your own"),
@@ -312,7 +320,10 @@ def change(name):
     }[name]
 
 
-@pytest.mark.parametrize("name", ["hooks", "another norm", "another activation", "bias of keys"])
+CHANGES = ["hooks", "another norm", "another activation", "bias of keys", "a norm over positions", "own block"]
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_what_may_look_at_a_whole_batch_gets_it(name, tokens_seen):
     ours, torchs = stacks("TransformerEncoder", norm_first=True)
     assert ours.obstacle() is None
@@ -325,16 +336,30 @@ def test_what_may_look_at_a_whole_batch_gets_it(name, tokens_seen):
     assert set(tokens_seen) == {B * T}
 
 
+class OwnDecoderLayer(fastformer.TransformerDecoderLayer):
+    def _ff_block(self, x):
+        return x
+
+
 def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
     class Own(fastformer.TransformerEncoderLayer):
         def forward(self, src, **masks):
             return super().forward(src, **masks).flip(1)
 
     stack = fastformer.TransformerEncoder(Own(D, H, FF, batch_first=True), 2)
-    assert stack.obstacle() == "layers.0 is a Own, which overrides part of its layer"
+    assert stack.obstacle() == "layers.0 is a Own with a part of its own"
+    nested = to_nested(torch.zeros(3, D), Layout.from_lengths([2, 1]))
+    message = "must not be nested where layers need a padded batch: layers.0 is a Own with a part of its own"
+    with pytest.raises(RuntimeError, match="src " + message):
+        stack(nested)
+    stack = fastformer.TransformerDecoder(OwnDecoderLayer(D, H, FF), 2)
+    with pytest.raises(RuntimeError, match="tgt " + message.replace("a Own ", "a OwnDecoderLayer ")):
+        stack(nested, nested)
     norm = nn.BatchNorm1d(T)
     stack = fastformer.TransformerEncoder(fastformer.TransformerEncoderLayer(D, H, FF), 2, norm)
     assert stack.obstacle() == "norm is a BatchNorm1d"
+    stack.norm = nn.LayerNorm((T, D))
+    assert stack.obstacle() == "norm normalises over 2 dimensions"
 
 
 def test_hooks_on_the_stacks_of_a_transformer_see_padded_batches():
@@ -345,6 +370,62 @@ def test_hooks_on_the_stacks_of_a_transformer_see_padded_batches():
     arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
     check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
     assert shapes == [(B, S, D)]
+
+
+def test_custom_stacks_are_called_as_torch_calls_them():
+    """Without arguments of ours, and with layers whose batch is another dimension."""
+
+    class Own(fastformer.TransformerEncoder):
+        def forward(self, src, mask=None, src_key_padding_mask=None, is_causal=None):
+            return super().forward(src, mask, src_key_padding_mask, is_causal) + 1
+
+    hidden, hidden_source = PADDING["right"]
+    x, memory = random(B, T, D), random(B, S, D)
+    ours, torchs = stacks("Transformer")
+    own, transposed = (
+        kind(fastformer.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=first, dtype=torch.float64), 1)
+        for kind, first in ((Own, True), (fastformer.TransformerEncoder, False))
+    )
+    ours.encoder = own
+    masks = {"src_key_padding_mask": hidden_source, "tgt_key_padding_mask": hidden}
+    expected = torchs.decoder(x, own(memory, None, hidden_source), tgt_key_padding_mask=hidden)
+    assert_close(ours(memory, x, **masks), expected.masked_fill(hidden[..., None], 0.0))
+    ours.encoder, torchs.encoder = transposed, copy.deepcopy(transposed)
+    square, hidden = random(B, B, D), right([1, 3, 2], B)
+    masks = {"src_key_padding_mask": hidden, "tgt_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
+    check(ours, torchs, (square, random(B, B, D)), hidden, **masks)
+
+
+def test_a_stack_without_layers_is_its_norm():
+    ours, _ = stacks("TransformerDecoder")
+    ours.layers = nn.ModuleList()
+    assert ours.obstacle() == "it has no layers, which say where the batch is"
+    x, hidden = random(B, B, D), right([1, 3, 2], B)
+    assert_close(ours(x, random(B, S, D), tgt_key_padding_mask=hidden), ours.norm(x))
+
+
+@pytest.mark.parametrize("change_layer", [lambda layer: None, change("hooks")[0]])
+def test_padding_of_minus_infinity_comes_out_as_zeros(change_layer):
+    ours, torchs = stacks("TransformerEncoder")
+    change_layer(ours.layers[1])
+    hidden = PADDING["left"][0]
+    check(ours, torchs, (random(B, T, D),), hidden, src_key_padding_mask=minus_infinity(hidden))
+
+
+def test_masks_that_learn_get_their_gradients():
+    """A bias that is still 0 and hides the future is not taken for the causal mask, nor one of keys for no padding."""
+    ours, torchs = stacks("TransformerEncoder", norm_first=True)
+    ours.norm = torchs.norm = None
+    x, hidden = random(B, T, D), PADDING["right"][0]
+    bias, of_keys = (torch.zeros(*shape, dtype=torch.float64, requires_grad=True) for shape in ((T, T), (B, T)))
+
+    def learned(stack: nn.Module) -> list[Tensor]:
+        one = stack(x, bias.masked_fill(AHEAD, -math.inf), src_key_padding_mask=hidden)[~hidden]
+        return [*gradients(one, [bias]), *gradients(stack(x, src_key_padding_mask=of_keys), [of_keys])]
+
+    for a, w in zip(learned(ours), learned(torchs), strict=True):
+        assert a.any()
+        assert_close(a, w)
 
 
 def test_an_additive_padding_mask_that_hides_nothing_is_added(tokens_seen):
@@ -392,8 +473,9 @@ def test_nested_tensors_go_in_and_come_out():
 
 def test_compiled_stacks_compute_the_same_without_a_break():
     """Under torch.compile the number of tokens is no constant: the batch stays padded, and its padded rows are 0."""
-    ours, _torchs = stacks("Transformer", dtype=torch.float32)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ours, _ = stacks("Transformer", dtype=torch.float32)
+    ours.decoder.layers = ours.decoder.layers[:1]
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
     hidden, hidden_source = PADDING["right"]
     arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
     inputs = (random(B, S, D, dtype=torch.float32), random(B, T, D, dtype=torch.float32))
@@ -407,6 +489,7 @@ def test_compiled_stacks_compute_the_same_without_a_break():
 
 def test_packed_stacks_compile_without_a_break():
     ours, _ = stacks("TransformerEncoder", dtype=torch.float32)
+    ours.layers, ours.norm = ours.layers[:1], None  # each takes seconds to trace with symbols
     compiled = torch.compile(ours.packed, fullgraph=True, backend="aot_eager", dynamic=True)
     for lengths in ([5, 2, 3], [1, 7, 2, 2]):
         layout = Layout.from_lengths(lengths)
@@ -426,6 +509,12 @@ def test_traces_and_fake_tensors_keep_the_padded_form():
         exported = torch.export.export(ours, (x,), {"src_key_padding_mask": hidden}).module()
     for other in (hidden, PADDING["left"][0]):
         assert_close(exported(x, src_key_padding_mask=other), ours(x, src_key_padding_mask=other).detach())
+    decoder, _ = stacks("TransformerDecoder", dtype=torch.float32)
+    memory = torch.randn(B, S, D)
+    with torch.no_grad():
+        exported = torch.export.export(decoder, (x, memory), {"tgt_key_padding_mask": hidden}).module()
+        expected = decoder(x, memory, tgt_key_padding_mask=PADDING["left"][0])
+        assert_close(exported(x, memory, tgt_key_padding_mask=PADDING["left"][0]), expected)
     meta = copy.deepcopy(ours).to("meta")
     assert meta(x.to("meta"), src_key_padding_mask=hidden.to("meta")).shape == (B, T, D)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -450,6 +539,16 @@ def test_autocast_and_activation_checkpointing():
     assert_close(out, expected.masked_fill(hidden[..., None], 0.0), roundings=2**18)  # of bf16 products
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_is_right_for_other_masks():
+    ours, _ = stacks("TransformerDecoder", dtype=torch.float32)
+    given = {"tgt": torch.randn(B, T, D), "memory": torch.randn(B, S, D), "tgt_key_padding_mask": PADDING["right"][0]}
+    traced = torch.jit.trace(ours, example_kwarg_inputs=given)
+    given["tgt_key_padding_mask"] = PADDING["left"][0]
+    assert_close(traced(**given), ours(**given))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # index_copy_ under vmap
 def test_functional_transforms():
     """vmap over inputs with one mask runs without padding; with a mask each, padded. Forward mode, too."""
@@ -466,6 +565,26 @@ def test_functional_transforms():
         step = 1e-6
         numeric = (ours(x[0] + step * tangent, src_key_padding_mask=hidden) - out) / step
     assert_close(along, numeric, roundings=1e11)
+    with torch.no_grad():
+        tilted = torch.stack([AHEAD, AHEAD.T])  # a mask of scores each
+        expected = torch.stack([ours(x[0], mask, src_key_padding_mask=hidden) for mask in tilted])
+        assert_close(torch.func.vmap(lambda m: ours(x[0], m, src_key_padding_mask=hidden))(tilted), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_sequence_by_vmap():
+    ours, _ = stacks("TransformerEncoder")
+    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    x, hidden = random(B, T, D, grad=False), PADDING["gaps"][0]
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, hidden: Tensor) -> Tensor:
+        out = torch.func.functional_call(ours, parameters, (x[None],), {"src_key_padding_mask": hidden[None]})
+        return out.pow(3).sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, hidden)
+    for b in range(B):
+        for name, gradient in torch.func.grad(loss)(parameters, x[b], hidden[b]).items():
+            assert_close(together[name][b], gradient)
 
 
 BAD = {
@@ -474,6 +593,20 @@ BAD = {
     "mask dtype": {"src_key_padding_mask": torch.zeros(B, T).int()},
     "mask of scores": {"src_key_padding_mask": PADDING["right"][0], "mask": torch.zeros(T, T + 1)},
     "dtype of the mask of scores": {"src_key_padding_mask": PADDING["right"][0], "mask": torch.zeros(T, T).int()},
+    "causal mask of another size": {
+        "src_key_padding_mask": PADDING["right"][0],
+        "mask": torch.ones(T + 1, T + 1).triu(1).bool(),
+    },
+    "causal mask of another size, stated": {
+        "src_key_padding_mask": PADDING["right"][0],
+        "mask": torch.ones(T + 1, T + 1).triu(1).bool(),
+        "is_causal": True,
+    },
+    "dtype of a stated causal mask": {
+        "src_key_padding_mask": PADDING["right"][0],
+        "mask": AHEAD.int(),
+        "is_causal": True,
+    },
     "hint alone": {"src_key_padding_mask": PADDING["right"][0], "is_causal": True},
 }
 
@@ -489,7 +622,7 @@ def test_a_mistake_raises_what_torch_raises(name):
     assert str(raised.value).strip()
 
 
-@pytest.mark.parametrize("wrong", ["memory", "tgt", "mask"])
+@pytest.mark.parametrize("wrong", ["memory", "tgt", "mask", "hint"])
 def test_a_mistake_in_a_decoder_raises_what_torch_raises(wrong):
     ours, torchs = stacks("TransformerDecoder")
     x, memory = random(B, T, D), random(B + (wrong == "memory"), S, D)
@@ -498,7 +631,18 @@ def test_a_mistake_in_a_decoder_raises_what_torch_raises(wrong):
         x = random(B, T, D + 1)
     if wrong == "mask":
         masks["memory_mask"] = torch.zeros(T, T)
+    if wrong == "hint":
+        masks["memory_is_causal"] = True
     with pytest.raises(Exception) as wanted:  # noqa: PT011
         torchs(x, memory, **masks)
     with pytest.raises(wanted.type):
         ours(x, memory, **masks)
+
+
+@pytest.mark.parametrize("name", ["src", "tgt", "memory"])
+def test_a_hint_without_its_mask_raises_what_torch_raises(name):
+    hidden = PADDING["right"][1]
+    masks = {"src_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
+    for model in stacks("Transformer"):
+        with pytest.raises(RuntimeError, match="is_causal"):
+            model(random(B, S, D), random(B, T, D), **masks, **{name + "_is_causal": True})

@@ -42,6 +42,7 @@ from fastformer.fused.layer_norm import layer_norm as fused_layer_norm
 from fastformer.fused.layer_norm import norm_limit
 from fastformer.fused.linear_cross_entropy import linear_cross_entropy as fused_linear_cross_entropy
 from fastformer.fused.rms_norm import rms_norm as fused_rms_norm
+from fastformer.packed_reference import packed_attention as packed_attention_reference
 from fastformer.packing import Layout
 
 OPS = (
@@ -253,9 +254,9 @@ def packed_attention(
     )
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
     if _runs_fused("packed_attention", q, attention_limit(q, k, v)):
-        formula = _formula(lambda q, k, v: reference.packed_attention(q, k, v, layout, key_layout, rules))
+        formula = _formula(lambda q, k, v: packed_attention_reference(q, k, v, layout, key_layout, rules))
         return fused_packed_attention(q, k, v, layout, key_layout, rules, formula)
-    return reference.packed_attention(q, k, v, layout, key_layout, rules)
+    return packed_attention_reference(q, k, v, layout, key_layout, rules)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:

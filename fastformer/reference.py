@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fastformer.arguments import Activation, AttentionRules, Reduction
 from fastformer.chunked_cross_entropy import ChunkedCrossEntropy, plain_loss
-from fastformer.packing import Layout, gather_slots, scatter_slots
 
 _LEVELS = 1 << 16
 
@@ -196,73 +195,6 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRule
         weights = weights.masked_fill(dead, 0.0)
     weights = dropout(weights, rules.dropout_p)
     return torch.matmul(weights, v), weights
-
-
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
-) -> Tensor:
-    """Attention within each of B packed sequences: q `[T, H, K]`, k and v `[S, Hkv, K]` -> `[T, H, Kv]`.
-
-    Padding exists only inside this op: the scores are a few percent of a Transformer's work at the lengths where
-    padding matters, and a padded batch of them is one matrix product.
-
-    Args:
-        q, k, v, layout, key_layout: as in `functional.packed_attention`.
-        rules: from `check_packed_attention`.
-    """
-    by_start = rules.alignment == "top_left"
-    plain = by_start and rules.window is None and rules.softcap is None
-    short = max(layout.max_length, key_layout.max_length) <= _SHORT and key_layout.shortest > 0
-    if plain and short and k.shape[1] == q.shape[1]:
-        return _short_packed_attention(q, k, v, layout, key_layout, rules)
-    q, k, v = (
-        scatter_slots(x, y).reshape(y.batch, y.max_length, *x.shape[1:]).transpose(1, 2)
-        for x, y in ((q, layout), (k, key_layout), (v, key_layout))
-    )  # [B, H, L, K]
-    # Causal self-attention needs no lengths: the keys up to a real query are real.
-    alone = key_layout.full or (rules.causal and layout is key_layout)
-    padded_rules = AttentionRules(
-        causal=rules.causal,
-        alignment=rules.alignment,
-        window=rules.window,
-        query_lengths=None if by_start else layout.offsets.diff(),
-        key_lengths=None if alone else key_layout.offsets.diff(),
-        softcap=rules.softcap,
-        dropout_p=rules.dropout_p,
-        scale=rules.scale,
-    )
-    return gather_slots(attention(q, k, v, padded_rules).transpose(1, 2).flatten(0, 1), layout)
-
-
-# Up to this length matrix product and softmax beat SDPA on a CPU, forward and backward (128 sequences of up to 29
-# tokens, 6 heads of 32: 13.6 against 18.0 ms, one core); beyond it the scores no longer stay in the cache.
-_SHORT = 64
-
-
-def _short_packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    key_layout: Layout,
-    rules: AttentionRules,
-) -> Tensor:
-    """`packed_attention` with the heads in front: spreading the tokens is then also the copy that bmm needs."""
-    B, T, S, H, K = layout.batch, layout.max_length, key_layout.max_length, q.shape[1], q.shape[2]
-    q, k, v = (
-        scatter_slots(x.transpose(0, 1), y, 1).reshape(H * B, y.max_length, x.shape[2])
-        for x, y in ((q, layout), (k, key_layout), (v, key_layout))
-    )  # [H * B, L, K]
-    scale = K**-0.5 if rules.scale is None else rules.scale
-    bias = torch.zeros((), device=q.device)
-    if rules.causal:
-        bias = torch.full((T, S), -math.inf, device=q.device).triu_(1)
-    if not key_layout.full and not (rules.causal and layout is key_layout):
-        bias = bias + key_layout.key_bias()
-    wide = bias.to(q.dtype).expand(H, B, T, S).reshape(H * B, T, S)
-    weights = torch.baddbmm(wide, q, k.transpose(1, 2), alpha=scale).softmax(-1)
-    out = torch.bmm(dropout(weights, rules.dropout_p), v)  # [H * B, T, Kv]
-    return gather_slots(out.view(H, B * T, v.shape[2]), layout, 1).transpose(0, 1)
 
 
 def layer_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

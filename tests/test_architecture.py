@@ -15,6 +15,7 @@ FLOORS = (
     {"packing", "backend", "text", "plots", "chunked_cross_entropy"},
     {"arguments"},
     {"reference"},
+    {"packed_reference"},
     {"fused"},
     {"functional"},
     {"modules", "multihead_attention"},

@@ -8,6 +8,7 @@ from closeness import assert_close, gradients, random
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+from fastformer import packed_reference
 from fastformer.functional import attention, packed_attention
 from fastformer.packing import Layout
 
@@ -45,10 +46,19 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layo
     return torch.cat([*out, q[:0, :, :1].expand(0, -1, v.shape[2])])
 
 
+@pytest.fixture(params=["one group", "many groups"])
+def groups(request, monkeypatch):
+    """Sequences as short as these are not worth more than one group; that must not matter."""
+    if request.param == "many groups":
+        monkeypatch.setattr(packed_reference, "_WORTH", 0)
+        monkeypatch.setattr(packed_reference, "_SHRINK", 0.9)
+
+
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.usefixtures("groups")
 def test_equals_each_sequence_alone(name, kv_heads, rules, kind):
     layout = Layout.from_lengths(LENGTHS[name][0])
     key_layout = layout if kind == "self" else Layout.from_lengths(LENGTHS[name][1])
@@ -64,7 +74,36 @@ def test_equals_each_sequence_alone(name, kv_heads, rules, kind):
             assert_close(actual, gradient.to(dtype))
 
 
+def test_groups_hold_every_sequence_once_and_little_padding():
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 60, (200,), generator=generator)
+    others = (lengths + torch.randint(-3, 4, (200,), generator=generator)).clamp(0)
+    layouts = [Layout.from_lengths(x) for x in (lengths, others)]
+    plan = packed_reference._plan(*layouts, 4, 2)
+    for side, heads, rows in ((0, 4, plan.queries), (1, 2, plan.keys)):
+        found = torch.cat([(g.query_lengths, g.key_lengths)[side] for g in plan.groups])
+        assert sorted(found.tolist()) == sorted((lengths, others)[side].tolist())
+        assert rows.slots.numel() == len(rows.slots.unique()) == heads * layouts[side].total
+        assert rows.inverse.numel() == sum(heads * g.sequences * (g.queries, g.keys)[side] for g in plan.groups)
+    used = int((lengths * others).sum())
+    padded = sum(g.sequences * g.queries * g.keys for g in plan.groups)
+    assert len(plan.groups) > 4
+    assert padded < 1.5 * used < 0.6 * 200 * 60 * 60
+    few = [Layout.from_lengths(x[:3] % 10) for x in (lengths, others)]
+    assert len(packed_reference._plan(*few, 4, 2).groups) == 1
+
+
+def test_the_same_layouts_are_planned_once(monkeypatch):
+    layout, calls, plan = Layout.from_lengths([2, 5]), [], packed_reference._plan
+    monkeypatch.setattr(packed_reference, "_plan", lambda *x: (calls.append(1), plan(*x))[1])
+    for heads in (2, 2, 4):
+        x = torch.randn(7, heads, 3)
+        packed_attention(x, x, x, layout)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("lengths", [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])])
+@pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize(
     "rules", [*RULES[:3], {"window": (1, 0), "alignment": "bottom_right", "softcap": 0.9}], ids=str
 )

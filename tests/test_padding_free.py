@@ -184,7 +184,7 @@ def test_transformer_never_pads_in_between(monkeypatch):
     from fastformer import packing
 
     calls = []
-    for name in ("_Gather", "_Scatter"):
+    for name in ("_Gather", "_Spread"):
         before = getattr(packing, name)
         fake = type(name, (), {"apply": staticmethod(lambda *x, b=before, n=name: (calls.append(n), b.apply(*x))[1])})
         monkeypatch.setattr(packing, name, fake)
@@ -194,7 +194,7 @@ def test_transformer_never_pads_in_between(monkeypatch):
     monkeypatch.setattr(functional, "packed_attention", lambda q, k, v, *_, **__: q)
     padding = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
     ours(random(B, S, D), random(B, T, D), tgt_mask=AHEAD, tgt_key_padding_mask=hidden, **padding)
-    assert calls == ["_Gather", "_Gather", "_Scatter"]
+    assert calls == ["_Gather", "_Gather", "_Spread"]
 
 
 def test_unbatched_input():
@@ -549,7 +549,7 @@ def test_a_trace_is_right_for_other_masks():
     assert_close(traced(**given), ours(**given))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # index_copy_ under vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # SDPA under vmap
 def test_functional_transforms():
     """vmap over inputs with one mask runs without padding; with a mask each, padded. Forward mode, too."""
     ours, _ = stacks("TransformerEncoder")

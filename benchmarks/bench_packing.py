@@ -1,0 +1,166 @@
+"""torch.nn's models with padding masks, as their users run them, against the same models after `fastformer.convert`.
+
+Only the line `fastformer.convert(model)` differs: modules, parameters, padded batches and masks are the same. A
+training step is forward and backward with dropout 0.1; "inference" is under no_grad in evaluation mode. Speeds are real
+positions a second. Shares of padding: 55 % and 6.5 %, what random and bucketed batches of Multi30k en-de have; the
+encoder alone gets 32 sequences of up to 64 (d512, 6 layers) with those shares. In inference torch's post-norm encoder
+skips padding too (batch first, no other mask), so there is little left to gain: counted in matrix products, at most
+1.0x for the encoder and 1.7x for nn.Transformer at 55 %.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer
+from benchmarks.conftest import Race, Side, flat_gradients, saved_for_backward
+from benchmarks.lengths import typical_batch
+
+WIDTH, HEADS, HIDDEN, LAYERS = 512, 8, 2048, 6
+SEQUENCES, LONGEST = 32, 64
+TOLERANCE = 1e-5  # of the loss, fp32
+# Rounding decides on which side of ReLU's kink one activation in some millions falls; each time, one of some thousand
+# tokens has another gradient. Against fp64 (nn.Transformer d256 3+3, two seeds) torch's gradients are off by 2e-4 and
+# 5e-7, ours by 7e-4 and 1e-4.
+GRADIENT_TOLERANCE = 5e-3
+
+
+@dataclass(frozen=True)
+class Task:
+    """A padded batch for a model: what it is called with, and which positions of its output are real."""
+
+    call: Callable[[nn.Module], Tensor]
+    real: Tensor  # bool [B, T]
+    share: float
+
+    @property
+    def tokens(self) -> int:
+        return int(self.real.sum())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns of its own encoder: that its nested-tensor path is off, or that it is a prototype."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*nested.?tensor.*")
+        yield
+
+
+def _lengths(share: float) -> Tensor:
+    """Lengths of which `share` of `[SEQUENCES, LONGEST]` is padding: one is the longest, the others spread evenly."""
+    lengths = torch.full((SEQUENCES,), LONGEST)
+    mean = ((1 - share) * SEQUENCES * LONGEST - LONGEST) / (SEQUENCES - 1)
+    spread = min(LONGEST - mean, mean - 1)
+    lengths[1:] = torch.linspace(mean - spread, mean + spread, SEQUENCES - 1).round().long()
+    return lengths
+
+
+def _encoder_task(share: float, device: torch.device) -> Task:
+    hidden = (torch.arange(LONGEST) >= _lengths(share)[:, None]).to(device)
+    x = torch.randn(SEQUENCES, LONGEST, WIDTH, device=device)
+    return Task(lambda m: m(x, src_key_padding_mask=hidden), ~hidden, float(hidden.float().mean()))
+
+
+def _transformer_task(batches: str, width: int, device: torch.device) -> Task:
+    batch, _, _ = typical_batch(batches)
+    hidden, sides = [], []
+    for lengths in (batch.source_lengths, batch.target_lengths):
+        steps = torch.arange(int(lengths.max()))
+        hidden.append((steps >= lengths[:, None]).to(device))
+        sides.append(torch.randn(len(lengths), len(steps), width, device=device))
+    T = sides[1].shape[1]
+    ahead = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
+
+    def call(model: nn.Module) -> Tensor:
+        out: Tensor = model(
+            sides[0],
+            sides[1],
+            tgt_mask=ahead,
+            src_key_padding_mask=hidden[0],
+            tgt_key_padding_mask=hidden[1],
+            memory_key_padding_mask=hidden[0],
+            tgt_is_causal=True,
+        )
+        return out
+
+    return Task(call, ~hidden[1], float(torch.cat([x.flatten() for x in hidden]).float().mean()))
+
+
+def _race(race: Race, case: str, theirs: nn.Module, task: Task, mode: str, goal: float, rounds: int) -> None:
+    """Convert a copy of their model, compare loss and gradients, then time both."""
+    ours = copy.deepcopy(theirs)
+    report = fastformer.convert(ours)
+    assert not report.padded, str(report)
+    direction = torch.randn(*task.real.shape, WIDTH if "Encoder" in case else _width(theirs), device=race.device)
+    direction = direction * task.real[..., None] / task.tokens
+
+    def step(model: nn.Module) -> Tensor:
+        model.zero_grad(set_to_none=True)
+        loss = (task.call(model) * direction).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    run = step if mode == "training step" else torch.no_grad()(task.call)
+    for model in (ours, theirs):
+        model.eval()
+    if mode == "training step":
+        losses = [step(model) for model in (ours, theirs)]
+        race.gate("loss", losses[0], losses[1], TOLERANCE)
+        a, b = (flat_gradients(model.parameters()) for model in (ours, theirs))
+        race.gate("gradients", a, b, GRADIENT_TOLERANCE)
+        for model in (ours, theirs):
+            model.train()
+        saved = [saved_for_backward(lambda m=m: task.call(m), m.parameters()) for m in (ours, theirs)]  # type: ignore[misc]
+        race.note(saved_for_backward_bytes={"ours": saved[0], "theirs": saved[1]})
+    else:
+        a, b = (run(model)[task.real] for model in (ours, theirs))
+        race.gate("output", a, b, TOLERANCE)
+    race.note(padding_share=task.share)
+    race(
+        f"{case}, {mode}, {100 * task.share:.1f} % padding",
+        Side("fastformer.convert", lambda: run(ours), task.tokens),
+        Side(f"torch.nn.{type(theirs).__name__}", lambda: run(theirs), task.tokens),
+        rounds=rounds,
+        goal=goal,
+    )
+
+
+def _width(model: nn.Module) -> int:
+    return int(model.d_model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["training step", "inference"])
+@pytest.mark.parametrize(("share", "goal"), [(0.55, 1.8), (0.065, 1.0)])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def bench_encoder(race: Race, norm_first: bool, share: float, goal: float, mode: str) -> None:
+    with _quiet():
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.1, batch_first=True, norm_first=norm_first)
+        theirs = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH) if norm_first else None).to(race.device)
+        task = _encoder_task(share, race.device)
+        case = f"TransformerEncoder d{WIDTH} x{LAYERS}, {'pre' if norm_first else 'post'}-norm"
+        _race(race, case, theirs, task, mode, goal, rounds=5 if mode == "inference" else 3)
+
+
+@pytest.mark.parametrize("size", ["quick", "full"])
+@pytest.mark.parametrize(
+    ("mode", "norm_first"), [("training step", False), ("inference", False), ("inference", True)], ids=str
+)
+@pytest.mark.parametrize(("batches", "goal"), [("random", 1.9), ("bucketed", 1.0)])
+def bench_transformer(
+    race: Race, batches: str, goal: float, mode: str, norm_first: bool, size: Literal["quick", "full"]
+) -> None:
+    width, layers = (256, 3) if size == "quick" else (WIDTH, LAYERS)
+    settings = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
+    with _quiet():
+        theirs = nn.Transformer(width, width // 64, layers, layers, 4 * width, **settings).to(race.device)  # type: ignore[arg-type]
+        task = _transformer_task(batches, width, race.device)
+        case = f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches"
+        rounds = (5 if mode == "inference" else 3) if size == "quick" else 2
+        _race(race, case, theirs, task, mode, goal, rounds)

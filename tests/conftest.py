@@ -12,12 +12,21 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 import torch
 
+import fastformer
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def triton_backend():
+    """Run every op with its kernels, or raise."""
+    with fastformer.backend("triton"):
+        yield
 
 
 @pytest.fixture

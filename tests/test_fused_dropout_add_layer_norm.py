@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from closeness import assert_close, gradients
 from fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
+from norm_cases import DTYPES, LONG_ROWS, SHAPES, cuda_autocast, random, use_one_multiprocessor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -14,27 +15,7 @@ import fastformer
 from fastformer.functional import dropout_add_layer_norm
 from fastformer.fused import dropout_add_layer_norm as fused
 
-pytestmark = needs_kernels
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    with fastformer.backend("triton"):
-        yield
-
-
-@pytest.fixture
-def one_multiprocessor(monkeypatch):
-    """Few programs, so that each walks over many tiles."""
-    norm = pytest.importorskip("fastformer_kernels.norm")
-    device_of = norm.device_of
-    monkeypatch.setattr(norm, "device_of", lambda x: device_of(x)._replace(multiprocessors=1))
-
-
-def random(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+pytestmark = [needs_kernels, pytest.mark.usefixtures("triton_backend")]
 
 
 def inputs(*shape, affine="weight and bias"):
@@ -42,10 +23,6 @@ def inputs(*shape, affine="weight and bias"):
     weight = random(N) if "weight" in affine else None
     bias = random(N) if "bias" in affine else None
     return [random(*shape), random(*shape), weight, bias]
-
-
-# One number; ragged, in one tile; more than a tile of rows, the last of them part empty; columns that fill the tile.
-SHAPES = [(1, 1), (5, 3, 7), (131, 20), (3, 64)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,15 +46,13 @@ def test_values_and_gradients(shape, results, affine, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_programs_that_walk_over_many_tiles(one_multiprocessor, dtype):
+def test_programs_that_walk_over_many_tiles(monkeypatch, dtype):
+    use_one_multiprocessor(monkeypatch)
     # 2 programs of 16 rows a tile (N is no multiple of 16), 5 tiles, the last of 2 rows.
     assert_as_accurate_as_reference(lambda *x: dropout_add_layer_norm(*x[:2], 50, *x[2:]), inputs(66, 50), dtype)
 
 
-# The columns of the tile are full, and 16 more; not a multiple of 16, where the limit is 4096.
-@pytest.mark.parametrize(
-    ("N", "dtype"), [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)], ids=str
-)
+@pytest.mark.parametrize(("N", "dtype"), LONG_ROWS, ids=str)
 def test_long_rows(N, dtype):
     assert_as_accurate_as_reference(lambda *x: dropout_add_layer_norm(*x[:2], N, *x[2:]), inputs(2, N), dtype)
 
@@ -151,7 +126,8 @@ def test_what_is_beyond_the_kernels():
 # Rows of one tile, and wide ones, which other kernels write; several tiles of rows in several programs.
 @pytest.mark.parametrize(("M", "N", "p"), [(131, 40, 0.25), (3, 4104, 0.6), (70, 50, 0.001)])
 @pytest.mark.parametrize("results", ["both", "norm", "sum"])
-def test_forward_and_backward_have_one_mask(one_multiprocessor, M, N, p, results):
+def test_forward_and_backward_have_one_mask(monkeypatch, M, N, p, results):
+    use_one_multiprocessor(monkeypatch)
     x = torch.ones(M, N, device=DEVICE)
     leaves = [x, random(M, N).float(), random(N).float(), random(N).float()]
     leaves = [t.requires_grad_() for t in leaves]
@@ -278,18 +254,10 @@ def test_torch_func():
         assert_close(a, b)
 
 
-@pytest.fixture
-def cuda_autocast():
-    """Autocast for a GPU, also where there is none."""
-    torch.set_autocast_enabled("cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
-
-
 @pytest.mark.parametrize("one", DTYPES, ids=str)
 @pytest.mark.parametrize("two", DTYPES, ids=str)
-def test_autocast_on_a_gpu_is_torchs(cuda_autocast, one, two):
-    with FakeTensorMode():
+def test_autocast_on_a_gpu_is_torchs(one, two):
+    with cuda_autocast(), FakeTensorMode():
         x, residual = torch.empty(2, 8, dtype=one, device="cuda"), torch.empty(2, 8, dtype=two, device="cuda")
         y, s = fused.dropout_add_layer_norm(x, residual, (8,), None, None, eps=1e-5, dropout_p=0.5, formula=None)
         expected = residual + x

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_close, gradients
-from fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
+from fused_op import assert_as_accurate_as_reference, needs_kernels
+from norm_cases import DTYPES, LONG_ROWS, SHAPES, cuda_autocast, random, record_partials, use_one_multiprocessor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -14,40 +15,18 @@ from fastformer.fused import rms_norm as fused
 
 pytestmark = [
     needs_kernels,
+    pytest.mark.usefixtures("triton_backend"),
     # torch says that it has no fused kernel for mixed dtypes.
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    with fastformer.backend("triton"):
-        yield
-
-
-@pytest.fixture
-def one_multiprocessor(monkeypatch):
-    """Few programs, so that each walks over many tiles."""
-    norm = pytest.importorskip("fastformer_kernels.norm")
-    device_of = norm.device_of
-    monkeypatch.setattr(norm, "device_of", lambda x: device_of(x)._replace(multiprocessors=1))
-
-
-def random(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
-
-
-# One number; ragged, in one tile; more than a tile of rows, the last of them part empty; columns that fill the tile.
-SHAPES = [((1, 1), 1), ((5, 3, 7), 7), ((131, 20), 20), ((3, 64), 64)]
-
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "N"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("eps", [1e-3, None])
-def test_values_and_gradients(shape, N, affine, eps, dtype):
+def test_values_and_gradients(shape, affine, eps, dtype):
+    N = shape[-1]
     # So small that the epsilon counts. The one for None is fp32's, where the exact result would have that of fp64.
     x = random(*shape) * (1e-3 if eps is None else 1.0)
     given = torch.finfo(torch.float32).eps if eps is None else eps
@@ -60,15 +39,13 @@ def test_values_and_gradients(shape, N, affine, eps, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_programs_that_walk_over_many_tiles(one_multiprocessor, dtype):
+def test_programs_that_walk_over_many_tiles(monkeypatch, dtype):
+    use_one_multiprocessor(monkeypatch)
     # 2 programs of 32 rows a tile (N is no multiple of 16), 5 tiles, the last of 2 rows.
     assert_as_accurate_as_reference(lambda x, w: rms_norm(x, 50, w), [random(130, 50), random(50)], dtype)
 
 
-# The columns of the tile are full, and 16 more; not a multiple of 16, where the limit is 4096.
-@pytest.mark.parametrize(
-    ("N", "dtype"), [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)], ids=str
-)
+@pytest.mark.parametrize(("N", "dtype"), LONG_ROWS, ids=str)
 def test_long_rows(N, dtype):
     assert_as_accurate_as_reference(lambda x, w: rms_norm(x, N, w), [random(2, N), random(N)], dtype)
 
@@ -138,14 +115,7 @@ def test_what_is_beyond_the_kernels():
 
 def test_only_wanted_gradients(monkeypatch):
     """Nothing is allocated or computed for the others."""
-    norm = pytest.importorskip("fastformer_kernels.rms_norm")
-    asked, new_partials = [], norm.new_partials
-
-    def record(x, programs, *dtypes):
-        asked.append(dtypes)
-        return new_partials(x, programs, *dtypes)
-
-    monkeypatch.setattr(norm, "new_partials", record)
+    asked = record_partials(monkeypatch, "rms_norm")
     tensors = [random(5, 8).float(), random(8).float()]
     leaves = [t.clone().requires_grad_() for t in tensors]
     both = gradients(rms_norm(leaves[0], 8, leaves[1]), leaves)
@@ -184,17 +154,9 @@ def test_torch_func():
         assert_close(a, b)
 
 
-@pytest.fixture
-def cuda_autocast():
-    """Autocast for a GPU, also where there is none."""
-    torch.set_autocast_enabled("cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_autocast_on_a_gpu_gives_fp32_as_in_torch(cuda_autocast, dtype):
-    with FakeTensorMode():
+def test_autocast_on_a_gpu_gives_fp32_as_in_torch(dtype):
+    with cuda_autocast(), FakeTensorMode():
         x, weight = torch.empty(2, 8, dtype=dtype, device="cuda"), torch.empty(8, device="cuda")
         expected = F.rms_norm(x, (8,), weight)
         assert fused.rms_norm(x, (8,), weight, None, formula=None).dtype == expected.dtype == torch.float32

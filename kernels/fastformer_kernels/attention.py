@@ -17,23 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, views
-from fastformer_kernels.attention_tiles import hide, key_tiles, load_bounds, offset, scores, visible
+from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, scores, visible
 from fastformer_kernels.launch import OPTIONS, device_of, guard, has_small_memory, power_of_two
-from fastformer_kernels.random import keep, row_keys
-
-
-@triton.jit
-def _fold(acc, total, peak, s, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
-    """Fold one tile of scores `[BLOCK_T, BLOCK_S]` and its values into the running softmax of each row."""
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
-    p = tl.exp2(s - shift[:, None])
-    fade = tl.exp2(peak - shift)
-    total = total * fade + tl.sum(p, 1)
-    if HAS_DROPOUT:
-        p = tl.where(keep(keys[:, None], columns[None, :], threshold), p, 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION, out_dtype=tl.float32)
-    return acc, total, new_peak
+from fastformer_kernels.random import row_keys
 
 
 @triton.jit
@@ -115,7 +101,7 @@ def _attention(
         v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_vs), mask=in_head, other=0.0)
         s = scores(dots, scale, softcap, HAS_SOFTCAP)
         at = j * BLOCK_S + columns
-        acc, total, peak = _fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
+        acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
     for i in tl.range(0, count - whole):
         j, n = begin + i, begin + i + 1
         j = tl.where(j < full_begin, j, j + whole)
@@ -132,7 +118,7 @@ def _attention(
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mt, stride_ms, T, last_key,
                  HAS_KEY_MASK, MASK)  # fmt: skip
-        acc, total, peak = _fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
+        acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
 
     alive = (total != 0.0) & (rows < last_query)  # a NaN is alive, and shows
     scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)

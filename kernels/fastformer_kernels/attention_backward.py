@@ -266,12 +266,11 @@ def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
         return result.zero_()
     align, (out_view, dout_view) = views(out, dout)
     tiles = -(-T // 64)
-    switches = {name: problem.switches(out, out)[name] for name in ("H", "K", "PACKED", "HAS_BOUNDS", "BLOCK_K")}
     with guard(out):
         _attention_delta[(B * H * tiles,)](
             out_view.data, dout_view.data, result, problem.pointers(out)[0],
             *out_view.strides, *dout_view.strides, *row_strides(result), T, tiles,
-            **switches, ALIGN=align, BLOCK_T=64, num_warps=4, **OPTIONS,
+            **problem.head_switches(out), PACKED=out.dim() == 3, ALIGN=align, BLOCK_T=64, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return result
 

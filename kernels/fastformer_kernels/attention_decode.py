@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, views
-from fastformer_kernels.attention_tiles import hide, key_tiles, load_bounds, offset, scores, visible
+from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, scores, visible
 from fastformer_kernels.launch import OPTIONS, device_of, guard, power_of_two
 
 
@@ -72,13 +72,7 @@ def _attention_split(
         s = hide(
             s, seen, rows[:, None], columns[None, :], key_mask_ptr, key_mask_ptr, 0, 0, T, last_key, HAS_KEY_MASK, 0
         )
-        new_peak = tl.maximum(peak, tl.max(s, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(peak - base)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION, out_dtype=tl.float32)
-        peak = new_peak
+        acc, total, peak = fold(acc, total, peak, s, v, rows, columns, 0, False, PRECISION)
     # [B * Hkv, splits, T * GROUP, K] and without K
     row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
     written = (rows < T)[:, None] & in_head
@@ -154,16 +148,13 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     peak, total = (q.new_empty((B * heads, splits, T * group), dtype=torch.float32) for _ in range(2))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     bounds, key_mask, _, _ = problem.pointers(q)
-    switches = {**problem.switches(q, k), "ALIGN": align}
-    for name in ("PACKED", "MASK", "HAS_DROPOUT"):
-        del switches[name]
-    shared = {name: switches[name] for name in ("H", "GROUP", "K", "HAS_BOUNDS", "ALIGN", "BLOCK_K")}
+    shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
     shift, left, right, scale, softcap, _, _ = problem.scalars()
     with guard(q):
         _attention_split[(B * heads * splits,)](
             q_view.data, k_view.data, v_view.data, part, peak, total, bounds, key_mask,
             *q_view.strides, *k_view.strides, *v_view.strides, problem.mask_strides((B, H, T, S))[0],
-            T, S, splits, shift, left, right, scale, softcap, **switches,
+            T, S, splits, shift, left, right, scale, softcap, **shared, **problem.score_switches(q),
             BLOCK_R=power_of_two(T * group, 16), **tile, **OPTIONS,
         )  # fmt: skip
         _attention_combine[(B * heads * T * group,)](

@@ -96,22 +96,30 @@ class Problem(NamedTuple):
         threshold, keep_scale = threshold_and_scale(0.0 if self.seed is None else self.dropout_p)
         return self.shift, self.left, self.right, self.scale, self.softcap, threshold, keep_scale
 
-    def switches(self, q: Tensor, k: Tensor) -> dict[str, int | bool | str]:
-        """Return the compile-time choices."""
+    def head_switches(self, q: Tensor) -> dict[str, int | bool]:
+        """Return the compile-time choices of a kernel that reads heads and bounds."""
+        K = q.shape[-1]
+        return {"H": q.shape[1], "K": K, "BLOCK_K": power_of_two(K, 16), "HAS_BOUNDS": self.bounds is not None}
+
+    def score_switches(self, q: Tensor) -> dict[str, int | bool | str]:
+        """Return those of a kernel that computes scores, of which each query sees keys by position and key mask."""
         return {
-            "H": q.shape[1],
-            "GROUP": q.shape[1] // k.shape[1],
-            "K": q.shape[-1],
-            "PACKED": q.dim() == 3,
-            "HAS_BOUNDS": self.bounds is not None,
             "HAS_LEFT": self.left >= 0,
             "HAS_RIGHT": self.right >= 0,
             "HAS_KEY_MASK": self.key_mask is not None,
-            "MASK": 0 if self.mask is None else 2 if self.additive else 1,
             "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if q.dtype == torch.float32 else 1,
-            "HAS_DROPOUT": self.seed is not None,
             "PRECISION": precision(q),
-            "BLOCK_K": power_of_two(q.shape[-1], 16),
+        }
+
+    def switches(self, q: Tensor, k: Tensor) -> dict[str, int | bool | str]:
+        """Return those of a kernel that takes the whole problem."""
+        return {
+            **self.head_switches(q),
+            **self.score_switches(q),
+            "GROUP": q.shape[1] // k.shape[1],
+            "PACKED": q.dim() == 3,
+            "MASK": 0 if self.mask is None else 2 if self.additive else 1,
+            "HAS_DROPOUT": self.seed is not None,
         }
 
 

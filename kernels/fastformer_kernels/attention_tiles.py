@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a sequence lies, which keys a query may see, and scores from dot products.
+"""What the attention kernels share: where a sequence lies, which keys a query may see, scores, and their softmax.
 
 Scores are kept in units of log2, so that `exp2` needs no multiplication. A query row t sees the keys s of
 [first_key, last_key) with t + shift - left <= s <= t + shift + right; what is beyond that (a key mask with gaps, an
@@ -9,10 +9,8 @@ way round where a kernel works with transposed scores.
 import triton
 import triton.language as tl
 
+from fastformer_kernels.constants import LOG2E, LOWEST
 from fastformer_kernels.random import keep
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 # The columns of the bounds tensor, int32 [B, 8]; see `attention_bounds`.
 Q_BASE = tl.constexpr(0)  # row of the first query of the sequence
@@ -153,6 +151,23 @@ def hide(
             # The lowest finite number must stay finite: a row of nothing else is a mean over all keys in torch.
             s += tl.where(value == float("-inf"), value, tl.maximum(value, LOWEST / LOG2E) * LOG2E)
     return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def fold(acc, total, peak, s, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
+    """Fold one tile of scores `[BLOCK_T, BLOCK_S]` and its values into the running softmax of each row.
+
+    The rows' keys for dropout, the columns and the threshold count with HAS_DROPOUT only.
+    """
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+    p = tl.exp2(s - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(p, 1)
+    if HAS_DROPOUT:
+        p = tl.where(keep(keys[:, None], columns[None, :], threshold), p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION, out_dtype=tl.float32)
+    return acc, total, new_peak
 
 
 @triton.jit

@@ -21,7 +21,13 @@ from fastformer_kernels.norm import (
     forward_tile,
     is_wide,
     load_row,
+    load_standardised,
+    load_tile,
     new_partials,
+    scale_and_shift,
+    standardise,
+    standardise_gradient,
+    store_partials,
     sum_partials,
     two_sums,
 )
@@ -63,19 +69,13 @@ def dropout_add_layer_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + starts * residual_stride + cols, mask, other=0.0).to(tl.float32)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask)
+    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask)
     s = (residual + dropped(x, seed_ptr, rows, 0, threshold, scale)).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + starts * N + cols, s, mask)
     s = s.to(tl.float32)
-    mean = tl.sum(s, 1) / N
-    deviation = tl.where(cols < N, s - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(deviation * deviation, 1) / N + eps)
-    y = deviation * rstd[:, None]
-    if weight_ptr is not None:
-        y *= load_row(weight_ptr, cols, N, BLOCK_M)
-    if bias_ptr is not None:
-        y += load_row(bias_ptr, cols, N, BLOCK_M)
+    normal, mean, rstd = standardise(s, cols, eps, N)
+    y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(mean_ptr + rows, mean, rows < M)
     tl.store(rstd_ptr + rows, rstd, rows < M)
@@ -106,38 +106,31 @@ def dropout_add_layer_norm_backward_kernel(
     STAGES: tl.constexpr,
 ):
     """Write dresidual, dx, and this program's share of dw and db (each may be None), tile by tile of BLOCK_M rows."""
-    program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if weight_ptr is not None:
         weight = load_row(weight_ptr, cols, N, BLOCK_M)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = tl.load(dy_ptr + starts * dy_stride + cols, mask, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + starts * s_stride + cols, mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
-        normal = (s - mean[:, None]) * rstd[:, None]
+        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask)
+        normal, rstd = load_standardised(s_ptr, mean_ptr, rstd_ptr, rows, starts, s_stride, cols, mask, M)
         g = dy
         if weight_ptr is not None:
             g = dy * weight
         mean_gs, mean_g = two_sums(g * normal, g)
-        total = (g - normal * (mean_gs / N)[:, None] - (mean_g / N)[:, None]) * rstd[:, None]
+        total = standardise_gradient(g, normal, mean_gs / N, mean_g / N, rstd)
         if ds_ptr is not None:
-            total += tl.load(ds_ptr + starts * ds_stride + cols, mask, other=0.0).to(tl.float32)
+            total += load_tile(ds_ptr, starts, ds_stride, cols, mask)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + starts * N + cols, total, mask)
         if dx_ptr is not None:
             tl.store(dx_ptr + starts * N + cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)
         dw += dy * normal
         db += dy
-    if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
-    if db_ptr is not None:
-        tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
+    store_partials(dw_ptr, db_ptr, dw, db, cols, N)
 
 
 @triton.jit(do_not_specialize=["M", "threshold"])
@@ -161,8 +154,8 @@ def dropout_add_kernel(
     first_column = tl.program_id(1) * BLOCK_N
     cols = first_column + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + starts * residual_stride + cols, mask, other=0.0).to(tl.float32)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask)
+    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask)
     s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)
     tl.store(s_ptr + starts * N + cols, s, mask)
 
@@ -190,9 +183,9 @@ def dropout_add_backward_kernel(
     mask = (rows < M)[:, None] & (cols < N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if dnorm_ptr is not None:
-        total += tl.load(dnorm_ptr + starts * N + cols, mask, other=0.0)
+        total += load_tile(dnorm_ptr, starts, N, cols, mask)
     if ds_ptr is not None:
-        total += tl.load(ds_ptr + starts * ds_stride + cols, mask, other=0.0).to(tl.float32)
+        total += load_tile(ds_ptr, starts, ds_stride, cols, mask)
     if dresidual_ptr is not None:
         tl.store(dresidual_ptr + starts * N + cols, total, mask)
     if dx_ptr is not None:

@@ -21,7 +21,13 @@ from fastformer_kernels.norm import (
     forward_tile,
     is_wide,
     load_row,
+    load_standardised,
+    load_tile,
     new_partials,
+    scale_and_shift,
+    standardise,
+    standardise_gradient,
+    store_partials,
     sum_partials,
     two_sums,
     wide_tile,
@@ -48,15 +54,9 @@ def layer_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / N
-    deviation = tl.where(cols < N, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(deviation * deviation, 1) / N + eps)
-    y = deviation * rstd[:, None]
-    if weight_ptr is not None:
-        y *= load_row(weight_ptr, cols, N, BLOCK_M)
-    if bias_ptr is not None:
-        y += load_row(bias_ptr, cols, N, BLOCK_M)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask)
+    normal, mean, rstd = standardise(x, cols, eps, N)
+    y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(mean_ptr + rows, mean, rows < M)
     tl.store(rstd_ptr + rows, rstd, rows < M)
@@ -87,7 +87,7 @@ def layer_norm_wide_forward_kernel(
     squares = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
         change = tl.where(cols < N, x - means, 0.0)
         means += change * (1.0 / (first // BLOCK_N + 1))
         squares += change * (x - means)
@@ -96,12 +96,8 @@ def layer_norm_wide_forward_kernel(
     rstd = tl.rsqrt(tl.sum(squares + counts * (means - mean) * (means - mean)) / N + eps)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
-        y = (x - mean) * rstd
-        if weight_ptr is not None:
-            y *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + cols, cols < N, other=0.0).to(tl.float32)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        y = scale_and_shift((x - mean) * rstd, weight_ptr, bias_ptr, cols, N, 1)
         tl.store(y_ptr + row * N + cols, y, cols < N)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
@@ -128,10 +124,10 @@ def layer_norm_gradient_means_kernel(
     sum_g = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = tl.load(dy_ptr + row * dy_stride + cols, cols < N, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
+        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
         if weight_ptr is not None:
-            g *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(tl.float32)
+            g *= load_row(weight_ptr, cols, N, 1)
         sum_gx += g * (x - mean) * rstd
         sum_g += g
     tl.store(means_ptr + row, tl.sum(sum_gx) / N)
@@ -161,7 +157,6 @@ def layer_norm_backward_kernel(
 
     A tile holds whole rows, or the columns of program 1 of long ones, whose means are then given.
     """
-    program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if N > BLOCK_N:
         cols += tl.program_id(1) * BLOCK_N
@@ -169,15 +164,12 @@ def layer_norm_backward_kernel(
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if weight_ptr is not None:
         weight = load_row(weight_ptr, cols, N, BLOCK_M)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = tl.load(dy_ptr + starts * dy_stride + cols, mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
-        normal = (x - mean[:, None]) * rstd[:, None]
+        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask)
+        normal, rstd = load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, x_stride, cols, mask, M)
         g = dy
         if weight_ptr is not None:
             g = dy * weight
@@ -188,14 +180,11 @@ def layer_norm_backward_kernel(
             mean_gx = tl.load(means_ptr + rows, rows < M, other=0.0)
             mean_g = tl.load(means_ptr + M + rows, rows < M, other=0.0)
         if dx_ptr is not None:
-            dx = (g - normal * mean_gx[:, None] - mean_g[:, None]) * rstd[:, None]
+            dx = standardise_gradient(g, normal, mean_gx, mean_g, rstd)
             tl.store(dx_ptr + starts * N + cols, dx, mask)
         dw += dy * normal
         db += dy
-    if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
-    if db_ptr is not None:
-        tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
+    store_partials(dw_ptr, db_ptr, dw, db, cols, N)
 
 
 def forward(

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer_kernels.constants import LOG2E, LOWEST
 from fastformer_kernels.launch import OPTIONS, guard, power_of_two
 
 CHUNK_ROWS = 4096  # enough for full matrix products
@@ -27,9 +28,7 @@ _ROWS_MULTIPLE = 128  # the height of the tiles of matrix products
 _COLUMNS_MULTIPLE = 16
 _FP16_SCALE = 2.0**15
 
-_LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction; exp takes care of subnormal numbers, which cost 3
 _TOGETHER = tl.constexpr(8)
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: finite, so that a difference with it is never NaN
 
 
 def chunk_rows(M: int, V: int, itemsize: int) -> int:
@@ -66,8 +65,8 @@ def _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS: tl.con
 
 @triton.jit
 def _shrink(difference):
-    """exp(x) for x <= 0; the bound, where fp32 has long become 0, keeps differences with _LOWEST from overflowing."""
-    return tl.exp2(tl.maximum(difference, -200.0) * _LOG2E)
+    """exp(x) for x <= 0; the bound, where fp32 has long become 0, keeps differences with LOWEST from overflowing."""
+    return tl.exp2(tl.maximum(difference, -200.0) * LOG2E)
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def _statistics(
     """The largest logit of a row, sum of exp(z - largest), and sum of z where SMOOTH; inf, 1 and 0 if it is ignored."""
     # One running maximum for neighbours that a thread loads together: their reduction stays within the thread.
     LANES: tl.constexpr = BLOCK // _TOGETHER
-    top = tl.full((LANES,), _LOWEST, tl.float32)
+    top = tl.full((LANES,), LOWEST, tl.float32)
     exps = tl.zeros((LANES,), tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
     for start in range(0, tl.where(counts, V, 0), BLOCK):
@@ -88,7 +87,7 @@ def _statistics(
             sums += tl.sum(tl.reshape(tl.where(columns < V, z, 0.0), (LANES, _TOGETHER)), 1)
         z = tl.reshape(z, (LANES, _TOGETHER))
         new_top = tl.maximum(top, tl.max(z, 1))
-        exps = exps * _shrink(top - new_top) + tl.sum(tl.exp2((z - new_top[:, None]) * _LOG2E), 1)
+        exps = exps * _shrink(top - new_top) + tl.sum(tl.exp2((z - new_top[:, None]) * LOG2E), 1)
         top = new_top
     largest = tl.max(top, 0)
     exps = tl.where(counts, tl.sum(exps * _shrink(top - largest), 0), 1.0)
@@ -161,7 +160,7 @@ def cross_entropy_gradients_kernel(
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS)
-        dz = tl.exp2((z - largest) * _LOG2E) * inverse
+        dz = tl.exp2((z - largest) * LOG2E) * inverse
         if SMOOTH:
             dz -= everywhere
         dz = tl.where(columns == label, dz - at_label, dz)

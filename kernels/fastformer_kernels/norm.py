@@ -1,4 +1,4 @@
-"""What the norm kernels share: their tiles, their reductions, and the second step of the weights' gradients.
+"""What the norm kernels share: their tiles, standardising one and back, and the weights' gradients.
 
 A tile is BLOCK_M whole rows where a row fits in one (N <= WIDEST). Longer rows take two passes over their columns, in
 tiles of a part of one row. N is a compile-time constant: a model has one or two widths, and where N is a power of two
@@ -76,7 +76,13 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
 
 
 @triton.jit
-def load_row(ptr, cols, N: tl.constexpr, BLOCK_M: tl.constexpr):
+def load_tile(ptr, starts, stride, cols, mask):
+    """Load a tile of a matrix as fp32, 0 outside."""
+    return tl.load(ptr + starts * stride + cols, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(ptr, cols, N, BLOCK_M: tl.constexpr):
     """Load elements `cols` `[1, BLOCK_N]` of a vector, repeated to `[BLOCK_M, BLOCK_N]` fp32.
 
     Repeated in the addresses: a tile of one row has a layout of its own, and the compiler computed the rows in both.
@@ -89,6 +95,50 @@ def load_row(ptr, cols, N: tl.constexpr, BLOCK_M: tl.constexpr):
 def two_sums(a, b):
     """Sum the rows of two tiles in one reduction, which halves the barriers of two (3 instead of 6 a tile, sm_90)."""
     return tl.split(tl.sum(tl.join(a, b), 1))
+
+
+@triton.jit
+def standardise(x, cols, eps, N: tl.constexpr):
+    """Return (x - mean) / sqrt(var + eps) of whole rows in fp32, 0 outside, their mean and 1 / sqrt(var + eps)."""
+    mean = tl.sum(x, 1) / N
+    deviation = tl.where(cols < N, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(deviation * deviation, 1) / N + eps)
+    return deviation * rstd[:, None], mean, rstd
+
+
+@triton.jit
+def scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M: tl.constexpr):
+    """Return normal * weight + bias, either of which may be None."""
+    if weight_ptr is not None:
+        normal *= load_row(weight_ptr, cols, N, BLOCK_M)
+    if bias_ptr is not None:
+        normal += load_row(bias_ptr, cols, N, BLOCK_M)
+    return normal
+
+
+@triton.jit
+def load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride, cols, mask, M):
+    """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, and rstd."""
+    x = load_tile(x_ptr, starts, stride, cols, mask)
+    mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
+    return (x - mean[:, None]) * rstd[:, None], rstd
+
+
+@triton.jit
+def standardise_gradient(g, normal, mean_gx, mean_g, rstd):
+    """Return the gradient of x, from g, that of x̂ = normal, mean(g x̂) and mean(g) of each row."""
+    return (g - normal * mean_gx[:, None] - mean_g[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def store_partials(dw_ptr, db_ptr, dw, db, cols, N: tl.constexpr):
+    """Write this program's row of the partial sums `[programs, N]`, of what is not None."""
+    program = tl.program_id(0)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
 
 
 @triton.jit(do_not_specialize=["programs"])

@@ -18,7 +18,10 @@ from fastformer_kernels.norm import (
     forward_tile,
     is_wide,
     load_row,
+    load_tile,
     new_partials,
+    scale_and_shift,
+    store_partials,
     sum_partials,
     wide_tile,
 )
@@ -42,11 +45,9 @@ def rms_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
-    y = x * rstd[:, None]
-    if weight_ptr is not None:
-        y *= load_row(weight_ptr, cols, N, BLOCK_M)
+    y = scale_and_shift(x * rstd[:, None], weight_ptr, None, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
@@ -68,14 +69,13 @@ def rms_norm_wide_forward_kernel(
     squares = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        y = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32) * rstd
-        if weight_ptr is not None:
-            y *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(tl.float32)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        y = scale_and_shift(x * rstd, weight_ptr, None, cols, N, 1)
         tl.store(y_ptr + row * N + cols, y, cols < N)
     tl.store(rstd_ptr + row, rstd)
 
@@ -98,10 +98,10 @@ def rms_norm_gradient_mean_kernel(
     total = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = tl.load(dy_ptr + row * dy_stride + cols, cols < N, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + cols, cols < N, other=0.0).to(tl.float32)
+        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
         if weight_ptr is not None:
-            g *= tl.load(weight_ptr + cols, cols < N, other=0.0).to(tl.float32)
+            g *= load_row(weight_ptr, cols, N, 1)
         total += g * x
     tl.store(mean_ptr + row, tl.sum(total) * tl.load(rstd_ptr + row) / N)
 
@@ -127,19 +127,18 @@ def rms_norm_backward_kernel(
 
     A tile holds whole rows, or the columns of program 1 of wide ones, whose mean(g x̂) is then given.
     """
-    program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if N > BLOCK_N:
         cols += tl.program_id(1) * BLOCK_N
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if weight_ptr is not None:
         weight = load_row(weight_ptr, cols, N, BLOCK_M)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = tl.load(dy_ptr + starts * dy_stride + cols, mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + starts * x_stride + cols, mask, other=0.0).to(tl.float32)
+        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask)
+        x = load_tile(x_ptr, starts, x_stride, cols, mask)
         rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
         normal = x * rstd[:, None]
         g = dy
@@ -152,8 +151,7 @@ def rms_norm_backward_kernel(
         if dx_ptr is not None:
             tl.store(dx_ptr + starts * N + cols, (g - normal * mean[:, None]) * rstd[:, None], mask)
         dw += dy * normal
-    if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
+    store_partials(dw_ptr, None, dw, None, cols, N)
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

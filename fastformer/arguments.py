@@ -238,6 +238,8 @@ def check_packed_attention(
     for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
         if x.dim() != 3 or x.shape[0] != its.total:
             raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
+        if x.device != its.offsets.device:
+            raise ValueError(f"{name} is on {x.device}, its layout on {its.offsets.device}: use layout.to(device)")
     if layout.batch != key_layout.batch:
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
     _check_heads(q, k, v)

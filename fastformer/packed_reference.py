@@ -122,7 +122,7 @@ def packed_attention(
     if torch.compiler.is_compiling():
         return _in_one_group(q, k, v, layout, key_layout, rules)
     H, Hkv, Kv = q.shape[1], k.shape[1], v.shape[2]
-    plan = layout.once((key_layout, H, Hkv), lambda: _plan(layout, key_layout, H, Hkv))
+    plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
     q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
     queries = [H * group.sequences * group.queries for group in plan.groups]
     keys = [Hkv * group.sequences * group.keys for group in plan.groups]

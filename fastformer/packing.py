@@ -140,14 +140,22 @@ class Layout:
         flat = torch.zeros(self.batch * self.columns, dtype=torch.bool, device=self.offsets.device)
         return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
 
-    def once(self, name: object, make: Callable[[], V]) -> V:
-        """Return what `make` returned for this layout the first time; layers of a model ask for the same things."""
-        if torch.compiler.is_compiling():
+    def once(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
+        """Return what `make` returned for this layout the first time; layers of a model ask for the same things.
+
+        Args:
+            name: of the thing.
+            make: makes it, from this layout and the other one.
+            other: the layout of the keys, where the thing depends on it.
+        """
+        # A graph has no memory, and what is captured for CUDA has no values yet.
+        if torch.compiler.is_compiling() or (self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
             return make()
-        if name not in self._memory:
+        key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
+        if key not in self._memory:
             with torch.inference_mode(False):  # or it would be of no use to training afterwards
-                self._memory[name] = make()
-        found: V = self._memory[name]
+                self._memory[key] = make()
+        found: V = self._memory[key]
         return found
 
 

@@ -235,6 +235,25 @@ def test_packed_sequences(causal):
         )
 
 
+def test_bounds_are_made_once_a_layout(monkeypatch):
+    """Layers of a model share them, in training after inference too; other rules or keys have bounds of their own."""
+    made, make = [], fused_attention._bounds
+    monkeypatch.setattr(fused_attention, "_bounds", lambda *x: (made.append(1), make(*x))[1])
+    layout, key_layout = (Layout.from_lengths(x, DEVICE) for x in ([3, 0, 2], [1, 4, 2]))
+    q, k = (torch.randn(x.total, 2, 16, device=DEVICE, requires_grad=True) for x in (layout, key_layout))
+    with torch.inference_mode():
+        fused(packed_attention, q, q, q, layout)
+    for _ in range(2):
+        fused(packed_attention, q, q, q, layout, causal=True).sum().backward()
+        fused(packed_attention, q, k, k, layout, key_layout)
+    assert len(made) == 2
+    out = fused(packed_attention, q, k, k, layout, key_layout, causal=True, alignment="bottom_right")
+    assert len(made) == 3
+    with fastformer.backend("reference"):
+        expected = packed_attention(q, k, k, layout, key_layout, causal=True, alignment="bottom_right")
+    torch.testing.assert_close(out, expected)
+
+
 def test_packed_is_padded():
     lengths = [7, 66, 20]
     layout = Layout.from_lengths(lengths, DEVICE)

@@ -276,7 +276,11 @@ def packed_attention(
     """
     T, S, batch = layout.max_length, key_layout.max_length, layout.batch
     bottom_right = rules.alignment == "bottom_right"
-    bounds = _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q)
+
+    def make_bounds() -> Tensor:
+        return _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q.detach())
+
+    bounds = layout.once(("bounds", bottom_right), make_bounds, key_layout)
     formula = None if formula is None else _no_mask(formula)
     out, _ = _apply(q, k, v, rules, bounds, None, None, (T, S, 0), False, formula)
     return out

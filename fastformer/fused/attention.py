@@ -278,7 +278,8 @@ def packed_attention(
     bottom_right = rules.alignment == "bottom_right"
 
     def make_bounds() -> Tensor:
-        return _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q.detach())
+        bounds: Tensor = _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q.detach())
+        return bounds
 
     bounds = layout.once(("bounds", bottom_right), make_bounds, key_layout)
     formula = None if formula is None else _no_mask(formula)

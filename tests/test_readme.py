@@ -1,0 +1,28 @@
+"""The README's Python runs, in order, as one program."""
+
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+def python_of(markdown: str) -> str:
+    """The lines of the Python blocks, each at its place, so that an error names it."""
+    lines, inside = [], False
+    for line in markdown.splitlines():
+        inside = inside and line != "```"
+        lines.append(line if inside else "")
+        inside = inside or line == "```python"
+    return "\n".join(lines)
+
+
+def test_every_snippet_runs():
+    pytest.importorskip("transformers")
+    program, _, needs_a_run = python_of(README.read_text(encoding="utf-8")).partition("from fastformer.translation")
+    assert "load_translator" in needs_a_run  # what tests/test_demo.py does
+    names: dict = {}
+    exec(compile(program, README, "exec"), names)
+    assert not names["padded"][1, 3:].any()
+    assert names["padded"][1, :3].all()
+    assert names["bert"].config._attn_implementation == "fastformer"

@@ -29,7 +29,9 @@ def transformer() -> nn.Module:
 def transformer_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     torch.manual_seed(10 * step + rank)
     source, target = random(B, S, D, grad=False), random(B, T, D, grad=False)
-    hidden = [torch.arange(n) >= torch.tensor(side[rank])[:, None] for n, side in zip((S, T), LENGTHS[step], strict=True)]
+    hidden = [
+        torch.arange(n) >= torch.tensor(side[rank])[:, None] for n, side in zip((S, T), LENGTHS[step], strict=True)
+    ]
     masks = dict(zip(("src_key_padding_mask", "tgt_key_padding_mask"), hidden, strict=True))
     return model(source, target, memory_key_padding_mask=hidden[0], **masks).pow(3).sum()
 

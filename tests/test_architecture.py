@@ -25,7 +25,7 @@ FLOORS = (
     {"models", "conversion", "integrations"},
     {"generate", "train"},
     {"translation"},
-    {"demo", "describe", "cli", "cli_options", "__main__"},
+    {"demo", "describe", "cli", "__main__"},
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -1,32 +1,18 @@
-"""The command line: `fastformer demo | data | train | translate | evaluate | info`.
+"""`fastformer train | translate | evaluate`."""
 
-A user's mistake ends in one line on standard error and exit code 2; anything else is a bug and shows its traceback.
-"""
-
-import os
-
-# Before torch is imported: spinning OpenMP threads turn a busy machine's seconds into minutes.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import logging
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.logging import RichHandler
-except ModuleNotFoundError as error:  # the core installs no command-line library
-    sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
+import typer
 
-from fastformer.backend import BackendError
-from fastformer.cli_options import with_settings
-from fastformer.describe import describe_model, describe_run, describe_system
+from fastformer.cli.common import Checkpoint, Device, Run, app, choose_device, console
+from fastformer.cli.settings import with_settings
+from fastformer.describe import describe_model
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
-from fastformer.text import DATASETS, TextError, prepare, read_lines, read_parallel, write_lines
+from fastformer.text import TextError, read_lines, read_parallel, write_lines
 from fastformer.train import TrainConfig, load_toml
 from fastformer.translation import (
     DERIVED,
@@ -38,55 +24,6 @@ from fastformer.translation import (
     read_config,
     read_corpora,
 )
-
-app = typer.Typer(
-    help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-console = Console(highlight=False, soft_wrap=True, markup=False)  # [brackets] in paths and hints are text
-
-Run = Annotated[Path, typer.Option(help="run folder, made by `fastformer train` or `fastformer demo`")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]
-Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA device")
-    return name
-
-
-@app.command()
-def demo(
-    target: Annotated[str, typer.Option(help="fr or de")] = "fr",
-    run: Annotated[Path, typer.Option(help="folder for the run; an earlier demo in it is replaced")] = Path("demo"),
-    device: Device = "auto",
-) -> None:
-    """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""
-    from fastformer.demo import run_demo
-
-    run_demo(run, target, _device(device), console)
-
-
-@app.command()
-def data(
-    name: Annotated[str, typer.Argument(help=" | ".join(DATASETS))],
-    source: Annotated[Path, typer.Option("--from", help="folder that holds the dataset's files")],
-    to: Annotated[Path | None, typer.Option(help="folder to make; default: data/NAME")] = None,
-) -> None:
-    """Check a dataset's files and prepare them. Nothing is fetched."""
-    console.print(str(prepare(name, source, to or Path("data") / name)))
 
 
 @app.command()
@@ -112,7 +49,7 @@ def train(
     if resume:
         if data or model or config:
             raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
-        current = TranslationRun.open(run, train, _device(device))
+        current = TranslationRun.open(run, train, choose_device(device))
     else:
         file: dict[str, dict[str, Any]] = load_toml(config, SECTIONS) if config else {name: {} for name in SECTIONS}
         wrong = [name for name in DERIVED if name in file["model"]]
@@ -123,7 +60,7 @@ def train(
             DataConfig(**file["data"] | data),
             file["model"] | model,
             TrainConfig(**file["train"] | train),
-            _device(device),
+            choose_device(device),
         )
     for line in (*current.data_report()["corpora"].values(), f"training: {current.pairs}"):
         console.print(line)
@@ -160,7 +97,7 @@ def translate(
     search: dict[str, Any],
 ) -> None:
     """Translate sentences, a file, or standard input."""
-    translator = load_translator(run, checkpoint, _device(device))
+    translator = load_translator(run, checkpoint, choose_device(device))
     if not sentences:
         if input is None and sys.stdin.isatty():
             console.print("Type a sentence and press Enter; Ctrl-D ends.", style="dim")
@@ -219,38 +156,8 @@ def evaluate_command(
     else:
         raise ValueError(f"split must be test or valid, not {split!r}")
     options = SearchOptions(**search)
-    scores, translations = evaluate(load_translator(run, checkpoint, _device(device)), corpus, options, lowercase)
+    scores, translations = evaluate(load_translator(run, checkpoint, choose_device(device)), corpus, options, lowercase)
     if output is not None:
         write_lines(output, translations)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
     console.print(str(scores))
-
-
-@app.command()
-def info(run: Annotated[Path | None, typer.Option(help="describe this run folder too")] = None) -> None:
-    """Show versions, devices, which backend would run and why; with --run, the run's model and checkpoints."""
-    console.print(describe_system())
-    if run is not None:
-        console.print(describe_run(run))
-
-
-def main() -> None:
-    """Run the command line."""
-    # The package's warnings, such as a vocabulary that was clamped, belong on standard error.
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_time=False, show_path=False)],
-    )
-    try:
-        app()
-    except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
-        # TextError, CheckpointError and DivergedError are among these.
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

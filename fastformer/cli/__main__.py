@@ -1,0 +1,5 @@
+"""`python -m fastformer.cli`."""
+
+from fastformer.cli import main
+
+main()

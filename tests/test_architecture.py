@@ -24,7 +24,7 @@ FLOORS = (
     {"stacks"},
     {"models", "conversion", "integrations"},
     {"generate", "train"},
-    {"translation"},
+    {"translation", "export"},
     {"demo", "describe", "cli", "__main__"},
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
@@ -131,7 +131,18 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-EXTRAS = {"sacrebleu", "safetensors", "rich", "matplotlib", "tomli_w", "typer", "tensorboard", "transformers", "triton"}
+EXTRAS = {
+    "sacrebleu",
+    "safetensors",
+    "rich",
+    "matplotlib",
+    "tomli_w",
+    "typer",
+    "tensorboard",
+    "transformers",
+    "triton",
+    "ctranslate2",
+}
 
 
 def test_import_fastformer_is_light():

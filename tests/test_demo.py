@@ -10,6 +10,27 @@ pytest.importorskip("matplotlib", reason="the demo needs the extra `apps`")
 from rich.console import Console
 
 from fastformer.demo import run_demo
+from fastformer.export import export_ctranslate2
+from fastformer.generate import SearchOptions
+from fastformer.translation import DataConfig, load_translator, read_config, read_corpora
+
+
+def check_ctranslate2(folder: Path) -> None:
+    """Exported, the same beam search finds the same translations; two that are equally likely may trade places."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    translator = load_translator(folder / "demo")
+    source, target = translator.source_tokenizer, translator.target_tokenizer
+    export_ctranslate2(folder / "exported", translator.model, (source, target))
+    sentences = read_corpora(DataConfig(**read_config(folder / "demo")["data"]))["test"].source[:100]
+    for beam in (1, 4):
+        ours = translator.candidates(sentences, SearchOptions(beam=beam))
+        theirs = ctranslate2.Translator(str(folder / "exported")).translate_batch(
+            [source.pieces(source.encode(sentence)) for sentence in sentences], beam_size=beam, return_scores=True
+        )
+        ids = {piece: i for i, piece in enumerate(target.pieces(range(target.size)))}
+        for (first, *_), result in zip(ours, theirs, strict=True):
+            assert target.decode([ids[piece] for piece in result.hypotheses[0]]) == first.text
+            assert result.scores[0] == pytest.approx(first.score, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -20,4 +41,6 @@ def test_numbers_never_seen_are_translated_exactly(tmp_path: Path, target: str) 
     assert scores.sentences == 500
     assert scores.exact >= 0.99
     assert all((tmp_path / "demo" / name).stat().st_size > 5000 for name in ("attention.png", "history.png"))
+    if target == "fr":
+        check_ctranslate2(tmp_path)
     assert "numbers that never occurred in training" in console.export_text()

@@ -66,6 +66,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The detokenised text; padding, bos and eos are dropped."""
 
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The piece or word behind each id, special ones included."""
+
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files into a folder."""
 

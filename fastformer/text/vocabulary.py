@@ -142,6 +142,10 @@ class WordTokenizer(WithSpecialIds):
         words = [self.words[i] for i in self.special_ids.drop(ids)]
         return join_words(words) if self.splitting == "punctuation" else " ".join(words)
 
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The word behind each id."""
+        return [self.words[i] for i in ids]
+
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fastformer
 from fastformer.export import export_ctranslate2, export_safetensors, load_safetensors
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import LanguageConfig, LanguageModel, TranslationConfig, TranslationModel
@@ -157,3 +158,18 @@ def test_damaged_exports_are_said_to_be(tmp_path):
     config.write_text(json.dumps({**content, "model": {**content["model"], "layers": 1}}))
     with pytest.raises(CheckpointError, match="which this model does not have"):
         load_safetensors(tmp_path / "model")
+
+
+def test_torch_export_takes_every_batch_and_length(tmp_path):
+    layer = fastformer.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+    encoder = fastformer.TransformerEncoder(layer, 2, fastformer.LayerNorm(16)).eval()
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    shapes = {"src": axes, "src_key_padding_mask": axes}
+    arguments = {"src_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [2], [5]])}
+    with fastformer.backend("reference"), torch.no_grad():
+        program = torch.export.export(encoder, (torch.randn(3, 7, 16),), arguments, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "encoder.pt2")
+    exported = torch.export.load(tmp_path / "encoder.pt2").module()
+    x, hidden = torch.randn(5, 11, 16), torch.arange(11) >= torch.tensor([[7], [2], [5], [11], [0]])
+    with torch.no_grad():
+        torch.testing.assert_close(exported(x, src_key_padding_mask=hidden), encoder(x, src_key_padding_mask=hidden))

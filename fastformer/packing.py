@@ -317,7 +317,7 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
         parts = nested.unbind()
         if len({part.shape[1:] for part in parts}) > 1:
             raise ValueError("nested must be ragged in its second dimension alone")
-        tokens = torch.cat(parts) if parts else nested.new_empty(0)
+        tokens = torch.cat(parts) if parts else torch.empty(0, dtype=nested.dtype, device=nested.device)
         return tokens, Layout.from_lengths([len(part) for part in parts], nested.device)
     jagged: Any = nested
     if jagged._ragged_idx != 1:

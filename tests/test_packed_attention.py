@@ -20,6 +20,7 @@ LENGTHS = {
     "no key at all": ([2, 1], [0, 0]),
     "equal": ([4, 4], [3, 3]),
     "equal keys": ([4, 2], [3, 3]),
+    "short queries": ([1, 2], [3, 5]),
     "long": ([70, 2], [5, 66]),
     "no sequence": ([], []),
 }
@@ -93,13 +94,35 @@ def test_groups_hold_every_sequence_once_and_little_padding():
     assert len(packed_reference._plan(*few, 4, 2).groups) == 1
 
 
+def test_groups_follow_whichever_side_varies():
+    one_long_memory = [Layout.from_lengths(x) for x in ([1] + [50] * 20, [100] + [50] * 20)]
+    groups = packed_reference._plan(*one_long_memory, 8, 8).groups
+    assert [(g.sequences, g.queries, g.keys) for g in groups] == [(1, 1, 100), (20, 50, 50)]
+    memories = [Layout.from_lengths(x) for x in ([20] * 100, range(1, 101))]
+    groups = packed_reference._plan(*memories, 8, 8).groups
+    assert sum(g.sequences * g.queries * g.keys for g in groups) < 1.3 * 20 * sum(range(1, 101))
+
+
 def test_the_same_layouts_are_planned_once(monkeypatch):
     layout, calls, plan = Layout.from_lengths([2, 5]), [], packed_reference._plan
     monkeypatch.setattr(packed_reference, "_plan", lambda *x: (calls.append(1), plan(*x))[1])
-    for heads in (2, 2, 4):
-        x = torch.randn(7, heads, 3)
-        packed_attention(x, x, x, layout)
-    assert len(calls) == 2
+    for heads, kv_heads in ((2, 2), (2, 2), (4, 4), (4, 2)):
+        q, k = torch.randn(7, heads, 3), torch.randn(7, kv_heads, 3)
+        packed_attention(q, k, k, layout)
+    assert len(calls) == 3
+
+
+def test_a_graph_attends_in_one_group():
+    layouts = [Layout.from_lengths(x) for x in ([3, 1, 5], [2, 6, 1])]
+    inputs = [random(layout.total, 2, 3) for layout in (layouts[0], layouts[1], layouts[1])]
+
+    def call(*x: Tensor) -> Tensor:
+        return packed_attention(*x, *layouts, causal=True, alignment="bottom_right")
+
+    out, expected = torch.compile(call, fullgraph=True, backend="eager")(*inputs), call(*inputs)
+    assert_close(out, expected)
+    for actual, gradient in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        assert_close(actual, gradient)
 
 
 @pytest.mark.parametrize("lengths", [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])])
@@ -116,18 +139,20 @@ def test_first_and_second_derivative(lengths, rules):
 
 
 @pytest.mark.parametrize("lengths", [[3, 5], [3, 70]])  # either side of the length that is computed without SDPA
-def test_half_precision(lengths):
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision(lengths, causal):
     layout = Layout.from_lengths(lengths)
     x = [random(layout.total, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
-    expected = packed_attention(*(t.double() for t in x), layout, causal=True)
-    assert_close(packed_attention(*x, layout, causal=True), expected.bfloat16(), roundings=8)
+    expected = packed_attention(*(t.double() for t in x), layout, causal=causal)
+    assert_close(packed_attention(*x, layout, causal=causal), expected.bfloat16(), roundings=8)
 
 
-def test_dropout_rate_and_scale():
-    layout = Layout.from_lengths([40, 60])
-    q, k = random(100, 4, 8), random(100, 4, 8)
-    v = torch.cat([torch.eye(60, dtype=torch.float64)[:40], torch.eye(60, dtype=torch.float64)])
-    v = v[:, None].expand(100, 4, 60)  # the output is the weights
+@pytest.mark.parametrize("longest", [60, 70])  # either side, again
+def test_dropout_rate_and_scale(longest):
+    layout = Layout.from_lengths([40, longest])
+    q, k = random(layout.total, 4, 8), random(layout.total, 4, 8)
+    v = torch.cat([torch.eye(longest, dtype=torch.float64)[:40], torch.eye(longest, dtype=torch.float64)])
+    v = v[:, None].expand(layout.total, 4, longest)  # the output is the weights
     plain, p = packed_attention(q, k, v, layout), 0.25
     torch.manual_seed(3)
     dropped = packed_attention(q, k, v, layout, dropout_p=p)

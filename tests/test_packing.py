@@ -1,5 +1,7 @@
 """Layouts, packing and unpacking."""
 
+import weakref
+
 import pytest
 import torch
 from closeness import assert_close, gradients, random
@@ -88,9 +90,20 @@ def test_lengths_in_a_wider_batch():
 def test_a_layout_moves_to_another_device():
     layout = Layout.from_lengths([2, 1])
     assert layout.to("cpu") is layout
+    assert layout.mask().device.type == "cpu"
     moved = layout.to("meta")
+    assert moved.mask().device.type == "meta"  # it remembers nothing of the other device
     assert {x.device.type for x in (moved.offsets, moved.positions, moved.slots, moved.origin)} == {"meta"}
     assert moved.lengths.tolist() == [2, 1]  # stay on the CPU
+
+
+def test_a_layout_is_freed_as_soon_as_nobody_needs_it():
+    """What it remembers of itself must not keep tensors on the device until the garbage collector comes."""
+    layout = Layout.from_lengths([2, 1])
+    assert layout.once("thing", lambda: 5, layout) == 5
+    gone = weakref.ref(layout)
+    del layout
+    assert gone() is None
 
 
 def test_what_a_layout_remembers_outlives_inference_mode():
@@ -111,6 +124,7 @@ def test_nested_tensors(form):
     assert_close(tokens, torch.cat(parts))
     again = to_nested(tokens, layout)
     assert again.layout == torch.jagged
+    assert (again._min_seqlen, again._max_seqlen) == (0, 3)
     for a, b in zip(again.unbind(), parts, strict=True):
         assert_close(a, b)
     for a, b in zip(gradients(again.values() ** 2, parts), gradients(torch.cat(parts) ** 2, parts), strict=True):
@@ -125,11 +139,21 @@ def test_a_jagged_tensor_with_holes():
     assert_close(tokens, values[[0, 1, 4]])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_of_no_sequence():
+    tokens, layout = from_nested(torch.nested.nested_tensor([]))
+    assert (tokens.shape[0], layout.batch) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_not_nested_or_ragged_elsewhere():
     with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[2, 3\]"):
         from_nested(torch.zeros(2, 3))
     other = torch.nested.nested_tensor_from_jagged(torch.zeros(5, 3), torch.tensor([0, 2, 5])).transpose(1, 2)
     with pytest.raises(ValueError, match="nested must be ragged in its second dimension, not in dimension 2"):
+        from_nested(other)
+    other = torch.nested.as_nested_tensor([torch.zeros(2, 3), torch.zeros(2, 4)], layout=torch.strided)
+    with pytest.raises(ValueError, match="nested must be ragged in its second dimension alone"):
         from_nested(other)
     with pytest.raises(ValueError, match="tokens has 2 rows, the lengths add up to 3"):
         to_nested(torch.zeros(2, 3), Layout.from_lengths([3]))
@@ -149,16 +173,26 @@ def test_bad_masks(padding, error, message):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("extra", [0, 2])
-def test_pack_and_unpack_move_every_token_once(lengths, extra):
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_pack_and_unpack_move_every_token_once(lengths, extra, batch_first):
     layout = Layout.from_lengths(lengths)
     padded = random(len(lengths), layout.max_length + extra, 2, grad=False)
-    tokens = pack(padded, layout)
+    tokens = pack(padded if batch_first else padded.transpose(0, 1), layout, batch_first)
     expected = [padded[b, t] for b, length in enumerate(lengths) for t in range(length)]
     assert torch.equal(tokens, torch.stack(expected) if expected else padded.new_zeros(0, 2))
     again = unpack(tokens, layout)
     assert again.shape == (len(lengths), layout.max_length, 2)
     assert torch.equal(again, padded[:, : layout.max_length] * layout.mask()[:, :, None])
     assert torch.equal(pack(again, layout), tokens)
+
+
+def test_a_graph_packs_and_unpacks_any_layout():
+    compiled = torch.compile(lambda x, layout: unpack(pack(x, layout) * 2, layout), fullgraph=True, backend="eager")
+    for padding in ([[0, 1, 0], [1, 0, 0]], [[1, 0, 1], [0, 0, 1]]):
+        layout, x = Layout.from_mask(torch.tensor(padding).bool()), random(2, 3, 2)
+        out, expected = compiled(x, layout), 2 * x * layout.mask()[:, :, None]
+        assert_close(out, expected)
+        assert_close(*gradients(out, [x]), *gradients(expected, [x]))
 
 
 def test_pack_takes_ids_and_unpack_pads_them_with_zeros():
@@ -207,5 +241,7 @@ def test_tensors_that_do_not_fit_the_layout():
         pack(torch.zeros(3, 4), layout)
     with pytest.raises(ValueError, match="a length of 4 is beyond the row of 3"):
         pack(torch.zeros(2, 3), layout)
+    with pytest.raises(ValueError, match="a length of 4 is beyond the row of 3"):
+        pack(torch.zeros(2, 3), Layout.from_lengths([2, 1], columns=4))
     with pytest.raises(ValueError, match="tokens has 5 rows, the lengths add up to 6"):
         unpack(torch.zeros(5, 1), layout)

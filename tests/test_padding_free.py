@@ -58,6 +58,9 @@ MASKS = {
     "causal": lambda: {"mask": AHEAD},
     "causal, additive": lambda: {"mask": minus_infinity(AHEAD)},
     "causal, stated": lambda: {"mask": AHEAD, "is_causal": True},
+    "causal, near": lambda: {"mask": AHEAD | AHEAD.T.tril(-2)},
+    "causal, biased": lambda: {"mask": minus_infinity(AHEAD) + torch.randn(T, T, dtype=torch.float64).tril()},
+    "the future is unlikely": lambda: {"mask": -AHEAD.double()},
     "any": lambda: {"mask": band(T, T)},
     "additive": lambda: {"mask": torch.randn(T, T, dtype=torch.float64)},
     "of each head": lambda: {"mask": torch.randn(B * H, T, T, dtype=torch.float64)},
@@ -160,15 +163,18 @@ def test_decoder(padding, which, batch_first, tokens_seen):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("memory", ["same", "equal", "other", "none"])
+@pytest.mark.parametrize("memory", ["same", "equal", "additive", "other", "none"])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer(memory, batch_first, norm_first, tokens_seen):
     """Where the decoder attends to padded sources, it gets what torch's encoder makes of them."""
     ours, torchs = stacks("Transformer", batch_first=batch_first, norm_first=norm_first)
     hidden, hidden_source = PADDING["right"]
     masks = {"same": hidden_source, "equal": hidden_source.clone(), "other": right([2, 3, 3], S), "none": None}
+    masks["additive"] = minus_infinity(hidden_source)
     arguments = {
+        "src_mask": torch.randn(S, S, dtype=torch.float64),
         "tgt_mask": AHEAD,
+        "memory_mask": torch.randn(T, S, dtype=torch.float64),
         "src_key_padding_mask": hidden_source,
         "tgt_key_padding_mask": hidden,
         "memory_key_padding_mask": masks[memory],
@@ -177,6 +183,19 @@ def test_transformer(memory, batch_first, norm_first, tokens_seen):
     check(ours, torchs, tuple(random(*s) for s in shapes), hidden if batch_first else hidden.T, **arguments)
     source = (~hidden_source).sum() if memory in ("same", "equal") else B * S
     assert set(tokens_seen) == {int(source), int((~hidden).sum())}
+
+
+def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
+    seen, project = [], fastformer.MultiheadAttention.keys_values
+    monkeypatch.setattr(
+        fastformer.MultiheadAttention,
+        "keys_values",
+        lambda self, x: (seen.append(x.shape[:-1].numel()), project(self, x))[1],
+    )
+    ours, _ = stacks("TransformerDecoder")
+    hidden = PADDING["right"][1]
+    ours(random(B, T, D), random(B, S, D), memory_key_padding_mask=hidden)
+    assert set(seen) == {int((~hidden).sum())}
 
 
 def test_transformer_never_pads_in_between(monkeypatch):
@@ -198,9 +217,12 @@ def test_transformer_never_pads_in_between(monkeypatch):
 
 
 def test_unbatched_input():
-    ours, torchs = stacks("TransformerEncoder")
     hidden = torch.tensor([False, True, False, False, True])
-    check(ours, torchs, (random(T, D),), hidden, src_key_padding_mask=hidden)
+    for batch_first in (True, False):
+        ours, torchs = stacks("TransformerEncoder", batch_first=batch_first)
+        check(ours, torchs, (random(T, D),), hidden, src_key_padding_mask=hidden)
+        ours.layers[1].register_forward_hook(lambda *_: None)  # padded
+        check(ours, torchs, (random(T, D),), hidden, src_key_padding_mask=hidden)
     ours, torchs = stacks("TransformerDecoder", batch_first=False)
     source = torch.tensor([False, False, True, True])
     check(
@@ -250,6 +272,12 @@ def test_nothing_but_padding(kind, batch):
         assert not gradient.any()
 
 
+def test_no_sequence_is_as_long_as_the_others():
+    ours, _ = stacks("TransformerDecoder")
+    out = ours(random(0, T, D), random(0, S, D), memory_key_padding_mask=torch.ones(0, S).bool())
+    assert out.shape == (0, T, D)
+
+
 def test_targets_without_a_source_are_what_remains():
     """A target whose source is empty attends to nothing: cross attention gives the output bias alone."""
     ours, _ = stacks("TransformerDecoder")
@@ -262,14 +290,18 @@ def test_targets_without_a_source_are_what_remains():
     assert_close(out, alone(x, memory, AHEAD))
 
 
-def test_a_switch_for_a_call_a_stack_and_all_stacks(monkeypatch, tokens_seen):
-    ours, torchs = stacks("TransformerEncoder")
-    x, hidden = random(B, T, D), PADDING["right"][0]
-    expected = torchs(x, src_key_padding_mask=hidden)
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
+    ours, torchs = stacks(kind)
+    x, hidden = [random(B, T, D)], PADDING["right"][0]
+    mask = {"src_key_padding_mask": hidden}
+    if kind == "TransformerDecoder":
+        x, mask = [*x, random(B, S, D)], {"tgt_key_padding_mask": hidden}
+    expected = torchs(*x, **mask)
 
     def full(**arguments: object) -> bool:
         tokens_seen.clear()
-        out = ours(x, src_key_padding_mask=hidden, **arguments)
+        out = ours(*x, **mask, **arguments)
         if tokens_seen[0] == B * T:
             assert_close(out, expected)
         return tokens_seen[0] == B * T
@@ -281,7 +313,7 @@ def test_a_switch_for_a_call_a_stack_and_all_stacks(monkeypatch, tokens_seen):
     assert not full(padding_free=True)
     assert full(padding_free=None)
     del ours.padding_free
-    monkeypatch.setattr(fastformer.TransformerEncoder, "padding_free", False)
+    monkeypatch.setattr(type(ours), "padding_free", False)
     assert full()
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert list(other.state_dict()) == list(torchs.state_dict())
@@ -291,15 +323,21 @@ def change(name):
     def hook(layer):
         layer.linear1.register_forward_hook(lambda *_: None)
 
+    def own_hook(layer):
+        layer.register_forward_hook(lambda module, args, out: out.flip(1))
+
     def batch_norm(layer):
-        class OfBatch(nn.Module):
+        class OfBatch(nn.LayerNorm):
             def forward(self, x):
                 return x - x.mean((0, 1))
 
-        layer.norm2 = OfBatch()
+        layer.norm2 = OfBatch(D, dtype=torch.float64)
 
     def own_activation(layer):
         layer.activation = lambda x: x.softmax(1)
+
+    def softmax(layer):
+        layer.activation = nn.Softmax(1)
 
     def bias_kv(layer):
         layer.self_attn = fastformer.MultiheadAttention(D, H, add_bias_kv=True, batch_first=True, dtype=torch.float64)
@@ -314,13 +352,18 @@ def change(name):
         "a norm over positions": (norm_over_positions, "layers.1.norm2 normalises over 2 dimensions"),
         "own block": (own_block, "layers.1 is a TransformerEncoderLayer with a part of its own"),
         "hooks": (hook, "layers.1.linear1 has hooks"),
+        "hooks of its own": (own_hook, "layers.1 has hooks"),
         "another norm": (batch_norm, "layers.1.norm2 is a OfBatch"),
         "another activation": (own_activation, "layers.1.activation is a function of your own"),
+        "an activation over positions": (softmax, "layers.1.activation is a Softmax"),
         "bias of keys": (bias_kv, "layers.1.self_attn has add_bias_kv or add_zero_attn"),
     }[name]
 
 
-CHANGES = ["hooks", "another norm", "another activation", "bias of keys", "a norm over positions", "own block"]
+CHANGES = [
+    "hooks", "hooks of its own", "another norm", "another activation", "an activation over positions", "bias of keys",
+    "a norm over positions", "own block",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -362,14 +405,32 @@ def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
     assert stack.obstacle() == "norm normalises over 2 dimensions"
 
 
-def test_hooks_on_the_stacks_of_a_transformer_see_padded_batches():
+@pytest.mark.parametrize("where", ["encoder", "decoder", "encoder.layers.0", "decoder.layers.1"])
+def test_hooks_inside_a_transformer_see_padded_batches(where):
     ours, torchs = stacks("Transformer")
     shapes = []
-    ours.encoder.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
+    ours.get_submodule(where).register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
     hidden, hidden_source = PADDING["right"]
     arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
     check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
-    assert shapes == [(B, S, D)]
+    assert shapes == [(B, S if "encoder" in where else T, D)]
+
+
+@pytest.mark.parametrize("which", ["encoder", "decoder"])
+def test_stacks_of_another_class_are_called(which):
+    ours, torchs = stacks("Transformer")
+    stack, calls = getattr(ours, which), []
+
+    class Own(type(stack)):
+        def forward(self, *inputs, **masks):
+            calls.append(1)
+            return super().forward(*inputs, **masks)
+
+    stack.__class__ = Own
+    hidden, hidden_source = PADDING["right"]
+    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
+    check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
+    assert calls == [1]
 
 
 def test_custom_stacks_are_called_as_torch_calls_them():
@@ -396,6 +457,14 @@ def test_custom_stacks_are_called_as_torch_calls_them():
     check(ours, torchs, (square, random(B, B, D)), hidden, **masks)
 
 
+def test_custom_stacks_stay_what_they_are():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H), 1)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H), 1)
+    model = fastformer.Transformer(D, H, custom_encoder=encoder, custom_decoder=decoder)
+    assert type(model.encoder) is nn.TransformerEncoder
+    assert type(model.decoder) is nn.TransformerDecoder
+
+
 def test_a_stack_without_layers_is_its_norm():
     ours, _ = stacks("TransformerDecoder")
     ours.layers = nn.ModuleList()
@@ -404,12 +473,14 @@ def test_a_stack_without_layers_is_its_norm():
     assert_close(ours(x, random(B, S, D), tgt_key_padding_mask=hidden), ours.norm(x))
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("change_layer", [lambda layer: None, change("hooks")[0]])
-def test_padding_of_minus_infinity_comes_out_as_zeros(change_layer):
-    ours, torchs = stacks("TransformerEncoder")
+def test_padding_of_minus_infinity_comes_out_as_zeros(change_layer, batch_first):
+    ours, torchs = stacks("TransformerEncoder", batch_first=batch_first)
     change_layer(ours.layers[1])
     hidden = PADDING["left"][0]
-    check(ours, torchs, (random(B, T, D),), hidden, src_key_padding_mask=minus_infinity(hidden))
+    x, padding = (random(B, T, D), hidden) if batch_first else (random(T, B, D), hidden.T)
+    check(ours, torchs, (x,), padding, src_key_padding_mask=minus_infinity(hidden))
 
 
 def test_masks_that_learn_get_their_gradients():
@@ -430,7 +501,7 @@ def test_masks_that_learn_get_their_gradients():
 
 def test_an_additive_padding_mask_that_hides_nothing_is_added(tokens_seen):
     ours, torchs = stacks("TransformerEncoder")
-    bias = torch.randn(B, T, dtype=torch.float64)
+    bias = -torch.rand(B, T, dtype=torch.float64)
     check(ours, torchs, (random(B, T, D),), torch.zeros(B, T).bool(), src_key_padding_mask=bias)
     assert set(tokens_seen) == {B * T}
 
@@ -451,8 +522,9 @@ def test_inference_is_training_without_dropout(kind, tokens_seen):
     assert set(tokens_seen) == {int((~hidden).sum())}
 
 
-def test_nested_tensors_go_in_and_come_out():
-    ours, _ = stacks("Transformer")
+@pytest.mark.parametrize("batch_first", [True, False])  # which means nothing to a nested tensor
+def test_nested_tensors_go_in_and_come_out(batch_first):
+    ours, _ = stacks("Transformer", batch_first=batch_first)
     layout, source = Layout.from_lengths([5, 2, 3]), Layout.from_lengths([1, 4, 2])
     x, memory = random(layout.total, D), random(source.total, D)
     out = ours(to_nested(memory, source), to_nested(x, layout), tgt_is_causal=True)
@@ -465,10 +537,24 @@ def test_nested_tensors_go_in_and_come_out():
     leaves = [x, memory, *ours.parameters()]
     for a, w in zip(gradients(tokens, leaves), gradients(expected, leaves), strict=True):
         assert_close(a, w)
-    with pytest.raises(ValueError, match="src must not be nested where a mask is given"):
-        ours.encoder(to_nested(memory, source), src_key_padding_mask=torch.zeros(3, 4).bool())
+    tokens, _ = from_nested(ours.encoder(to_nested(memory, source), is_causal=True))
+    assert_close(tokens, ours.encoder.packed(memory, source, causal=True))
+    tokens, _ = from_nested(ours.decoder(to_nested(x, layout), to_nested(memory, source)))
+    assert_close(tokens, ours.decoder.packed(x, layout, memory, source, causal=False))
+
+
+def test_nested_tensors_take_no_mask():
+    ours, _ = stacks("Transformer")
+    layout = Layout.from_lengths([5, 2, 3])
+    x, mask = to_nested(random(layout.total, D), layout), torch.zeros(5, 5).bool()
+    for name in ("mask", "src_key_padding_mask"):
+        with pytest.raises(ValueError, match="src must not be nested where a mask is given"):
+            ours.encoder(x, **{name: mask})
+    for name in ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"):
+        with pytest.raises(ValueError, match="tgt and memory must not be nested where a mask is given"):
+            ours.decoder(x, x, **{name: mask})
     with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[3, 4, 6\]"):
-        ours.decoder(to_nested(x, layout), torch.zeros(3, 4, D))
+        ours.decoder(x, torch.zeros(3, 4, D))
 
 
 def test_compiled_stacks_compute_the_same_without_a_break():
@@ -477,7 +563,7 @@ def test_compiled_stacks_compute_the_same_without_a_break():
     ours.decoder.layers = ours.decoder.layers[:1]
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     hidden, hidden_source = PADDING["right"]
-    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
+    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source.clone()}
     inputs = (random(B, S, D, dtype=torch.float32), random(B, T, D, dtype=torch.float32))
     arguments |= {"tgt_mask": AHEAD, "tgt_key_padding_mask": hidden}
     out = compiled(*inputs, **arguments)
@@ -589,6 +675,7 @@ def test_gradients_of_each_sequence_by_vmap():
 
 BAD = {
     "mask shape": {"src_key_padding_mask": torch.zeros(B, T + 1).bool()},
+    "mask turned": {"src_key_padding_mask": torch.zeros(T, B).bool()},
     "mask of another batch": {"src_key_padding_mask": torch.zeros(B + 1, T).bool()},
     "mask dtype": {"src_key_padding_mask": torch.zeros(B, T).int()},
     "mask of scores": {"src_key_padding_mask": PADDING["right"][0], "mask": torch.zeros(T, T + 1)},
@@ -622,13 +709,15 @@ def test_a_mistake_raises_what_torch_raises(name):
     assert str(raised.value).strip()
 
 
-@pytest.mark.parametrize("wrong", ["memory", "tgt", "mask", "hint"])
+@pytest.mark.parametrize("wrong", ["memory", "tgt", "a batch for one", "mask", "hint"])
 def test_a_mistake_in_a_decoder_raises_what_torch_raises(wrong):
     ours, torchs = stacks("TransformerDecoder")
     x, memory = random(B, T, D), random(B + (wrong == "memory"), S, D)
     masks = {"memory_key_padding_mask": torch.zeros(len(memory), S).bool()}
     if wrong == "tgt":
         x = random(B, T, D + 1)
+    if wrong == "a batch for one":
+        x, memory, masks = random(T, D), memory[:1], {"memory_key_padding_mask": torch.zeros(1, S).bool()}
     if wrong == "mask":
         masks["memory_mask"] = torch.zeros(T, T)
     if wrong == "hint":
@@ -637,6 +726,12 @@ def test_a_mistake_in_a_decoder_raises_what_torch_raises(wrong):
         torchs(x, memory, **masks)
     with pytest.raises(wanted.type):
         ours(x, memory, **masks)
+
+
+def test_batches_that_differ_are_named():
+    ours, _ = stacks("Transformer")
+    with pytest.raises(RuntimeError, match="src and tgt must have the same batch, not 2 and 3"):
+        ours(random(2, S, D), random(3, T, D))
 
 
 @pytest.mark.parametrize("name", ["src", "tgt", "memory"])

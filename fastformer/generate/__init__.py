@@ -1,15 +1,27 @@
-"""Decoding: greedy and beam search with a cache, and the translator around them."""
+"""Decoding: search with a cache and the translator around it; sampling and the text generator around that."""
 
 from fastformer.generate.cache import DecoderState
+from fastformer.generate.language_cache import LanguageState
+from fastformer.generate.sampling import SamplingOptions, choose_ids, random_streams, sample
 from fastformer.generate.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.generate.sentence_attention import SentenceAttention, attend
+from fastformer.generate.text_generator import TextGenerator
 from fastformer.generate.translator import Translation, Translator
 
 __all__ = [
     "DecoderState",
     "Hypothesis",
+    "LanguageState",
+    "SamplingOptions",
     "SearchOptions",
+    "SentenceAttention",
+    "TextGenerator",
     "Translation",
     "Translator",
+    "attend",
     "beam_search",
+    "choose_ids",
     "greedy_search",
+    "random_streams",
+    "sample",
 ]

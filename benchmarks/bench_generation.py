@@ -1,0 +1,132 @@
+"""Writing 1,000 words, one after another, with the model of the word-level tutorial (T2).
+
+2 post-norm layers, d200, 2 heads, feed-forward 200, 33,278 words, fp32, batch 1, the most probable word each time.
+`GrowingPrefix` is T2's way, written from its description: torch.nn.TransformerEncoder without a cache. For every word
+the whole text so far goes through the model with a causal mask, and log-probabilities of the whole vocabulary come out
+at every position, of which the last are used. Both sides have the same parameters and must find the same words.
+
+Two comparisons:
+
+- "whole text": nothing is forgotten. Ours has a context of 1,001 positions, so that its window never slides.
+- "context 35": both sides read a window that slides by the rule of `fastformer.generate.language_cache`, with the 35
+  positions that T2 is trained with; theirs reads all of the window again for every word.
+
+Ours writes all 1,000 words. Theirs is timed at words 10, 30, 50, … 990, and compared by the word: its time a word grows
+with the text almost linearly, so these 50 cost a twentieth of all (the midpoint rule). With --full all 1,000 are timed.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.conftest import Race, Side
+from fastformer.generate import LanguageState, SamplingOptions, random_streams, sample
+from fastformer.models import LanguageConfig, LanguageModel, sinusoidal_positions
+
+WORDS, VOCABULARY, BPTT = 1000, 33_278, 35
+OPTIONS = SamplingOptions(max_new_tokens=WORDS, temperature=0, stop_at_eos=False, allow_unk=True)
+EVERY_20TH = range(10, WORDS, 20)
+
+
+class GrowingPrefix(nn.Module):
+    """T2's Transformer and its way of writing; parameters copied from `model`."""
+
+    table: Tensor
+
+    def __init__(self, model: LanguageModel, context: int) -> None:
+        super().__init__()
+        c = model.config
+        self.context, self.silent = context, [c.pad_id, c.bos_id]
+        layer = nn.TransformerEncoderLayer(c.d_model, c.heads, c.feed_forward, c.dropout)
+        self.scale = c.d_model**0.5
+        self.words = nn.Embedding(c.vocabulary, c.d_model)
+        self.encoder = nn.TransformerEncoder(layer, c.layers, enable_nested_tensor=False)
+        self.output = nn.Linear(c.d_model, c.vocabulary)
+        self.register_buffer("table", sinusoidal_positions(WORDS + 1, c.d_model))
+        self.words.load_state_dict(model.embedding.tokens.state_dict())
+        self.encoder.load_state_dict(model.decoder.state_dict())
+        self.output.load_state_dict(model.output.state_dict())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Log-probabilities `[T, 1, V]` of the word after each of `[T, 1]`; pad and bos, which T2 lacks, have none."""
+        length = ids.shape[0]
+        x = self.words(ids) * self.scale + self.table[:length, None]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, ids.device)
+        log_p = self.output(self.encoder(x, mask)).log_softmax(-1)
+        log_p[..., self.silent] = -torch.inf
+        return log_p  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def write(self, text: Tensor, steps: range) -> Tensor:
+        """Word t for each t of `steps`: from all of `text` `[T]` that stands before it, or the window of that."""
+        starts = [0]
+        for t in range(1, len(text)):
+            starts.append(t - self.context // 2 if t - starts[-1] == self.context else starts[-1])
+        return torch.stack([self(text[starts[t] : t + 1, None])[-1, 0].argmax() for t in steps])
+
+
+@pytest.mark.parametrize(
+    ("context", "steps", "goal", "rounds"),
+    [(WORDS + 1, EVERY_20TH, 20.0, 3), (WORDS + 1, range(WORDS), 20.0, 1), (BPTT, EVERY_20TH, None, 3)],
+    ids=["whole-text", "whole-text-full", "window"],
+)
+def bench_generation(race: Race, context: int, steps: range, goal: float | None, rounds: int) -> None:
+    model = _model().to(race.device).eval()
+    theirs = GrowingPrefix(model, context).to(race.device).eval()
+    first = model.config.eos_id
+
+    def write() -> Tensor:
+        written = sample(model, [[first]], OPTIONS, context, random_streams([[first]], 0))
+        return torch.tensor([word for [(_, word)] in written], device=race.device)
+
+    words = write()
+    assert len(words) == WORDS
+    assert len(set(words.tolist())) > WORDS // 10, "a text that repeats itself proves little"
+    text = torch.cat([words.new_tensor([first]), words[:-1]])
+    if context > WORDS:
+        # In one causal pass: position t knows nothing of the words after it, so this is what each prefix gives.
+        with torch.no_grad():
+            log_p = theirs(text[:, None])[:, 0]  # [WORDS, V]
+        race.gate("words", words, log_p.argmax(-1), 0.0)
+        race.gate("log-probability", _last_log_probability(model, text, words), log_p[-1, words[-1]], 1e-4)
+    else:
+        race.gate("words", words, theirs.write(text, range(WORDS)), 0.0)
+
+    read = "prefix" if context > WORDS else f"window of {context}"
+    timed = "" if len(steps) == WORDS else " (every 20th timed)"
+    found: list[Tensor] = []
+    race(
+        f"generation of 1,000 words, {'whole text' if context > WORDS else f'context {context}'}, d200 2 layers",
+        Side("fastformer", write, WORDS),
+        Side(f"T2, whole {read} each word{timed}", lambda: found.append(theirs.write(text, steps)), len(steps)),
+        rounds=rounds,
+        goal=goal,
+    )
+    assert all(torch.equal(each, words[steps.start :: steps.step]) for each in found), "wrong: timed on other words"
+    race.note(steps_timed={"ours": WORDS, "theirs": len(steps)}, context=context)
+
+
+@torch.inference_mode()
+def _last_log_probability(model: LanguageModel, text: Tensor, words: Tensor) -> Tensor:
+    """Of the last word, from the cache."""
+    state = LanguageState(model, [text[:1].tolist()], WORDS + 1)
+    logits = state.logits
+    for ids in text[1:].split(1):
+        logits = state.step(ids)
+    return logits[0].log_softmax(-1)[words[-1]]
+
+
+def _model() -> LanguageModel:
+    return LanguageModel(
+        LanguageConfig(
+            VOCABULARY,
+            d_model=200,
+            heads=2,
+            layers=2,
+            feed_forward=200,
+            norm_first=False,
+            final_norm=False,
+            embeddings="separate",
+            output_bias=True,
+        )
+    )

@@ -1,0 +1,59 @@
+"""`fastformer generate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastformer.cli.common import Checkpoint, Device, Run, app, choose_device
+from fastformer.cli.settings import with_settings
+from fastformer.generate import SamplingOptions
+from fastformer.language_modelling import load_generator
+from fastformer.text import read_lines, write_lines
+
+
+@app.command()
+@with_settings(sampling=SamplingOptions)
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="one prompt, or several; none: the model begins by itself")
+    ] = None,
+    run: Run = Path("runs/language"),
+    prompt_file: Annotated[Path | None, typer.Option(help="file of prompts, one a line")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
+    batch_size: Annotated[int, typer.Option(help="texts written at a time")] = 32,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+    *,
+    sampling: dict[str, Any],
+) -> None:
+    """Let a language model go on from a prompt, word by word, or from several at a time.
+
+    Each text is printed with its prompt. Where texts have several lines (--no-stop-at-eos), an empty line ends each.
+    """
+    if prompts and prompt_file is not None:
+        raise ValueError("give prompts or --prompt-file, not both")
+    if output is not None and output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder")
+    if output is not None and not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}: no such folder")
+    options = SamplingOptions(**sampling)
+    given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
+    generator = load_generator(run, checkpoint, choose_device(device))
+    given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
+    if output is None and len(given) == 1:
+        pieces = generator.stream(given[0], options)
+        print(given[0], end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return
+    texts = [prompt + text for prompt, text in zip(given, generator.generate(given, options, batch_size), strict=True)]
+    if not options.stop_at_eos:
+        texts = [f"{text}\n" for text in texts]
+    lines = [line for text in texts for line in text.split("\n")]
+    if output is not None:
+        write_lines(output, lines)
+        return
+    for line in lines:
+        print(line)

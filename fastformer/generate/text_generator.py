@@ -1,0 +1,180 @@
+"""Text to text with a language model: a prompt in, what follows it out, at once or piece by piece."""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from fastformer.generate.language_cache import check_context
+from fastformer.generate.sampling import SamplingOptions, random_streams, sample
+from fastformer.models import LanguageModel
+from fastformer.text import Tokenizer, WordTokenizer
+from fastformer.text.special_ids import UNK
+
+logger = logging.getLogger("fastformer")
+
+_LISTED = 10  # unknown words in a warning
+_INCOMPLETE = "\ufffd"  # what a tokenizer shows for the first bytes of a character whose others are yet to come
+
+
+class TextGenerator:
+    """A language model with its tokenizer.
+
+    The text that is returned is what follows the prompt, with a space in front where it begins a new word: prompt and
+    text belong one after the other. An empty prompt leaves everything to the model. New lines in a prompt are read as
+    eos, and eos is written as a new line where the options let the text go on.
+
+    Args:
+        model: runs in evaluation mode and without gradients; its own mode is restored.
+        tokenizer: the one that it was trained with.
+        context: the number of positions that it was trained with; it never reads more (the rule stands in
+            `fastformer.generate.language_cache`).
+        first_id: what stands before every prompt; bos if None. A model that was trained on a stream without bos knows
+            eos as what comes before a line.
+
+    Raises:
+        ValueError: the tokenizer does not belong to the model, or context is not what it can read.
+    """
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, context: int, *, first_id: int | None = None
+    ) -> None:
+        if tokenizer.size != model.config.vocabulary:
+            raise ValueError(f"the tokenizer has {tokenizer.size} entries, the model {model.config.vocabulary}")
+        for name in ("pad_id", "bos_id", "eos_id"):
+            ours, theirs = getattr(tokenizer, name), getattr(model.config, name)
+            if ours != theirs:
+                raise ValueError(f"the tokenizer has {name} {ours}, the model {theirs}")
+        check_context(model, context)
+        if first_id is not None and not 0 <= first_id < tokenizer.size:
+            raise ValueError(f"first_id must be below {tokenizer.size}, the size of the vocabulary, not {first_id}")
+        self.model, self.tokenizer, self.context = model, tokenizer, context
+        self.first_id = tokenizer.bos_id if first_id is None else first_id
+
+    def generate(
+        self, prompts: Sequence[str], options: SamplingOptions | None = None, batch_size: int = 32
+    ) -> list[str]:
+        """Go on from prompts; the same prompt given twice goes on differently, unless the temperature is 0.
+
+        Args:
+            prompts: plain text; words that the model does not know and prompts beyond its context give a warning.
+            options: how to choose, and when to end.
+            batch_size: texts written at a time; does not change them.
+
+        Raises:
+            TypeError: prompts is one string.
+            ValueError: batch_size is below 1.
+            FloatingPointError: the model gives NaN.
+        """
+        options = options or SamplingOptions()
+        if isinstance(prompts, str):
+            raise TypeError("prompts must be a list of prompts, not one string")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        read = self._encode(prompts)
+        streams = random_streams(read, options.seed)
+        found: list[list[int]] = [[] for _ in read]
+        # Rows of the same length take the shortest way through attention.
+        order = sorted(range(len(read)), key=lambda i: -len(read[i]))
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            batch = [read[i] for i in indices], options, self.context, [streams[i] for i in indices]
+            for step in sample(self.model, *batch, self.tokenizer.unk_id):
+                for row, token in step:
+                    found[indices[row]].append(token)
+        return [self._text(ids, new, options) for ids, new in zip(read, found, strict=True)]
+
+    def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
+        """Go on from one prompt, piece by piece; joined, the pieces are what `generate` returns.
+
+        A piece is given out once no later token can change it. Arguments as in `generate`, errors too.
+        """
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt must be a string, not {type(prompt).__name__}")
+        options = options or SamplingOptions()
+        [ids] = self._encode([prompt])
+        return self._stream(ids, options)  # a function of its own, so that warnings come before the first piece
+
+    def _stream(self, ids: list[int], options: SamplingOptions) -> Iterator[str]:
+        pieces = _Pieces(self.tokenizer, ids)
+        streams = random_streams([ids], options.seed)
+        for [(_, token)] in sample(self.model, [ids], options, self.context, streams, self.tokenizer.unk_id):
+            if options.stop_at_eos and token == self.tokenizer.eos_id:
+                break
+            if piece := pieces.add(token):
+                yield piece
+        if piece := pieces.end():
+            yield piece
+
+    def unknown_words(self, prompt: str) -> list[str]:
+        """The words of a prompt that the tokenizer does not know, each once; the model reads the unknown token."""
+        unk = self.tokenizer.unk_id
+        if isinstance(self.tokenizer, WordTokenizer):
+            words = self.tokenizer.split(prompt)
+            unknown = [w for w, i in zip(words, self.tokenizer.encode(prompt), strict=True) if i == unk and w != UNK]
+        else:
+            words = prompt.split()
+            unknown = [w for w, ids in zip(words, self.tokenizer.encode_batch(words), strict=True) if unk in ids]
+        return list(dict.fromkeys(unknown))
+
+    def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Prompts as ids that begin with first_id; warn of what the model will not see as it was meant."""
+        unknown = list(dict.fromkeys(word for prompt in prompts for word in self.unknown_words(prompt)))
+        if unknown:
+            more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
+            logger.warning("the model does not know these words: %s%s", ", ".join(unknown[:_LISTED]), more)
+        read = []
+        for prompt in prompts:
+            lines = self.tokenizer.encode_batch(prompt.split("\n"))
+            read.append(
+                [i for n, line in enumerate(lines) for i in (self.tokenizer.eos_id if n else self.first_id, *line)]
+            )
+        long = sum(len(ids) > self.context for ids in read)
+        if long:
+            logger.warning(
+                "%d of %d prompts are longer than the context: the last %d tokens are read",
+                *(long, len(prompts), self.context),
+            )
+        return read
+
+    def _text(self, prompt: list[int], ids: list[int], options: SamplingOptions) -> str:
+        if options.stop_at_eos and ids[-1] == self.tokenizer.eos_id:
+            ids = ids[:-1]
+        before, whole = self._lines(prompt), self._lines([*prompt, *ids])
+        return whole[len(before) :]
+
+    def _lines(self, ids: list[int]) -> str:
+        """The text of ids, without the first of them."""
+        ends = [n for n, i in enumerate(ids) if n and i == self.tokenizer.eos_id]
+        spans = zip([0, *ends], [*ends, len(ids)], strict=True)
+        return "\n".join(self.tokenizer.decode(ids[begin + 1 : end]) for begin, end in spans)
+
+
+class _Pieces:
+    """Text as it comes: each line is decoded as a whole, since spaces and quotation marks depend on what came before.
+
+    What was decoded stays as it is when tokens are added, except for a character of which bytes are missing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        begin = max(n for n, i in enumerate(prompt) if n == 0 or i == tokenizer.eos_id)
+        self.line = list(prompt[begin + 1 :])
+        self.given = len(tokenizer.decode(self.line))  # characters of the line that were given out
+
+    def add(self, token: int) -> str:
+        """What one more token makes final."""
+        if token == self.tokenizer.eos_id:
+            rest = self.end()
+            self.line, self.given = [], 0
+            return rest + "\n"
+        self.line.append(token)
+        text = self.tokenizer.decode(self.line)
+        return self._give(text, len(text.rstrip(_INCOMPLETE)))
+
+    def end(self) -> str:
+        """What was still open."""
+        text = self.tokenizer.decode(self.line)
+        return self._give(text, len(text))
+
+    def _give(self, text: str, end: int) -> str:
+        piece, self.given = text[self.given : end], max(self.given, end)
+        return piece

@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: check test
+.PHONY: check test notebook
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -9,3 +9,6 @@ check:  ## formatter, linter, types, import order; changes nothing
 
 test:
 	$(PYTHON) -m pytest
+
+notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
+	$(PYTHON) examples/notebook.py

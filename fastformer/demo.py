@@ -9,11 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from fastformer.generate import SearchOptions, Translator
-from fastformer.plots import plot_attention_heads, plot_history, save
-from fastformer.text import SentencePieceTokenizer
+from fastformer.generate import SearchOptions, attend
+from fastformer.plots import plot_history, save
 from fastformer.text.scores import Scores
 from fastformer.train import TrainConfig, read_metrics
 from fastformer.translation import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
@@ -91,30 +88,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
     # Short enough for readable labels, long enough to show something.
     sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
-    draw_attention(translator, sentence, folder / "attention.png")
+    save(attend(translator, sentence).figure(), folder / "attention.png")
     console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
     console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores
-
-
-def draw_attention(translator: Translator, sentence: str, path: Path) -> None:
-    """Draw the cross attention of the last decoder layer, one panel a head, for a sentence and its translation."""
-    model = translator.model
-    source_tokenizer, target_tokenizer = translator.source_tokenizer, translator.target_tokenizer
-    assert isinstance(source_tokenizer, SentencePieceTokenizer)
-    assert isinstance(target_tokenizer, SentencePieceTokenizer)
-    (translation,) = translator.translate([sentence], SearchOptions(beam=1))
-    source = [*source_tokenizer.encode(sentence), source_tokenizer.eos_id]
-    target = target_tokenizer.encode(translation)
-    device = model.output.weight.device
-    maps = model.attention_maps(
-        torch.tensor(source, device=device), torch.tensor([target_tokenizer.bos_id, *target], device=device)
-    )
-    figure = plot_attention_heads(
-        maps["cross"][-1].cpu(),
-        source_tokenizer.pieces(source),
-        # Row t is where the model looked to write token t.
-        [*target_tokenizer.pieces(target), "<eos>"],
-        title=f"{sentence} -> {translation}",
-    )
-    save(figure, path)

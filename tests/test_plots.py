@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,17 @@ pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from fastformer.plots import plot_attention, plot_attention_heads, plot_history, plot_positions, save
+from fastformer.plots import (
+    figure as figure_module,
+)
+from fastformer.plots import (
+    plot_attention,
+    plot_attention_heads,
+    plot_attention_layers,
+    plot_history,
+    plot_positions,
+    save,
+)
 
 TRAIN = [{"kind": "train", "step": step, "epoch": 1, "seconds": 1.0, "loss": 5.0 / step, "lr": 0.1} for step in (1, 2)]
 VALIDATION = [
@@ -24,11 +35,16 @@ def tokens(count: int, word: str = "Wort") -> list[str]:
     return [f"▁{word}{i}" for i in range(count)]
 
 
+RENDERERS = weakref.WeakKeyDictionary()
+
+
 def drawn(figure):
-    """The renderer, after the layout was computed as for a PNG."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas.get_renderer()
+    """The renderer, after the layout was computed as for a PNG, once a figure."""
+    if figure not in RENDERERS:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        RENDERERS[figure] = canvas.get_renderer()
+    return RENDERERS[figure]
 
 
 def labels_overlap(figure) -> bool:
@@ -71,6 +87,36 @@ def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
     assert list(bleu.lines[0].get_ydata()) == [11.0, 22.0]
     assert len({line.get_color() for line in loss.lines}) == 2
     assert not cut_off(figure)
+
+
+def test_several_runs_share_one_legend_whatever_their_names_are():
+    """A name that begins with _ would be hidden, one with $ be a formula; the end of a long path tells runs apart."""
+    names = ["_base", "$5 or $6", "runs/" + "long/" * 20 + "one", "日本", "b", "c", "d", "e"]
+    figure = plot_history({name: [*TRAIN, *VALIDATION] for name in names})
+    (legend,) = figure.legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown[:2] == [" _base", r"\$5 or \$6"]
+    assert shown[2].startswith("…")
+    assert shown[2].endswith("long/one")
+    assert len(shown[2]) == 48
+    assert shown[4:] == ["b", "c", "d", "e", "thin: training", "points: validation"]
+    renderer = drawn(figure)
+    box = legend.get_window_extent(renderer)
+    assert all(not axes.get_tightbbox(renderer).overlaps(box) for axes in figure.axes)
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    looks = [(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if "validation" in line.get_label()]
+    assert len(set(looks)) == len(names)
+
+
+@pytest.mark.parametrize("perplexities", [(20.0, 7.4), (900.0, 80.0), (1.03, 1.001), (3.0, 3.0)])
+def test_the_axis_of_perplexity_has_numbers(perplexities):
+    records = [{"kind": "validation", "step": i, "loss": 1.0, "perplexity": x} for i, x in enumerate(perplexities)]
+    axes = plot_history({"run": records}).figure.axes[1]
+    drawn(axes.figure)
+    low, high = axes.get_ylim()
+    inside = [x for x, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if low <= x <= high]
+    assert len(inside) >= 2
+    assert all("$" not in label.get_text() for label in axes.get_yticklabels())
 
 
 def test_history_of_one_run_without_validation():
@@ -117,12 +163,43 @@ def test_every_head_has_a_map_on_one_scale_and_only_outer_maps_have_tokens(heads
     assert not cut_off(figure)
 
 
+@pytest.mark.parametrize(("layers", "heads", "length"), [(1, 1, 3), (2, 9, 3), (2, 2, 40), (5, 0, 6)])
+def test_every_layer_has_a_row_of_panels_or_one_panel(layers, heads, length):
+    shape = (layers, heads, length, length) if heads else (layers, length, length)
+    weights = torch.rand(shape)
+    names = ("looked at", "looking")
+    figure = plot_attention_layers(weights, tokens(length), tokens(length), "all layers", names)
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    wanted = [
+        f"layer {i + 1}, head {j + 1}" if heads else f"layer {i + 1}" for i in range(layers) for j in range(heads or 1)
+    ]
+    assert [axes.get_title() for axes in panels] == wanted
+    for axes, expected in zip(panels, weights.flatten(0, -3), strict=True):
+        assert torch.equal(torch.from_numpy(axes.images[0].get_array().filled()), expected)
+    assert (figure._supxlabel.get_text(), figure._supylabel.get_text()) == names
+    assert not labels_overlap(figure)
+    assert not cut_off(figure)
+    titles = [axes.title.get_window_extent() for axes in panels]
+    assert not any(one.overlaps(other) for one, other in itertools.pairwise(titles))
+
+
+@pytest.mark.parametrize("heads", [2, 16])
+def test_forty_tokens_all_have_their_label(heads):
+    figure = plot_attention_heads(torch.rand(heads, 40, 40), tokens(40, "x"), tokens(40, "x"), "t " * 300)
+    last = [axes for axes in figure.axes if axes.get_title()][-1]
+    assert [label.get_text() for label in last.get_xticklabels()] == tokens(40, "x")
+    assert not labels_overlap(figure)
+    assert not cut_off(figure)
+
+
 @pytest.mark.parametrize(
     ("function", "shape", "message"),
     [
         (plot_attention, (2, 3), r"weights has shape \[2, 3\]; the tokens ask for \[3, 2\]"),
         (plot_attention, (1, 3, 2), r"weights has shape \[1, 3, 2\]; the tokens ask for \[3, 2\]"),
         (plot_attention_heads, (3, 2), r"weights has shape \[3, 2\]; the tokens ask for \[H, 3, 2\]"),
+        (plot_attention_layers, (3, 2), r"weights has shape \[3, 2\]; the tokens ask for \[H, 3, 2\]"),
+        (plot_attention_layers, (1, 2, 3, 3), r"weights has shape \[1, 2, 3, 3\]; the tokens ask for \[L, H, 3, 2\]"),
         (plot_attention_heads, (0, 3, 2), r"weights has shape \[0, 3, 2\]; the tokens ask for \[H, 3, 2\]"),
     ],
 )
@@ -136,6 +213,29 @@ def test_tokens_are_text_and_never_formulas_and_long_ones_are_cut():
     drawn(figure)  # a broken formula would raise here
     shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert shown == [r"\$5", "x" * 23 + "…", r"a_b^c\$"]
+
+
+def test_characters_that_no_font_has_are_shown_by_their_numbers():
+    """matplotlib would draw boxes, and warn, which is an error here; a line end would break the row of labels."""
+    odd = ["日本", "👍", "\n", "a\tb", " ", "\x00", "▁été", "ﬁ_$", ""]
+    figure = plot_attention(torch.rand(1, len(odd)), odd, ["→"], "日 costs\n$5")
+    drawn(figure)
+    shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert shown == ["U+65E5 U+672C", "U+1F44D", r"\n", r"a\tb", "␣", "U+0000", "▁été", r"ﬁ_\$", ""]
+    assert figure.get_suptitle() == "U+65E5 costs\\n\\$5"
+    assert not labels_overlap(figure)
+
+
+def test_installed_fonts_draw_what_the_first_cannot(monkeypatch):
+    """A second family is asked for characters of its own; DejaVu Sans Mono stands in for one with Chinese."""
+    figure_module._fonts.cache_clear(), figure_module._characters.cache_clear()
+    monkeypatch.setattr(figure_module, "_FONTS", ("STIXNonUnicode", "No Such Font", "DejaVu Sans"))
+    try:
+        assert figure_module.font_families() == ["STIXNonUnicode", "DejaVu Sans"]
+        assert figure_module.visible("é日") == "éU+65E5"
+        drawn(plot_attention(torch.rand(1, 1), ["é"], ["x"], "été"))
+    finally:
+        figure_module._fonts.cache_clear(), figure_module._characters.cache_clear()
 
 
 def test_positions_show_values_and_their_cosine_similarity():

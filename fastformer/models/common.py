@@ -19,13 +19,13 @@ def choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
     return {"help": help_, "choices": choices}
 
 
-def check_settings(settings: Any, sizes: Sequence[str], vocabulary: str) -> None:
+def check_settings(settings: Any, sizes: Sequence[str], vocabulary: str | None = None) -> None:
     """Check a model's configuration.
 
     Args:
-        settings: a dataclass with at least d_model, heads, dropout, pad_id, bos_id and eos_id.
+        settings: a dataclass with at least d_model, heads and dropout.
         sizes: the fields that count something and must be at least 1.
-        vocabulary: the field that the special ids must be below.
+        vocabulary: the field that pad_id, bos_id and eos_id must be below; None for a model without them.
 
     Raises:
         ValueError: a setting is out of range, or none of its choices.
@@ -33,10 +33,11 @@ def check_settings(settings: Any, sizes: Sequence[str], vocabulary: str) -> None
     for name in sizes:
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
-    size = getattr(settings, vocabulary)
-    for name in ("pad_id", "bos_id", "eos_id"):
-        if not 0 <= getattr(settings, name) < size:
-            raise ValueError(f"{name} must be below {vocabulary} ({size}), not {getattr(settings, name)}")
+    if vocabulary is not None:
+        size = getattr(settings, vocabulary)
+        for name in ("pad_id", "bos_id", "eos_id"):
+            if not 0 <= getattr(settings, name) < size:
+                raise ValueError(f"{name} must be below {vocabulary} ({size}), not {getattr(settings, name)}")
     if settings.d_model % settings.heads:
         raise ValueError(f"heads ({settings.heads}) must divide d_model ({settings.d_model})")
     if not 0.0 <= settings.dropout < 1.0:

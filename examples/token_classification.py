@@ -1,0 +1,109 @@
+"""Tag every word of a number with the power of ten that it stands for, on generated number words.
+
+    three    hundred  forty  -  two   thousand  seventy  -  one
+    10^5     times    10^4      10^3  times     10^1        10^0
+
+The same word gets another tag in another place (`two` is 10^0, 10^2, 10^3 or 10^5), so a tagger must read the whole
+number. Hyphens are given no tag: label -100. Held-out numbers never occur in training.
+
+    python examples/token_classification.py
+"""
+
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fastformer.models import ClassifierConfig, TokenClassifier, token_classification_loss
+from fastformer.text import LabelledBatches, Sequences, WordTokenizer, english
+from fastformer.train import TrainConfig, Trainer
+
+IGNORED = -100
+TAGS = ["10^0", "10^1", "10^2", "10^3", "10^4", "10^5", "times"]
+TENS = {english(n).split("-")[0] for n in range(10, 100)}  # ten, eleven, …, twenty, thirty, …
+
+
+def split(number: int) -> list[str]:
+    """The words of a number, with its hyphens: 21 is twenty, -, one."""
+    return english(number).replace("-", " - ").split()
+
+
+def tags(words: list[str]) -> list[int]:
+    """The tag of each word, by the grammar of English numbers."""
+    thousands = 3 if "thousand" in words else 0
+    found = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in ("hundred", "thousand"):
+            found.append(TAGS.index("times"))
+            thousands = 0 if word == "thousand" else thousands
+        elif word == "-":
+            found.append(IGNORED)
+        else:
+            found.append(thousands + (2 if following == "hundred" else 1 if word in TENS else 0))
+    return found
+
+
+def draw_numbers(count: int, seed: int) -> list[int]:
+    """Distinct numbers in random order: all below 100, and as many of each number of digits above as there are."""
+    generator = random.Random(seed)
+    numbers = list(range(100))
+    for digits in (3, 4, 5, 6):
+        each = range(10 ** (digits - 1), 10**digits)
+        numbers += generator.sample(each, min(count // 4, len(each) // 2))
+    generator.shuffle(numbers)
+    return numbers
+
+
+def accuracy(model: TokenClassifier, batches: LabelledBatches) -> float:
+    """Share of the tagged words that get the right tag."""
+    right = counted = 0
+    with torch.no_grad():
+        for batch in batches.epoch(0):
+            found = model.logits(model(batch.ids, batch.lengths)).argmax(-1)  # [T]
+            right += int((found == batch.labels).sum())  # no class is -100
+            counted += batch.tokens
+    return right / counted
+
+
+def main(folder: Path, count: int = 4000, epochs: int = 2, d_model: int = 64) -> float:
+    """Train, print what a held-out number is tagged as, and give back the accuracy on held-out numbers."""
+    numbers = [split(number) for number in draw_numbers(count, seed=1)]
+    tokenizer = WordTokenizer.from_lines([" ".join(words) for words in numbers], splitting="whitespace")
+    ids = [tokenizer.encode(" ".join(words)) for words in numbers]
+    labels = [tags(words) for words in numbers]
+    cut = len(numbers) * 4 // 5
+    train, held_out = (
+        LabelledBatches(Sequences.from_lists(ids[part]), Sequences.from_lists(labels[part]), size=32, shuffle=shuffle)
+        for part, shuffle in ((slice(cut), True), (slice(cut, None), False))
+    )
+
+    config = ClassifierConfig(
+        tokenizer.size, len(TAGS), d_model=d_model, heads=4, layers=2, feed_forward=2 * d_model, dropout=0.0
+    )
+    torch.manual_seed(1)
+    model = TokenClassifier(config)
+    settings = TrainConfig(lr=3e-3, schedule="linear", warmup_steps=20, epochs=epochs, metric="accuracy")
+    Trainer(
+        model,
+        token_classification_loss,
+        train,
+        settings,
+        folder,
+        validate=lambda model: {"accuracy": accuracy(model, held_out)},
+        architecture=config,
+    ).fit()
+
+    model.eval()
+    with torch.no_grad():
+        found = model.logits(model(torch.tensor(ids[-1]), torch.tensor([len(ids[-1])]))).argmax(-1)
+    for word, tag, label in zip(numbers[-1], found.tolist(), labels[-1], strict=True):
+        print(f"{word:>10}  {TAGS[tag] if label != IGNORED else ''}")
+    result = accuracy(model, held_out)
+    print(f"{100 * result:.2f} % of the words of {len(numbers) - cut:,} held-out numbers tagged right")
+    return result
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as run:
+        main(Path(run))

@@ -10,9 +10,11 @@ import torch
 import fastformer
 from fastformer.backend import Backend
 from fastformer.functional import explain
-from fastformer.models import TranslationConfig, TranslationModel
+from fastformer.language_modelling import LANGUAGE
+from fastformer.models import LanguageConfig, LanguageModel, TranslationConfig, TranslationModel
+from fastformer.runs import KINDS, read_kind
 from fastformer.train import CheckpointFolder
-from fastformer.translation import read_config
+from fastformer.translation import TRANSLATION
 
 _ABSENT = "not installed"
 
@@ -72,8 +74,8 @@ def describe_system() -> str:
     return "\n".join([*lines, f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)])
 
 
-def describe_model(config: TranslationConfig) -> str:
-    """Parameters and shape of a model."""
+def describe_translation(config: TranslationConfig) -> str:
+    """Parameters and shape of a translation model."""
     with torch.device("meta"):
         model = TranslationModel(config)
     return (
@@ -83,13 +85,27 @@ def describe_model(config: TranslationConfig) -> str:
     )
 
 
+def describe_language(config: LanguageConfig) -> str:
+    """Parameters and shape of a language model."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    return (
+        f"{model_size(model)}: {config.layers} layers, d_model {config.d_model}, heads {config.heads}, feed_forward "
+        f"{config.feed_forward}, vocabulary {config.vocabulary}, embeddings {config.embeddings}"
+    )
+
+
 def describe_run(folder: Path) -> str:
-    """The model of a run, and its checkpoints."""
-    config = TranslationConfig(**read_config(folder)["model"])
+    """What a run is, its model, and its checkpoints."""
+    kind = read_kind(folder)
+    if kind == "language":
+        described = describe_language(LanguageConfig(**LANGUAGE.read_config(folder)["model"]))
+    else:
+        described = describe_translation(TranslationConfig(**TRANSLATION.read_config(folder)["model"]))
     checkpoints = CheckpointFolder(folder / "checkpoints")
     best, last = checkpoints.best(), checkpoints.last()
     return (
-        f"{folder}: {describe_model(config)}\n"
+        f"{folder}: {KINDS[kind][0]} run, {described}\n"
         f"  checkpoints: best {best.name if best else 'none'} (value {checkpoints.best_value()}), "
         f"last {last.name if last else 'none'}"
     )

@@ -1,19 +1,11 @@
 """The translation application: data, tokenizers, model, training and decoding around one run folder.
 
-A run folder describes itself, so that nothing but its path is needed to resume, translate or evaluate:
-
-    config.toml      [data] [model] [train]: every setting, defaults included
-    data.json        what was read: counts, and a fingerprint that a resumed run must meet again
-    tokenizer/       source/ and target/ (the same one twice if joint)
-    checkpoints/     weights as safetensors, resumable state
-    metrics.jsonl    losses, speed, validation scores; metrics.csv the same
+What a run folder is stands in `fastformer.runs`; its tokenizers lie in tokenizer/source and tokenizer/target, the same
+one twice if they are joint.
 """
 
-import hashlib
-import json
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +13,7 @@ import torch
 
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
+from fastformer.runs import Application, Run
 from fastformer.text import (
     Batches,
     EncodedPairs,
@@ -29,7 +22,6 @@ from fastformer.text import (
     Tokenizer,
     WordTokenizer,
     encode_pairs,
-    load_tokenizer,
     number_corpus,
     open_dataset,
     read_parallel,
@@ -37,62 +29,47 @@ from fastformer.text import (
     train_sentencepiece,
 )
 from fastformer.text.scores import Scores, score_translations
-from fastformer.train import (
-    Checkpoint,
-    CheckpointFolder,
-    Result,
-    TrainConfig,
-    Trainer,
-    find_checkpoint,
-    load_toml,
-    save_toml,
-)
-from fastformer.train.config import check_values
-
-logger = logging.getLogger("fastformer")
+from fastformer.train import TrainConfig
+from fastformer.train.config import check_values, option
 
 TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
 Split = Literal["train", "valid", "test"]
-
-
-def _option(default: Any, help: str, **rule: Any) -> Any:
-    return field(default=default, metadata={"help": help, **rule})
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where the text comes from, and how it becomes ids and batches."""
 
-    dataset: str | None = _option(
+    dataset: str | None = option(
         "numbers", "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`"
     )
-    source: str = _option("en", "source language, as the dataset names it")
-    target: str = _option("fr", "target language")
-    train_source: Path | None = _option(None, "file of source sentences (plain or .gz), instead of a dataset")
-    train_target: Path | None = _option(None, "file of their translations, line by line")
-    valid_source: Path | None = _option(None, "the same for validation; unset: split from training")
-    valid_target: Path | None = _option(None, "see valid_source")
-    test_source: Path | None = _option(None, "the same for testing; unset: split from training")
-    test_target: Path | None = _option(None, "see test_source")
-    valid_size: int = _option(500, "pairs split off (or generated) for validation", at_least=1)
-    test_size: int = _option(500, "pairs split off (or generated) for testing", at_least=1)
-    train_size: int = _option(10_000, "pairs generated for training (numbers only)", at_least=1)
-    tokenizer: str = _option(
+    source: str = option("en", "source language, as the dataset names it")
+    target: str = option("fr", "target language")
+    train_source: Path | None = option(None, "file of source sentences (plain or .gz), instead of a dataset")
+    train_target: Path | None = option(None, "file of their translations, line by line")
+    valid_source: Path | None = option(None, "the same for validation; unset: split from training")
+    valid_target: Path | None = option(None, "see valid_source")
+    test_source: Path | None = option(None, "the same for testing; unset: split from training")
+    test_target: Path | None = option(None, "see test_source")
+    valid_size: int = option(500, "pairs split off (or generated) for validation", at_least=1)
+    test_size: int = option(500, "pairs split off (or generated) for testing", at_least=1)
+    train_size: int = option(10_000, "pairs generated for training (numbers only)", at_least=1)
+    tokenizer: str = option(
         "bpe", "sentencepiece's bpe, unigram, char or word; or words: a plain word list", choices=TOKENIZERS
     )
-    vocabulary: int = _option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
-    joint: bool = _option(True, "one vocabulary for both languages")
-    character_coverage: float = _option(1.0, "share of characters sentencepiece must cover", above=0)
-    minimum_frequency: int = _option(2, "tokenizer=words: rarer words become <unk>", at_least=1)
-    lowercase: bool = _option(False, "lower-case both sides")
-    unk_id: int = _option(0, "id of the unknown token", at_least=0)
-    pad_id: int = _option(1, "id of padding", at_least=0)
-    bos_id: int = _option(2, "id of the begin token", at_least=0)
-    eos_id: int = _option(3, "id of the end token", at_least=0)
-    max_length: int = _option(256, "longest sentence in tokens with eos", at_least=2)
-    too_long: str = _option("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
-    bucket: bool = _option(False, "batches of similar lengths (only padded execution needs them)")
-    bleu_sentences: int = _option(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
+    vocabulary: int = option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
+    joint: bool = option(True, "one vocabulary for both languages")
+    character_coverage: float = option(1.0, "share of characters sentencepiece must cover", above=0)
+    minimum_frequency: int = option(2, "tokenizer=words: rarer words become <unk>", at_least=1)
+    lowercase: bool = option(False, "lower-case both sides")
+    unk_id: int = option(0, "id of the unknown token", at_least=0)
+    pad_id: int = option(1, "id of padding", at_least=0)
+    bos_id: int = option(2, "id of the begin token", at_least=0)
+    eos_id: int = option(3, "id of the end token", at_least=0)
+    max_length: int = option(256, "longest sentence in tokens with eos", at_least=2)
+    too_long: str = option("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
+    bucket: bool = option(False, "batches of similar lengths (only padded execution needs them)")
+    bleu_sentences: int = option(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -110,9 +87,13 @@ class DataConfig:
         return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
 
 
-SECTIONS: Mapping[str, type] = {"data": DataConfig, "model": TranslationConfig, "train": TrainConfig}
-# Set from the tokenizers, never by a user.
-DERIVED = ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id")
+TRANSLATION = Application(
+    "translation",
+    DataConfig,
+    TranslationConfig,
+    derived=("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id"),
+    tokenizers=("tokenizer/source", "tokenizer/target"),
+)
 
 
 def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
@@ -182,11 +163,13 @@ def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096
     return total / count
 
 
-class TranslationRun:
-    """One run: its settings, its data, its tokenizers and its model.
+class TranslationRun(Run):
+    """A run that learns to translate; see `fastformer.runs.Run`."""
 
-    Use `create` for a new folder and `open` for one that exists.
-    """
+    application = TRANSLATION
+    data: DataConfig
+    corpora: dict[Split, ParallelCorpus]
+    model_config: TranslationConfig
 
     def __init__(
         self,
@@ -194,7 +177,7 @@ class TranslationRun:
         data: DataConfig,
         model: Mapping[str, Any],
         train: TrainConfig,
-        tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
+        tokenizers: tuple[Tokenizer, ...] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.folder, self.data, self.train_config = folder, data, train
@@ -217,137 +200,44 @@ class TranslationRun:
             )
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
 
-    @classmethod
-    def create(
-        cls,
-        folder: Path | str,
-        data: DataConfig,
-        model: Mapping[str, Any],
-        train: TrainConfig,
-        device: torch.device | str = "cpu",
-    ) -> "TranslationRun":
-        """Read the data, learn the vocabularies, and write a new run folder.
-
-        Args:
-            folder: must not hold a run with checkpoints; one that ended before its first is replaced.
-            data: where the text comes from.
-            model: settings of `TranslationConfig`, without those that follow from the tokenizers.
-            train: hyperparameters.
-            device: of the model.
-
-        Raises:
-            FileExistsError: the folder holds a run already.
-        """
-        folder = Path(folder)
-        if CheckpointFolder(folder / "checkpoints").paths():
-            raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
-        run = cls(folder, data, model, train, device=device)
-        folder.mkdir(parents=True, exist_ok=True)
-        source, target = run.tokenizers
-        source.save(folder / "tokenizer" / "source")
-        target.save(folder / "tokenizer" / "target")
-        (folder / "data.json").write_text(json.dumps(run.data_report(), indent=1) + "\n", encoding="utf-8")
-        # Written last: a folder with a config.toml is a run.
-        save_toml(folder / "config.toml", {"data": data, "model": run.model_config, "train": train})
-        return run
-
-    @classmethod
-    def open(
-        cls, folder: Path | str, train: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
-    ) -> "TranslationRun":
-        """Open a run to resume it, with changes to its [train] settings such as a longer budget.
-
-        Raises:
-            FileNotFoundError: the folder holds no run.
-            ValueError: the training data is not what the run was started with.
-        """
-        folder = Path(folder)
-        sections = read_config(folder)
-        config = TrainConfig(**{**sections["train"], **(train or {})})
-        model = {k: v for k, v in sections["model"].items() if k not in DERIVED}
-        run = cls(folder, DataConfig(**sections["data"]), model, config, load_tokenizers(folder), device)
-        before = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-        if before["fingerprint"] != run.data_report()["fingerprint"]:
-            raise ValueError(f"{folder}: the training data differs from what this run was started with")
-        return run
-
-    def data_report(self) -> dict[str, Any]:
-        """Counts of what was read, and a fingerprint of the encoded training pairs."""
-        digest = hashlib.sha256()
+    def fingerprinted(self) -> Iterable[bytes]:
         for side in (self.pairs.source, self.pairs.target):
-            digest.update(side.ids.tobytes())
-            digest.update(side.offsets.tobytes())
-        return {
-            "corpora": {name: str(corpus) for name, corpus in self.corpora.items()},
-            "training": str(self.pairs),
-            "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
-            "fingerprint": digest.hexdigest(),
-        }
+            yield from (side.ids.tobytes(), side.offsets.tobytes())
 
-    def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:
-        """Train to the end of the budget; see `fastformer.train.Trainer`.
+    def training(self) -> str:
+        return str(self.pairs)
 
-        Args:
-            resume: continue from the last checkpoint.
-            fallback: where that one is damaged, take the one before.
-            show: progress on the terminal.
-        """
+    def new_model(self) -> TranslationModel:
+        return TranslationModel(self.model_config)
+
+    def batches(self) -> Batches:
         train = self.train_config
-        torch.manual_seed(train.seed)
-        model = TranslationModel(self.model_config).to(self.device)
-
-        def loss(model: TranslationModel, batch: Any) -> torch.Tensor:
-            return translation_loss(model, batch, train.label_smoothing)
-
-        batches = Batches(
+        return Batches(
             self.pairs,
             tokens=train.batch_tokens if train.batch_sentences is None else None,
             sentences=train.batch_sentences,
             seed=train.seed,
             bucket=self.data.bucket,
         )
-        trainer = Trainer(
-            model,
-            loss,
-            batches,
-            train,
-            self.folder,
-            validate=self._validation(),
-            architecture=self.model_config,
-            show=show,
-        )
-        if resume:
-            trainer.resume(fallback=fallback)
-        return trainer.fit()
 
-    def _validation(self) -> Callable[[TranslationModel], dict[str, float]]:
+    def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
+        return translation_loss(model, batch, self.train_config.label_smoothing)
+
+    def validation(self) -> Callable[[TranslationModel], dict[str, float]]:
         corpus, data = self.corpora["valid"], self.data
-        pairs = encode_pairs(corpus, *self.tokenizers, max_length=data.max_length, too_long="truncate")
+        source, target = self.tokenizers
+        pairs = encode_pairs(corpus, source, target, data.max_length, too_long="truncate")
         shown = corpus.take(range(min(data.bleu_sentences, len(corpus))), "valid")
 
         def validate(model: TranslationModel) -> dict[str, float]:
             values = {"loss": corpus_loss(model, pairs)}
             if len(shown):
-                translator = Translator(model, *self.tokenizers, max_source_length=data.max_length)
+                translator = Translator(model, source, target, data.max_length)
                 scores = score_translations(translator.translate(shown.source, SearchOptions(beam=1)), shown.target)
                 values |= {"bleu": scores.bleu, "chrf": scores.chrf}
             return values
 
         return validate
-
-
-def read_config(folder: Path | str) -> dict[str, dict[str, Any]]:
-    """Read the settings of a run folder, by section."""
-    path = Path(folder) / "config.toml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
-    return load_toml(path, SECTIONS)
-
-
-def load_tokenizers(folder: Path | str) -> tuple[Tokenizer, Tokenizer]:
-    """Load the source and target tokenizers of a run folder."""
-    source, target = (load_tokenizer(Path(folder) / "tokenizer" / side) for side in ("source", "target"))
-    return source, target
 
 
 def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Translator:
@@ -359,15 +249,11 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
         device: of the model.
 
     Raises:
-        FileNotFoundError: there is no such run or checkpoint.
-        fastformer.train.CheckpointError: the checkpoint is damaged or of another architecture.
+        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `fastformer.runs.Application.load_weights`.
     """
-    folder = Path(folder)
-    sections = read_config(folder)
-    config = TranslationConfig(**sections["model"])
-    model = TranslationModel(config)
-    Checkpoint.open(find_checkpoint(folder, checkpoint)).load_into(model, config)
-    return Translator(model.to(device), *load_tokenizers(folder), max_source_length=sections["data"]["max_length"])
+    model = TRANSLATION.load_weights(folder, checkpoint, TranslationModel).to(device)
+    source, target = TRANSLATION.load_tokenizers(folder)
+    return Translator(model, source, target, TRANSLATION.read_config(folder)["data"]["max_length"])
 
 
 def evaluate(

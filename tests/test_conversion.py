@@ -135,6 +135,7 @@ def test_the_model_itself_changes_and_changes_back_completely(make):
     assert not any(m.training for m in model.modules())
     again = fastformer.convert(model)
     assert not again.changed
+    assert not again.left
     reverted = fastformer.revert(model)
     assert len(reverted.changed) == len(report.changed)
     assert {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()} == before
@@ -168,13 +169,22 @@ def test_copies_and_pickles_of_a_converted_model_can_be_reverted():
 
 
 def test_stacks_skip_padding_or_say_why_not():
-    model = nn.ModuleDict({"one": nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF, batch_first=True), 2)})
+    encoder, decoder, ours = (
+        kind(layer(D, H, FF, batch_first=True), 2)
+        for kind, layer in (
+            (nn.TransformerEncoder, nn.TransformerEncoderLayer),
+            (nn.TransformerDecoder, nn.TransformerDecoderLayer),
+            (fastformer.TransformerEncoder, fastformer.TransformerEncoderLayer),
+        )
+    )
+    model = nn.ModuleDict({"one": encoder, "other": decoder, "ours": ours})
     x, hidden = random(B, S, D, dtype=torch.float32), HIDDEN_SOURCE
     assert not fastformer.convert(model).padded
     assert not model["one"](x, src_key_padding_mask=hidden)[hidden].any()
     fastformer.revert(model)
     report = fastformer.convert(model, padding_free=False)
-    assert [(e.name, e.outcome) for e in report.padded] == [("one", "padding_free is False")]
+    assert [(e.name, e.outcome) for e in report.padded] == [(n, "padding_free is False") for n in ("one", "other")]
+    assert ours.padding_free
     assert model["one"](x, src_key_padding_mask=hidden)[hidden].any()
     fastformer.revert(model)
     model["one"].layers[0].linear1.register_forward_hook(lambda *_: None)
@@ -203,6 +213,12 @@ def replaced():
     return norm
 
 
+def replaced_block():
+    block = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D))
+    block.forward = lambda x: x + 1
+    return block
+
+
 class T5LayerNorm(nn.Module):
     """As large libraries have them: named alike, of no class of torch's."""
 
@@ -216,6 +232,7 @@ class T5LayerNorm(nn.Module):
         (subclass, "a subclass, which may do something else"),
         (parametrised, "parametrised"),
         (replaced, "its forward was replaced in the instance"),
+        (replaced_block, "its forward was replaced in the instance"),
         (T5LayerNorm, "not torch.nn's class, and may do something else"),
         (lambda: torch.jit.script(nn.LayerNorm(D)), "scripted"),
     ],
@@ -261,6 +278,50 @@ def test_hooks_go_on_working():
     assert calls == before
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_every_kind_of_hook_is_called(kind):
+    model, calls = nn.TransformerEncoderLayer(D, H, FF, dropout=0.0), []
+    for part in (model.linear1, model.dropout, model.norm1):
+        getattr(part, f"register_{kind}_hook")(lambda module, *_, calls=calls: calls.append(module))
+    x = random(S, B, D, dtype=torch.float32)
+    model(x).sum().backward()
+    before, calls[:] = list(calls), []
+    fastformer.convert(model)
+    model(x).sum().backward()
+    assert len(before) == 3
+    assert calls == before
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.GELU])
+def test_a_subclass_of_an_activation_is_called(kind):
+    class Own(kind):
+        def forward(self, x):
+            return x.tanh()
+
+    model = nn.TransformerEncoderLayer(D, H, FF, dropout=0.0, activation=Own())
+    block = nn.Sequential(nn.Linear(D, FF), Own(), nn.Linear(FF, D))
+    x = random(S, B, D, dtype=torch.float32)
+    expected = model(x), block(x)
+    fastformer.convert(nn.ModuleList([model, block]))
+    assert_close(model(x), expected[0])
+    assert_close(block(x), expected[1])
+
+
+def test_a_subclass_of_a_linear_map_is_called():
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = nn.TransformerEncoderLayer(D, H, FF, dropout=0.0)
+    model.linear1 = Adapted(D, FF)
+    block = nn.Sequential(Adapted(D, FF), nn.ReLU(), nn.Linear(FF, D))
+    x = random(S, B, D, dtype=torch.float32)
+    expected = model(x), block(x)
+    fastformer.convert(nn.ModuleList([model, block]))
+    assert_close(model(x), expected[0])
+    assert_close(block(x), expected[1])
+
+
 def test_a_class_that_changed_since_stays_until_that_is_undone():
     model = nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D))
     fastformer.convert(model)
@@ -289,6 +350,29 @@ def test_names_of_a_users_module_mean_nothing():
     module = nn.Linear(D, D)
     module.original_name = ["LayerNorm"]
     assert not fastformer.convert(module).left
+    assert not fastformer.convert(torch.jit.script(nn.Linear(D, D))).left
+
+
+def test_a_subclass_of_ours_needs_no_report():
+    class Own(fastformer.LayerNorm):
+        pass
+
+    report = fastformer.convert(Own(D))
+    assert not report.changed
+    assert not report.left
+
+
+def test_norms_inside_a_part_of_your_own_stay_in_a_layer_of_ours():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(FF)
+
+        def forward(self, x):
+            return self.norm(x)
+
+    layer = fastformer.TransformerEncoderLayer(D, H, FF, activation=Own())
+    assert type(layer.activation.norm) is nn.LayerNorm
 
 
 def test_a_stack_of_ours_from_a_layer_of_torchs_leaves_that_as_it_is():
@@ -345,9 +429,11 @@ class TestFeedForwardBlocks:
         block = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D))
         fastformer.convert(block)
         x, seen = random(B, D, dtype=torch.float32), []
-        block[0].register_forward_hook(lambda module, args, out: seen.append(1))
-        block(x)
-        assert seen == [1]
+        for part in block:
+            handle = part.register_forward_hook(lambda module, args, out: seen.append(module))
+            block(x)
+            handle.remove()
+        assert seen == list(block)
         block[1] = nn.Tanh()
         assert_close(block(x), block[2](block[0](x).tanh()))
         assert_close(block[:2](x), block[0](x).tanh())
@@ -358,6 +444,9 @@ class TestFeedForwardBlocks:
             (nn.Linear(D, FF), nn.Tanh(), nn.Linear(FF, D)),
             (nn.Linear(D, FF), nn.ReLU()),
             (nn.Linear(D, FF), nn.Linear(FF, D), nn.ReLU()),
+            (nn.Linear(D, FF), nn.ReLU(), nn.Linear(D, FF)),
+            (nn.Linear(D, FF), nn.ReLU(), nn.AlphaDropout(0.5), nn.Linear(FF, D), nn.Dropout(0.5)),
+            (nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D), nn.AlphaDropout(0.5)),
             (nn.Linear(D, FF), nn.ReLU(), nn.BatchNorm1d(FF), nn.Linear(FF, D)),
         ],
         ids=str,

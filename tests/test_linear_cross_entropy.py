@@ -19,10 +19,12 @@ SHAPES = [((1,), 1, 1), ((7,), 3, 5), ((3, 5), 4, 11)]
 
 @pytest.fixture(params=["one chunk", "a row a chunk", "ragged chunks"])
 def chunks(request, monkeypatch):
-    """The rows are worked off in chunks: all at once, one by one, and four at a time with a rest."""
+    """The rows are worked off in chunks: all at once, one by one, and four at a time with a rest; softmax by three."""
     if request.param != "one chunk":
         size = 1 if request.param == "a row a chunk" else 4 * 4 * 11
         monkeypatch.setattr(chunked_cross_entropy, "CPU_CHUNK_BYTES", size)
+        monkeypatch.setattr(chunked_cross_entropy, "CPU_CHUNK_ROWS", 1)
+        monkeypatch.setattr(chunked_cross_entropy, "CPU_BLOCK_BYTES", 3 * 4 * 11)
 
 
 def naive(x, weight, bias, target, ignore_index, smoothing, reduction):

@@ -185,6 +185,14 @@ def test_transformer(memory, batch_first, norm_first, tokens_seen):
     assert set(tokens_seen) == {int(source), int((~hidden).sum())}
 
 
+def test_a_bias_of_ones_is_not_the_padding_mask_of_the_source():
+    """torch.equal says that True equals 1.0."""
+    ours, torchs = stacks("Transformer")
+    hidden = PADDING["right"][1]
+    masks = {"src_key_padding_mask": hidden, "memory_key_padding_mask": hidden.double()}
+    check(ours, torchs, (random(B, S, D), random(B, T, D)), torch.zeros(B, T).bool(), **masks)
+
+
 def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
     seen, project = [], fastformer.MultiheadAttention.keys_values
     monkeypatch.setattr(
@@ -214,6 +222,17 @@ def test_transformer_never_pads_in_between(monkeypatch):
     padding = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
     ours(random(B, S, D), random(B, T, D), tgt_mask=AHEAD, tgt_key_padding_mask=hidden, **padding)
     assert calls == ["_Gather", "_Gather", "_Spread"]
+
+
+def test_a_mask_that_is_stated_to_be_causal_is_not_looked_at():
+    """That would wait for the device."""
+    ours, _ = stacks("Transformer")
+    hidden, hidden_source = PADDING["right"]
+    masks = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
+    masks |= {"tgt_key_padding_mask": hidden, "src_is_causal": True, "tgt_is_causal": True}
+    inputs, ahead = (random(B, S, D), random(B, T, D)), (AHEAD[:S, :S], AHEAD)
+    out, expected = (ours(*inputs, *(mask.to(device) for mask in ahead), **masks) for device in ("meta", "cpu"))
+    assert_close(out, expected)
 
 
 def test_unbatched_input():

@@ -1,4 +1,5 @@
-"""The command line: `fastformer demo | data | train | translate | evaluate | info`.
+"""The command line: `fastformer demo | data | train | translate | generate | evaluate | plot | compare |
+export | info`.
 
 A user's mistake ends in one line on standard error and exit code 2; anything else is a bug and shows its traceback.
 Commands register with `common.app` in the order in which their modules are imported here.
@@ -23,9 +24,9 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
 from fastformer.backend import BackendError
-from fastformer.cli import project, translation
+from fastformer.cli import evaluation, export, generation, inspection, language, project, translation
 
-__all__ = ["main", "project", "translation"]
+__all__ = ["evaluation", "export", "generation", "inspection", "language", "main", "project", "translation"]
 
 
 def main() -> None:

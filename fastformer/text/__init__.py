@@ -1,26 +1,44 @@
 """Text: files, tokenizers, batches, the embedded number corpus and the datasets that are known by name.
 
 files ─ ParallelCorpus ─ tokenizers ─ encode_pairs ─ Batches ─ Batch(source, target_in, target_out, lengths)
-documents ─ tokenizers ─ encode_documents ─ LanguageBatches ─ LanguageBatch(ids_in, ids_out, lengths)
+documents ─ tokenizers ─ encode_documents or encode_lines ─ LanguageBatches or ColumnBatches ─ LanguageBatch
+ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, lengths)
 """
 
 from .batches import Batch, Batches, collate, collate_source
-from .datasets import DATASETS, DatasetReport, open_dataset, prepare
+from .columns import ColumnBatches, cut_stream, token_stream
+from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
+from .docstrings import docstring_corpora
 from .documents import LanguageBatch, LanguageBatches, Pieces, collate_pieces, cut_documents
-from .encoding import EncodedDocuments, EncodedPairs, Sequences, encode_documents, encode_pairs, encode_source
+from .encoding import (
+    EncodedDocuments,
+    EncodedPairs,
+    Sequences,
+    encode_documents,
+    encode_lines,
+    encode_pairs,
+    encode_source,
+)
 from .files import ParallelCorpus, TextError, read_lines, read_parallel, sample_lines, split, write_atomic, write_lines
+from .labelled import LabelledBatch, LabelledBatches
 from .numbers import english, french, german, number_corpus
 from .special_ids import SpecialIds
+from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, read_text, split_text
 from .tokenizers import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 from .vocabulary import WordTokenizer
 
 __all__ = [
     "DATASETS",
+    "DOCUMENT_KINDS",
     "Batch",
     "Batches",
+    "ColumnBatches",
     "DatasetReport",
+    "DocumentKind",
     "EncodedDocuments",
     "EncodedPairs",
+    "LabelledBatch",
+    "LabelledBatches",
     "LanguageBatch",
     "LanguageBatches",
     "ParallelCorpus",
@@ -28,6 +46,7 @@ __all__ = [
     "SentencePieceTokenizer",
     "Sequences",
     "SpecialIds",
+    "TextCorpus",
     "TextError",
     "Tokenizer",
     "WordTokenizer",
@@ -35,7 +54,11 @@ __all__ = [
     "collate_pieces",
     "collate_source",
     "cut_documents",
+    "cut_lines",
+    "cut_stream",
+    "docstring_corpora",
     "encode_documents",
+    "encode_lines",
     "encode_pairs",
     "encode_source",
     "english",
@@ -44,11 +67,15 @@ __all__ = [
     "load_tokenizer",
     "number_corpus",
     "open_dataset",
+    "open_text_dataset",
     "prepare",
     "read_lines",
     "read_parallel",
+    "read_text",
     "sample_lines",
     "split",
+    "split_text",
+    "token_stream",
     "train_sentencepiece",
     "write_atomic",
     "write_lines",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .files import ParallelCorpus, TextError, read_lines, read_parallel, split, write_atomic, write_lines
+from .text_corpus import DocumentKind, TextCorpus, read_text
 
 SPLITS = ("train", "valid", "test")
 _EUROPARL_HELD_OUT = 3000  # sentence pairs for validation and as many for test, the size of a WMT test set
@@ -111,14 +112,8 @@ def open_dataset(
     ``TextError`` when a file has changed its number of lines since.
     """
     folder = Path(folder)
-    path = folder / "dataset.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
-    try:
-        content = json.loads(path.read_bytes())
-        languages, expected = list(content["languages"]), dict(content["lines"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise TextError(f"{path}: damaged ({error!r}); prepare the dataset again") from error
+    report = _read_report(folder)
+    languages, expected = report.languages, report.lines
     if source_language == target_language or {source_language, target_language} - set(languages):
         raise ValueError(
             f"{folder}: the languages must be two different ones of {', '.join(languages) or 'none at all'}, "
@@ -129,6 +124,56 @@ def open_dataset(
         for name in SPLITS
     )
     return train, valid, test
+
+
+def open_text_dataset(
+    folder: str | Path, document: DocumentKind | None = None
+) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
+    """Training, validation and test text of a prepared folder.
+
+    `document` says what a document is; by default an article. Raises ``FileNotFoundError`` when the folder was not
+    prepared, ``ValueError`` when it holds sentence pairs, and ``TextError`` when a file has other numbers of lines or
+    tokens than were prepared.
+    """
+    folder = Path(folder)
+    report = _read_report(folder)
+    if report.languages or not report.tokens:
+        raise ValueError(
+            f"{folder}: holds {report.name}, sentence pairs; a language model needs text, such as wikitext2"
+        )
+    parts = []
+    for name in SPLITS:
+        path = folder / f"{name}.txt"
+        corpus = read_text(path, document or "article", name)
+        read = len(corpus.lines), corpus.words
+        expected = report.lines.get(path.name, 0), report.tokens.get(path.name, 0)
+        if read != expected:
+            raise TextError(
+                f"{path}: {read[0]:,} lines and {read[1]:,} tokens (one <eos> a line counted), but {expected[0]:,} and "
+                f"{expected[1]:,} were prepared; prepare again"
+            )
+        parts.append(corpus)
+    train, valid, test = parts
+    return train, valid, test
+
+
+def _read_report(folder: Path) -> DatasetReport:
+    path = folder / "dataset.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
+    try:
+        content = json.loads(path.read_bytes())
+        return DatasetReport(
+            name=str(content["name"]),
+            folder=str(folder),
+            languages=list(content["languages"]),
+            lines=dict(content["lines"]),
+            notice=str(content["notice"]),
+            tokens=dict(content["tokens"]),
+            warnings=list(content["warnings"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise TextError(f"{path}: damaged ({error!r}); prepare the dataset again") from error
 
 
 def _open_split(source: Path, target: Path, expected: dict[str, int]) -> ParallelCorpus:

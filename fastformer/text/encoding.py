@@ -196,6 +196,24 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocum
     return EncodedDocuments(documents.take(kept), tokenizer.special_ids, tokenizer.size, dropped=len(texts) - len(kept))
 
 
+def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> EncodedDocuments:
+    """Encode documents of lines: eos stands between two lines, and the one of the last line is the document's own.
+
+    A document of one line without a token is dropped and counted. Raises ``ValueError`` when none is left.
+    """
+    lines = _encode([line for document in documents for line in document], tokenizer)
+    ids, lengths = lines.with_special(last=tokenizer.eos_id)
+    ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))  # lines up to each document's end
+    ends = _offsets(lengths)[ends]  # tokens up to there
+    sizes = np.diff(ends, prepend=0) - 1  # the last eos belongs to the document
+    kept = np.flatnonzero(sizes > 0)
+    if len(kept) == 0:
+        raise ValueError(f"none of the {len(documents):,} documents has a token")
+    texts = Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes))
+    dropped = len(documents) - len(kept)
+    return EncodedDocuments(texts.take(kept), tokenizer.special_ids, tokenizer.size, dropped=dropped)
+
+
 def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
     """Encode sentences for inference, cut like training's to ``max_length - 1`` tokens; also how many were cut.
 

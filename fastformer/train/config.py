@@ -19,7 +19,7 @@ from typing import Any
 from fastformer.train.schedules import SCHEDULES
 
 
-def _option(
+def option(
     default: Any,
     help: str,
     *,
@@ -28,6 +28,7 @@ def _option(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
+    """A field with its help line and its rule, which `check_values` enforces and the command line shows."""
     metadata = {"help": help, "choices": choices, "at_least": at_least, "above": above, "below": below}
     return field(default=default, metadata=metadata)
 
@@ -36,36 +37,39 @@ def _option(
 class TrainConfig:
     """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""
 
-    optimizer: str = _option("adamw", "optimiser", choices=("adamw", "adam", "sgd"))
-    lr: float = _option(1e-3, "peak learning rate", above=0)
-    betas: tuple[float, float] = _option((0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1)
-    eps: float = _option(1e-9, "Adam's term that avoids division by zero", above=0)
-    momentum: float = _option(0.9, "momentum of sgd", at_least=0, below=1)
-    weight_decay: float = _option(0.0, "weight decay of matrices (biases and norms are left alone)", at_least=0)
-    schedule: str = _option("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES)
-    warmup_steps: int = _option(4000, "steps of linear rise to the peak learning rate", at_least=0)
-    min_lr: float = _option(0.0, "lowest learning rate of a schedule that decays", at_least=0)
-    plateau_factor: float = _option(0.5, "schedule=plateau: factor of one reduction", above=0, below=1)
-    plateau_patience: int = _option(2, "schedule=plateau: validations without a lower loss to accept", at_least=0)
-    plateau_divisor: float = _option(4.0, "schedule=divide_on_plateau: divisor of one reduction", above=1)
-    label_smoothing: float = _option(0.1, "probability mass spread over all words", at_least=0, below=1)
-    clip_norm: float = _option(1.0, "largest gradient norm; 0: no clipping", at_least=0)
-    accumulate: int = _option(1, "batches whose gradients make one step", at_least=1)
-    steps: int | None = _option(None, "end after this many optimiser steps", at_least=1)
-    epochs: int | None = _option(None, "end after this many passes over the data", at_least=1)
-    minutes: float | None = _option(None, "end after this many minutes, validations included", above=0)
-    batch_tokens: int = _option(4096, "most tokens in a batch", at_least=1)
-    batch_sentences: int | None = _option(None, "most sentences in a batch", at_least=1)
-    validate_every: int | None = _option(None, "validate and save every n steps; unset: after each epoch", at_least=1)
-    metric: str = _option("loss", "validation value that decides best weights and early stopping, such as bleu")
-    patience: int | None = _option(None, "stop after this many validations without a better metric", at_least=1)
-    keep: int = _option(3, "last checkpoints to keep, besides the best", at_least=1)
-    average: int = _option(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1)
-    seed: int = _option(1, "seed of every random generator", at_least=0, below=2**32)
-    precision: str = _option("fp32", "fp32, or bf16 autocast with fp32 weights", choices=("fp32", "bf16"))
-    threads: int | None = _option(None, "CPU threads of torch; unset: torch's choice", at_least=1)
-    log_every: int = _option(50, "steps between two records of loss and speed", at_least=1)
-    tensorboard: bool = _option(False, "write TensorBoard event files too")
+    optimizer: str = option("adamw", "optimiser", choices=("adamw", "adam", "sgd"))
+    lr: float = option(1e-3, "peak learning rate", above=0)
+    betas: tuple[float, float] = option((0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1)
+    eps: float = option(1e-9, "Adam's term that avoids division by zero", above=0)
+    momentum: float = option(0.9, "momentum of sgd", at_least=0, below=1)
+    weight_decay: float = option(0.0, "weight decay of matrices (biases and norms are left alone)", at_least=0)
+    schedule: str = option("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES)
+    warmup_steps: int = option(4000, "steps of linear rise to the peak learning rate", at_least=0)
+    min_lr: float = option(0.0, "lowest learning rate of a schedule that decays", at_least=0)
+    plateau_factor: float = option(0.5, "schedule=plateau: factor of one reduction", above=0, below=1)
+    plateau_patience: int = option(2, "schedule=plateau: validations without a lower loss to accept", at_least=0)
+    plateau_divisor: float = option(4.0, "schedule=divide_on_plateau: divisor of one reduction", above=1)
+    label_smoothing: float = option(0.1, "probability mass spread over all words", at_least=0, below=1)
+    clip_norm: float = option(1.0, "largest gradient norm; 0: no clipping", at_least=0)
+    accumulate: int = option(1, "batches whose gradients make one step", at_least=1)
+    steps: int | None = option(None, "end after this many optimiser steps", at_least=1)
+    epochs: int | None = option(None, "end after this many passes over the data", at_least=1)
+    minutes: float | None = option(None, "end after this many minutes, validations included", above=0)
+    clock: str = option(
+        "wall", "what minutes counts: wall, or cpu: time of the processor, on a busy machine", choices=("wall", "cpu")
+    )
+    batch_tokens: int = option(4096, "most tokens in a batch", at_least=1)
+    batch_sentences: int | None = option(None, "most sentences in a batch", at_least=1)
+    validate_every: int | None = option(None, "validate and save every n steps; unset: after each epoch", at_least=1)
+    metric: str = option("loss", "validation value that decides best weights and early stopping, such as bleu")
+    patience: int | None = option(None, "stop after this many validations without a better metric", at_least=1)
+    keep: int = option(3, "last checkpoints to keep, besides the best", at_least=1)
+    average: int = option(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1)
+    seed: int = option(1, "seed of every random generator", at_least=0, below=2**32)
+    precision: str = option("fp32", "fp32, or bf16 autocast with fp32 weights", choices=("fp32", "bf16"))
+    threads: int | None = option(None, "CPU threads of torch; unset: torch's choice", at_least=1)
+    log_every: int = option(50, "steps between two records of loss and speed", at_least=1)
+    tensorboard: bool = option(False, "write TensorBoard event files too")
 
     def __post_init__(self) -> None:
         """Check every value; raises ValueError with one line naming field, value and what is allowed."""

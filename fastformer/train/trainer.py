@@ -78,6 +78,7 @@ class Trainer:
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
     "perplexity" is added from "loss" when absent. config: `TrainConfig`. architecture: the model's configuration
     (dataclass or mapping), stored in each checkpoint and compared on resuming. The device is that of the parameters.
+    clock: seconds for budget and speed, instead of the clock that the configuration names.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class Trainer:
         validate: Callable[[Any], Mapping[str, float]] | None = None,
         architecture: Any = None,
         show: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.model, self.config, self.folder = model, config, Path(folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self.device = next(model.parameters()).device
         self._loss, self._batches, self._validate, self._architecture = loss, batches, validate, architecture
-        self._clock, self._progress = clock, Progress(show)
+        self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
+        self._progress = Progress(show)
         self._optimizer = build_optimizer(model, config)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._schedule = Schedule(

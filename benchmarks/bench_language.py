@@ -1,0 +1,128 @@
+"""One training step of the classical word-level language model (T2): forward, backward, its SGD; fp32, one thread.
+
+2 layers, d 200, 2 heads, feed-forward 200, dropout 0.2, post-norm, untied with an output bias, the 33,278 words of
+WikiText-2; 20 columns, windows of 35: 700 tokens a step. The output projection and its softmax are 9/10 of the
+multiplications, and logits of 93 MB are what T2 moves through memory several times. Random ids stand for words. T2 is
+written from its description, on torch.nn, time first as the original; its parameters are copied from ours.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.conftest import Race, Side, flat_gradients
+from fastformer.models import LanguageConfig, LanguageModel, language_model_loss, sinusoidal_positions
+from fastformer.text import LanguageBatch
+
+COLUMNS, BPTT, CLIP, LR = 20, 35, 0.25, 1e-3
+CONFIG = LanguageConfig(
+    vocabulary=33_278,
+    d_model=200,
+    heads=2,
+    layers=2,
+    feed_forward=200,
+    dropout=0.2,
+    norm_first=False,
+    final_norm=False,
+    embeddings="separate",
+    output_bias=True,
+    initialisation="uniform",
+)
+
+
+class TutorialLanguageModel(nn.Module):
+    """Embedding, positions, torch.nn.TransformerEncoder under a float mask, linear; ids `[T, B]`, time first."""
+
+    table: Tensor
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        c = model.config
+        self.tokens = nn.Embedding(c.vocabulary, c.d_model)
+        self.register_buffer("table", sinusoidal_positions(BPTT, c.d_model)[:, None])
+        self.dropout = nn.Dropout(c.dropout)
+        layer = nn.TransformerEncoderLayer(c.d_model, c.heads, c.feed_forward, c.dropout)
+        self.encoder = nn.TransformerEncoder(layer, c.layers, enable_nested_tensor=False)
+        self.output = nn.Linear(c.d_model, c.vocabulary)
+        state = model.state_dict()
+        self.tokens.load_state_dict({"weight": state["embedding.tokens.weight"]})
+        self.encoder.load_state_dict(
+            {k.removeprefix("decoder."): v for k, v in state.items() if k.startswith("decoder")}
+        )
+        self.output.load_state_dict({k: state[f"output.{k}"] for k in ("weight", "bias")})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Log probabilities `[T, B, V]`."""
+        mask = torch.full((len(ids), len(ids)), -math.inf, device=ids.device).triu(1)
+        x = self.dropout(self.tokens(ids) * math.sqrt(self.tokens.embedding_dim) + self.table[: len(ids)])
+        return F.log_softmax(self.output(self.encoder(x, mask=mask)), dim=-1)
+
+    def loss(self, data: Tensor, target: Tensor) -> Tensor:
+        """Mean over all tokens."""
+        return F.nll_loss(self(data).flatten(0, 1), target.flatten())
+
+
+def bench_training_step_of_the_language_model(race: Race) -> None:
+    ids = torch.randint(4, CONFIG.vocabulary, (COLUMNS, BPTT + 1), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(race.device)
+    data, target = (ids[:, s : s + BPTT].t().contiguous() for s in (0, 1))  # [T, B]
+    lengths = torch.full((COLUMNS,), BPTT)
+    batch = LanguageBatch(ids[:, :-1].flatten(), ids[:, 1:].flatten(), lengths)
+    model = LanguageModel(CONFIG).to(race.device)
+    competitor = TutorialLanguageModel(model).to(race.device)
+    ours: Callable[[], Tensor] = lambda: language_model_loss(model, batch) / batch.tokens  # noqa: E731
+    theirs: Callable[[], Tensor] = lambda: competitor.loss(data, target)  # noqa: E731
+
+    values = []
+    for net, loss in ((model, ours), (competitor, theirs)):
+        net.eval()
+        values.append(loss())
+        values[-1].backward()  # type: ignore[no-untyped-call]
+        net.train()
+    race.gate("loss", values[0], values[1], 1e-5)
+    expected = dict(competitor.encoder.named_parameters(prefix="decoder"))
+    expected |= {"output.weight": competitor.output.weight, "output.bias": competitor.output.bias}
+    expected["embedding.tokens.weight"] = competitor.tokens.weight
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == expected.keys()
+    # fp32: rounding decides on which side of ReLU's kink some activations fall.
+    race.gate("gradients", *(flat_gradients(p[name] for name in parameters) for p in (parameters, expected)), 5e-4)
+    race(
+        "training step of a word-level language model, d200 2 layers",
+        Side("fastformer", _our_step(model, ours), batch.tokens),
+        Side("T2, torch.nn.TransformerEncoder", _their_step(competitor, theirs), batch.tokens),
+        rounds=5,
+        goal=1.3,
+    )
+
+
+def _our_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """As `fastformer.train.Trainer` does it."""
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=LR, fused=True)
+
+    def step() -> None:
+        loss().backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _their_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """As the tutorial describes it, without an optimiser."""
+
+    def step() -> None:
+        model.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-LR)
+
+    return step

@@ -1,0 +1,57 @@
+"""`fastformer evaluate`, for runs of both kinds."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastformer.cli.common import Checkpoint, Device, Run, app, choose_device, console
+from fastformer.cli.settings import with_settings
+from fastformer.generate import SearchOptions
+from fastformer.language_modelling import evaluate_text
+from fastformer.runs import read_kind
+from fastformer.text import read_parallel, write_lines
+from fastformer.translation import TRANSLATION, DataConfig, evaluate, load_translator, read_corpora
+
+
+@app.command(name="evaluate")
+@with_settings(search=SearchOptions)
+def evaluate_command(
+    run: Run = Path("runs/translation"),
+    split: Annotated[str, typer.Option(help="part of the run's data: test or valid")] = "test",
+    source: Annotated[
+        Path | None, typer.Option(help="file of source sentences, or of a language model's text; instead of --split")
+    ] = None,
+    target: Annotated[Path | None, typer.Option(help="file of their reference translations")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the translations")] = None,
+    lowercase: Annotated[bool, typer.Option("--lowercase", help="compare lower-cased")] = False,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+    *,
+    search: dict[str, Any],
+) -> None:
+    """Print a translation run's sacreBLEU and chrF, or a language model's perplexity.
+
+    Translations come from real search; the signatures of the scores and the counts of the tokens are printed with them.
+    """
+    if split not in ("test", "valid"):
+        raise ValueError(f"split must be test or valid, not {split!r}")
+    if read_kind(run) == "language":
+        if target is not None or output is not None or lowercase or search:
+            raise ValueError(f"{run} is a language-model run; --split, --source, --checkpoint and --device are for it")
+        text, found = evaluate_text(run, source or split, checkpoint, choose_device(device))  # type: ignore[arg-type]
+        console.print(f"{text}; checkpoint {checkpoint}")
+        console.print(str(found))
+        return
+    if (source is None) != (target is None):
+        raise ValueError("--source and --target must be given together")
+    if source is not None and target is not None:
+        corpus = read_parallel(source, target)
+    else:
+        corpus = read_corpora(DataConfig(**TRANSLATION.read_config(run)["data"]))[split]  # type: ignore[index]
+    options = SearchOptions(**search)
+    scores, translations = evaluate(load_translator(run, checkpoint, choose_device(device)), corpus, options, lowercase)
+    if output is not None:
+        write_lines(output, translations)
+    console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
+    console.print(str(scores))

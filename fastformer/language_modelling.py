@@ -1,0 +1,349 @@
+"""The language-model application: text, tokenizer, model, training and perplexity around one run folder.
+
+What a run folder is stands in `fastformer.runs`. Every line of text ends with eos, whatever the tokenizer, and is
+predicted like a word; so the tokens of WikiText-2 count 2,088,628, 217,646 and 245,569, as published. Its closed
+vocabulary of 33,278 (with `<unk>` and `<eos>`) has two entries more here, `<pad>` and `<bos>`, which never follow.
+
+The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
+stream: all lines one after another, in training as columns (`fastformer.text.columns`), with no begin but the ends of
+lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fastformer.generate import TextGenerator
+from fastformer.models import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.runs import Application, Run
+from fastformer.text import (
+    DOCUMENT_KINDS,
+    ColumnBatches,
+    EncodedDocuments,
+    LanguageBatch,
+    LanguageBatches,
+    Pieces,
+    TextCorpus,
+    Tokenizer,
+    WordTokenizer,
+    collate_pieces,
+    cut_documents,
+    cut_stream,
+    docstring_corpora,
+    encode_lines,
+    open_text_dataset,
+    read_text,
+    split_text,
+    train_sentencepiece,
+)
+from fastformer.train import TrainConfig
+from fastformer.train.config import check_values, option
+
+TOKENIZERS = ("bpe", "unigram", "char", "words")
+STREAMS = ("documents", "columns")
+Split = Literal["train", "valid", "test"]
+_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
+_EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
+
+
+@dataclass(frozen=True)
+class LanguageDataConfig:
+    """Where the text comes from, and how it becomes ids and batches."""
+
+    dataset: str | None = option(
+        "docstrings", "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`"
+    )
+    train_text: Path | None = option(None, "text file (plain or .gz), instead of a dataset")
+    valid_text: Path | None = option(None, "the same for validation; unset: split from training")
+    test_text: Path | None = option(None, "the same for testing; unset: split from training")
+    held_out: float = option(0.05, "share of the documents split off for each of both", above=0, below=0.5)
+    size: int = option(2_000_000, "dataset=docstrings: characters to collect", at_least=1)
+    document: str | None = option(
+        None, "line, article (of WikiText) or file; unset: article for a dataset of articles, else line"
+    )
+    stream: str = option(
+        "documents", "documents, none of which sees another; or columns of the whole text", choices=STREAMS
+    )
+    columns: int = option(20, "stream=columns: how many", at_least=1)
+    context: int = option(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
+    tokenizer: str = option(
+        "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
+    )
+    vocabulary: int | None = option(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
+    splitting: str = option("whitespace", "tokenizer=words: where words end", choices=("whitespace", "punctuation"))
+    minimum_frequency: int = option(1, "tokenizer=words: rarer words become <unk>", at_least=1)
+    character_coverage: float = option(1.0, "share of characters sentencepiece must cover", above=0)
+    lowercase: bool = option(False, "lower-case the text")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.document is not None and self.document not in DOCUMENT_KINDS:
+            raise ValueError(f"document={self.document!r} is not allowed; choose {', '.join(DOCUMENT_KINDS)}")
+        if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
+            raise ValueError("valid_text and test_text need train_text")
+        if self.dataset is None and self.train_text is None:
+            raise ValueError("no data: give dataset or train_text")
+
+
+LANGUAGE = Application(
+    "language",
+    LanguageDataConfig,
+    LanguageConfig,
+    derived=("vocabulary", "pad_id", "bos_id", "eos_id"),
+    tokenizers=("tokenizer",),
+)
+
+
+def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
+    """Read the training, validation and test text.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and line, or the setting.
+    """
+    if data.train_text is None:
+        if data.dataset == "docstrings":
+            parts = docstring_corpora(data.size)
+        else:
+            assert data.dataset is not None
+            parts = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
+        return dict(zip(_SPLITS, parts, strict=True))
+    document: Any = data.document or "line"
+    given = {"train": data.train_text, "valid": data.valid_text, "test": data.test_text}
+    found = {name: read_text(path, document, name) for name, path in given.items() if path is not None}
+    if len(found) < len(given):
+        train, *held = split_text(found["train"], data.held_out, seed=1)
+        # What is given stays as it is, and what is not asked for goes back to training.
+        missing = {part.name: part for part in held if part.name not in found}
+        back = [lines for part in held if part.name in found for lines in part.documents]
+        found |= {"train": TextCorpus(train.documents + back, "train"), **missing}
+    return {name: found[name] for name in _SPLITS}
+
+
+def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
+    """Learn the vocabulary, from the training text only."""
+    if data.tokenizer == "words":
+        return WordTokenizer.from_lines(
+            train.lines,
+            minimum_frequency=data.minimum_frequency,
+            maximum_size=data.vocabulary,
+            lowercase=data.lowercase,
+            splitting=data.splitting,  # type: ignore[arg-type]
+        )
+    return train_sentencepiece(
+        train.lines,
+        data.vocabulary or _PIECES,
+        model_type=data.tokenizer,  # type: ignore[arg-type]
+        character_coverage=data.character_coverage,
+        lowercase=data.lowercase,
+    )
+
+
+def encode_text(corpus: TextCorpus, tokenizer: Tokenizer, stream: str) -> EncodedDocuments:
+    """The documents of a corpus as ids; as a stream, its lines are one document."""
+    documents = [corpus.lines] if stream == "columns" else corpus.documents
+    try:
+        return encode_lines(documents, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{corpus.name}: {error}") from None
+
+
+def cut_text(documents: EncodedDocuments, context: int, stream: str) -> Pieces:
+    """The pieces that predict every token of a text once."""
+    return cut_stream(documents, context) if stream == "columns" else cut_documents(documents, context)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a model makes of a text: `nats` is the sum of -log p over `tokens` predicted tokens, eos included.
+
+    `words` are those of the same text at spaces, and an <eos> a line; `unknown` tokens stood where <unk> was predicted.
+    """
+
+    nats: float
+    tokens: int
+    words: int
+    unknown: int
+
+    @property
+    def per_token(self) -> float:
+        """exp(nats / tokens)."""
+        return _perplexity(self.nats / self.tokens)
+
+    @property
+    def per_word(self) -> float:
+        """exp(nats / words): compares models of different tokenizers, where none of them has unknown tokens."""
+        return _perplexity(self.nats / self.words)
+
+    def __str__(self) -> str:
+        unknown = f", {self.unknown:,} of them <unk>" if self.unknown else ""
+        text = f"perplexity {self.per_token:.2f} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
+        if self.tokens != self.words:
+            text += f"; {self.per_word:.2f} per word ({self.words:,} words, one <eos> a line counted)"
+        return text
+
+
+def _perplexity(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+@torch.no_grad()
+def perplexity(model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str) -> Perplexity:
+    """The perplexity of a text, every token of it predicted once.
+
+    Args:
+        model: call `.eval()` first.
+        corpus: the text; documents without a token are left out.
+        tokenizer: of the model.
+        context: most tokens that a prediction looks back on.
+        stream: "documents" or "columns", as the model was trained.
+
+    Raises:
+        ValueError: context is below 1, or no document has a token.
+    """
+    documents = encode_text(corpus, tokenizer, stream)
+    pieces = cut_text(documents, context, stream)
+    nats = _total_loss(model, pieces)
+    unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
+    # Lines that were left out as documents without a token are an <eos> each.
+    return Perplexity(nats, int(pieces.lengths.sum()), corpus.words - documents.dropped, unknown)
+
+
+def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
+    device = model.output.weight.device
+    total = 0.0
+    ends = np.cumsum(pieces.lengths)
+    # Whole pieces, about as many tokens a batch as asked for.
+    cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
+    for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
+        if len(indices):
+            batch = collate_pieces(pieces, indices)
+            total += float(language_model_loss(model, batch.to(device)))
+    return total
+
+
+class LanguageRun(Run):
+    """A run that learns to predict text; see `fastformer.runs.Run`."""
+
+    application = LANGUAGE
+    data: LanguageDataConfig
+    corpora: dict[Split, TextCorpus]
+    model_config: LanguageConfig
+
+    def __init__(
+        self,
+        folder: Path,
+        data: LanguageDataConfig,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        tokenizers: tuple[Tokenizer, ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.folder, self.data, self.train_config = folder, data, train
+        self.device = torch.device(device)
+        self.corpora = read_text_corpora(data)
+        self.tokenizers = tokenizers or (build_tokenizer(data, self.corpora["train"]),)
+        (self.tokenizer,) = self.tokenizers
+        derived = {
+            "vocabulary": self.tokenizer.size,
+            "pad_id": self.tokenizer.pad_id,
+            "bos_id": self.tokenizer.bos_id,
+            "eos_id": self.tokenizer.eos_id,
+        }
+        self.model_config = LanguageConfig(**{**model, **derived})
+        if self.model_config.longest is not None and data.context > self.model_config.longest:
+            raise ValueError(
+                f"context ({data.context}) is beyond max_positions ({self.model_config.longest}) of the learned "
+                "positions; lower it, or raise max_positions"
+            )
+        if train.batch_sentences is not None:
+            raise ValueError("batch_sentences is for translation; give batch_tokens, or columns and context")
+        self.encoded = encode_text(self.corpora["train"], self.tokenizer, data.stream)
+        self._batches = self._make_batches()
+
+    def fingerprinted(self) -> Iterable[bytes]:
+        yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
+
+    def training(self) -> str:
+        return str(self.encoded)
+
+    def new_model(self) -> LanguageModel:
+        return LanguageModel(self.model_config)
+
+    def _make_batches(self) -> LanguageBatches | ColumnBatches:
+        data, train = self.data, self.train_config
+        if data.stream == "columns":
+            return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
+        if train.batch_tokens < data.context:
+            raise ValueError(f"batch_tokens ({train.batch_tokens}) must have room for context ({data.context})")
+        return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)
+
+    def batches(self) -> LanguageBatches | ColumnBatches:
+        return self._batches
+
+    def loss(self, model: LanguageModel, batch: LanguageBatch) -> torch.Tensor:
+        return language_model_loss(model, batch, self.train_config.label_smoothing)
+
+    def validation(self) -> Callable[[LanguageModel], dict[str, float]]:
+        corpus, data = self.corpora["valid"], self.data
+
+        def validate(model: LanguageModel) -> dict[str, float]:
+            found = perplexity(model, corpus, self.tokenizer, data.context, data.stream)
+            values = {"loss": found.nats / found.tokens, "perplexity": found.per_token}
+            return values if found.tokens == found.words else {**values, "word_perplexity": found.per_word}
+
+        return validate
+
+
+def load_language_model(
+    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu"
+) -> tuple[LanguageModel, Tokenizer, LanguageDataConfig]:
+    """Load a run's model, in evaluation mode, with its tokenizer and the settings that it reads text with.
+
+    Args:
+        folder: of the run.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: of the model.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `fastformer.runs.Application.load_weights`.
+    """
+    model = LANGUAGE.load_weights(folder, checkpoint, LanguageModel).to(device).eval()
+    (tokenizer,) = LANGUAGE.load_tokenizers(folder)
+    return model, tokenizer, LanguageDataConfig(**LANGUAGE.read_config(folder)["data"])
+
+
+def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
+    """Load a run's model and tokenizer, ready to write.
+
+    A model of a stream has never read bos: there, texts begin after an end of line.
+
+    Args and errors as `load_language_model`.
+    """
+    model, tokenizer, data = load_language_model(folder, checkpoint, device)
+    first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id
+    return TextGenerator(model, tokenizer, data.context, first_id=first)
+
+
+def evaluate_text(
+    folder: Path | str,
+    split: Literal["test", "valid"] | Path = "test",
+    checkpoint: str = "best",
+    device: torch.device | str = "cpu",
+) -> tuple[TextCorpus, Perplexity]:
+    """The perplexity of a run's test or validation text, or of a file; with the best weights by default.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `load_language_model`, `read_text_corpora`.
+    """
+    model, tokenizer, data = load_language_model(folder, checkpoint, device)
+    if isinstance(split, Path):
+        corpus = read_text(split, data.document or "line")  # type: ignore[arg-type]
+    else:
+        corpus = read_text_corpora(data)[split]
+    return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream)

@@ -760,3 +760,18 @@ def test_a_hint_without_its_mask_raises_what_torch_raises(name):
     for model in stacks("Transformer"):
         with pytest.raises(RuntimeError, match="is_causal"):
             model(random(B, S, D), random(B, T, D), **masks, **{name + "_is_causal": True})
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_inference_path_has_the_same_zeros():
+    """It takes an even number of heads only."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    layer = nn.TransformerEncoderLayer(8, 2, FF, batch_first=True, dtype=torch.float64)
+    torchs = nn.TransformerEncoder(layer, 2).eval()
+    ours = fastformer.TransformerEncoder(layer, 2).eval()
+    ours.load_state_dict(torchs.state_dict())
+    x, hidden = random(B, T, 8, grad=False), PADDING["right"][0]
+    expected = torchs(x, src_key_padding_mask=hidden)
+    assert not expected[hidden].any()  # it skipped the padding
+    assert_close(ours(x, src_key_padding_mask=hidden), expected)

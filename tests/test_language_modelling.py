@@ -188,7 +188,11 @@ def test_the_vocabulary_is_that_of_the_training_text(data: LanguageDataConfig, t
     assert tokenizer.encode("unicorn") == [tokenizer.unk_id]
 
 
-def test_documents_are_never_looked_at_by_others(tmp_path: Path, data: LanguageDataConfig) -> None:
+@pytest.mark.parametrize("tokens", [4096, 20, 1])
+def test_documents_are_never_looked_at_by_others(
+    tmp_path: Path, data: LanguageDataConfig, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastformer.language_modelling._EVALUATION_TOKENS", tokens)
     run = LanguageRun(tmp_path, data, MODEL, TRAIN)
     model = run.new_model().eval()
     lines = run.corpora["valid"].lines

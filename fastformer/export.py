@@ -10,7 +10,6 @@ Letters: D model width.
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -46,9 +45,9 @@ def _new_folder(folder: Path | str) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
     try:
-        temporary.chmod(0o777 & ~_umask())
         yield temporary
         if folder.exists():
             folder.rmdir()
@@ -56,12 +55,6 @@ def _new_folder(folder: Path | str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _check_tokenizers(model: Model, tokenizers: Sequence[Tokenizer]) -> None:

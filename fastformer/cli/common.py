@@ -1,8 +1,9 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,20 +31,42 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes
 Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
 
 
-def report_training(run: "AnyRun", resume: bool, fallback: bool, model: str) -> None:
-    """Train a run: say what is read, what learns and how it ended, and draw the learning curve.
+def train_run(
+    kind: "type[AnyRun]",
+    describe: Callable[[Any], str],
+    folder: Path,
+    config: Path | None,
+    resume: bool,
+    fallback: bool,
+    device: str,
+    settings: Mapping[str, dict[str, Any]],
+) -> None:
+    """Make a run or open one, train it, say what is read, what learns and how it ended, and draw the learning curve.
 
     Args:
-        run: ready to be trained.
+        kind: of the run.
+        describe: its model's configuration in words.
+        folder: of the run.
+        config: see `Config`.
         resume: continue from the last checkpoint.
         fallback: where that one is damaged, take the one before.
-        model: what learns, in words.
+        device: see `Device`.
+        settings: what was given as flags, by section: data, model, train.
     """
     from fastformer.plots import plot_history, save
-    from fastformer.train import read_metrics
+    from fastformer.train import TrainConfig, read_metrics
 
+    if resume:
+        if settings["data"] or settings["model"] or config:
+            raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
+        run = kind.open(folder, settings["train"], choose_device(device))
+    else:
+        file = kind.application.read_settings(config)
+        data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
+        run = kind.create(folder, kind.application.data(**data), model, TrainConfig(**train), choose_device(device))
     report = run.data_report()
-    for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {model}"):
+    about = describe(run.model_config)
+    for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
         console.print(line)
     cpu = time.process_time()
     result = run.fit(resume, fallback)

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.cli.common import Config, Device, Fallback, Resume, choose_device, report_training, train_app
+from fastformer.cli.common import Config, Device, Fallback, Resume, train_app, train_run
 from fastformer.cli.settings import with_settings
 from fastformer.describe import describe_language
-from fastformer.language_modelling import LANGUAGE, LanguageDataConfig, LanguageRun
+from fastformer.language_modelling import LanguageDataConfig, LanguageRun
 from fastformer.models import LanguageConfig
 from fastformer.train import TrainConfig
 
@@ -27,17 +27,5 @@ def train_language_model(
     train: dict[str, Any],
 ) -> None:
     """Train a language model. Ctrl-C validates, saves and ends; --resume carries on exactly there."""
-    if resume:
-        if data or model or config:
-            raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
-        current = LanguageRun.open(run, train, choose_device(device))
-    else:
-        file = LANGUAGE.read_settings(config)
-        current = LanguageRun.create(
-            run,
-            LanguageDataConfig(**file["data"] | data),
-            file["model"] | model,
-            TrainConfig(**file["train"] | train),
-            choose_device(device),
-        )
-    report_training(current, resume, fallback, describe_language(current.model_config))
+    settings = {"data": data, "model": model, "train": train}
+    train_run(LanguageRun, describe_language, run, config, resume, fallback, device, settings)

@@ -16,8 +16,8 @@ from fastformer.cli.common import (
     app,
     choose_device,
     console,
-    report_training,
     train_app,
+    train_run,
 )
 from fastformer.cli.settings import with_settings
 from fastformer.describe import describe_translation
@@ -25,7 +25,7 @@ from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
 from fastformer.text import TextError, read_lines, write_lines
 from fastformer.train import TrainConfig
-from fastformer.translation import TRANSLATION, DataConfig, TranslationRun, load_translator
+from fastformer.translation import DataConfig, TranslationRun, load_translator
 
 
 @train_app.callback()
@@ -52,20 +52,8 @@ def train(
             if source is not None and source.name == "COMMANDLINE":
                 raise ValueError(f"--{name.replace('_', '-')} must stand behind {context.invoked_subcommand}")
         return
-    if resume:
-        if data or model or config:
-            raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
-        current = TranslationRun.open(run, train, choose_device(device))
-    else:
-        file = TRANSLATION.read_settings(config)
-        current = TranslationRun.create(
-            run,
-            DataConfig(**file["data"] | data),
-            file["model"] | model,
-            TrainConfig(**file["train"] | train),
-            choose_device(device),
-        )
-    report_training(current, resume, fallback, describe_translation(current.model_config))
+    settings = {"data": data, "model": model, "train": train}
+    train_run(TranslationRun, describe_translation, run, config, resume, fallback, device, settings)
 
 
 @app.command()

@@ -7,8 +7,8 @@ whatever the batch. Both sides are given a fixed number of tokens, since random 
 import pytest
 import torch
 
-from benchmarks.conftest import Race, Side
 from benchmarks.lengths import VOCABULARY, typical_batch
+from benchmarks.race import Race, Side
 from benchmarks.tutorials import FixedLengthTranslation
 from fastformer.generate import SearchOptions, greedy_search
 from fastformer.models import TranslationConfig, TranslationModel

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.conftest import Race, Side
+from benchmarks.race import Race, Side
 from fastformer.generate import LanguageState, SamplingOptions, random_streams, sample
 from fastformer.models import LanguageConfig, LanguageModel, sinusoidal_positions
 

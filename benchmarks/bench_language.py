@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.conftest import Race, Side, flat_gradients
+from benchmarks.race import Race, Side, flat_gradients
 from fastformer.models import LanguageConfig, LanguageModel, language_model_loss, sinusoidal_positions
 from fastformer.text import LanguageBatch
 

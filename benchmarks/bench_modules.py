@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.conftest import Race, Side, flat_gradients, saved_for_backward
+from benchmarks.clock import saved_for_backward
 from benchmarks.lengths import typical_batch
+from benchmarks.race import Race, Side, flat_gradients
 
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
 SENTENCES = 16

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.conftest import Race, Side, flat_gradients, saved_for_backward
+from benchmarks.clock import saved_for_backward
 from benchmarks.lengths import typical_batch
+from benchmarks.race import Race, Side, flat_gradients
 
 WIDTH, HEADS, HIDDEN, LAYERS = 512, 8, 2048, 6
 SEQUENCES, LONGEST = 32, 64

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.conftest import Race, Side, flat_gradients, saved_for_backward
+from benchmarks.clock import saved_for_backward
 from benchmarks.lengths import VOCABULARY, random_pairs, typical_batch
+from benchmarks.race import Race, Side, flat_gradients
 from benchmarks.tutorials import FixedLengthTranslation, TorchTranslation
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
 from fastformer.text import Batch, collate

@@ -1,0 +1,103 @@
+"""Layer norm and RMS norm over bf16 rows, on a GPU.
+
+Bytes counted for the floor: forward reads x and writes y; backward reads x and dy and writes dx; gradients of weight
+and bias, means and deviations are small beside them.
+"""
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.floors import Work
+from benchmarks.ops import Function, leaves, race_functions
+from benchmarks.race import DIRECTIONS, Direction, Race
+from fastformer import functional
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-5
+TOLERANCE = 1e-2  # bf16 rounds to 4e-3; a wrong formula is off by more than 1e-1
+SHAPES = {
+    "quick-8192x1024": (8192, 1024),
+    "full-4096x512": (4096, 512),
+    "full-16384x512": (16384, 512),
+    "full-32768x768": (32768, 768),
+    "full-16384x2048": (16384, 2048),
+    "full-32768x4096": (32768, 4096),
+    "full-8192x8192": (8192, 8192),
+}
+TINY = (6, 40)
+GOALS: dict[tuple[str, Direction], float] = {
+    ("eager", "forward"): 1.2,
+    ("eager", "backward"): 2.0,
+    ("compile", "forward"): 1.0,
+    ("compile", "backward"): 1.0,
+    ("liger", "forward"): 1.0,
+    ("liger", "backward"): 1.5,
+}
+
+
+def _liger_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    return liger_layer_norm(x, w, b, EPS)  # type: ignore[no-any-return]
+
+
+def _liger_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    return liger_rms_norm(x, w, EPS)  # type: ignore[no-any-return]
+
+
+def _work(elements: int) -> dict[Direction, Work]:
+    """No matrix products; passes over tensors of so many bf16 elements."""
+    passes: dict[Direction, int] = {"forward": 2, "backward": 3, "both": 5}
+    return {direction: Work(0.0, 2.0 * elements * n) for direction, n in passes.items()}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("competitor", ["eager", "compile", "liger"])
+@pytest.mark.parametrize("shape", SHAPES)
+def bench_layer_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
+    M, N = TINY if race.tiny else SHAPES[shape]
+    functions: dict[str, Function] = {
+        "ours": lambda x, w, b: functional.layer_norm(x, N, w, b, eps=EPS),
+        "eager": lambda x, w, b: F.layer_norm(x, (N,), w, b, EPS),
+        "liger": _liger_layer_norm,
+    }
+    race_functions(
+        race,
+        f"layer norm {M:,} x {N:,}",
+        competitor,
+        functions,
+        leaves(race, (M, N), (N,), (N,)),
+        direction=direction,
+        work=_work(M * N),
+        tolerance=TOLERANCE,
+        goals=GOALS,
+        at={"rows": M, "width": N},
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("competitor", ["eager", "compile", "liger"])
+@pytest.mark.parametrize("shape", ["quick-8192x1024", "full-32768x4096"])
+def bench_rms_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
+    M, N = TINY if race.tiny else SHAPES[shape]
+    functions: dict[str, Function] = {
+        "ours": lambda x, w: functional.rms_norm(x, N, w, eps=EPS),
+        "eager": lambda x, w: F.rms_norm(x, (N,), w, EPS),
+        "liger": _liger_rms_norm,
+    }
+    race_functions(
+        race,
+        f"RMS norm {M:,} x {N:,}",
+        competitor,
+        functions,
+        leaves(race, (M, N), (N,)),
+        direction=direction,
+        work=_work(M * N),
+        tolerance=TOLERANCE,
+        goals=GOALS,
+        at={"rows": M, "width": N},
+    )

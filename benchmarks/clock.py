@@ -1,0 +1,102 @@
+"""Seconds and bytes that a call takes on a device; the only place where anything is timed.
+
+CPU: process CPU time on one thread, so that a busy machine does not count. GPU: device time by CUDA events with the L2
+cache flushed before each call, wall time of calls in a row, and device time of a CUDA graph's replay, in which the
+host's launches do not count; the GPU's side is not measured on a GPU yet.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+_FLUSHED_BYTES = 1 << 28  # several times the 50 MB of an H100's L2
+_WALL_CALLS = 10
+
+Call = Callable[[], object]
+
+
+class Stopwatch:
+    """Seconds that calls take on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.kind = "CUDA events, L2 flushed" if self.on_gpu else "CPU time, 1 thread"
+        self._flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device) if self.on_gpu else None
+
+    def __call__(self, run: Call, calls: int = 1) -> float:
+        """Run `calls` times; the seconds of all together."""
+        if self._flushed is None:
+            start = time.process_time()
+            for _ in range(calls):
+                run()
+            return time.process_time() - start
+        total = 0.0
+        for _ in range(calls):
+            self._flushed.zero_()  # the host queues the call while this runs, so that short ones are not waited for
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            total += float(begin.elapsed_time(end)) / 1e3
+        return total
+
+    def wall(self, run: Call) -> float | None:
+        """Seconds of a call by the clock on the wall, among calls one after another; on a GPU only."""
+        if not self.on_gpu:
+            return None
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(_WALL_CALLS):
+            run()
+        torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / _WALL_CALLS
+
+    def replay(self, run: Call) -> Call:
+        """Capture a call as a CUDA graph, whose replay does its device work with one launch.
+
+        Raises:
+            RuntimeError: the call waits for the device, or does something else that a graph cannot hold.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compiles, and lets libraries allocate
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    def peak_memory(self, run: Call) -> int | None:
+        """Bytes that a call takes at its peak beyond what was allocated before, on a GPU only."""
+        if not self.on_gpu:
+            return None
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def saved_for_backward(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps between forward and backward, the parameters themselves left out."""
+    known = {p.untyped_storage().data_ptr() for p in parameters}
+    kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is used twice
+
+    def pack(x: Tensor) -> Tensor:
+        address = x.untyped_storage().data_ptr()
+        if address not in known:
+            kept.setdefault(address, x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    total = sum(x.untyped_storage().nbytes() for x in kept.values())
+    del out
+    return total

@@ -1,0 +1,88 @@
+"""What people would use instead, by the names of `--competitor`, and whether this machine has it."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+Reason = str | None
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """One of them. `missing(device)` says what keeps it from running there, None if nothing does."""
+
+    about: str
+    missing: Callable[[torch.device], Reason] = lambda device: None
+
+
+def _package(name: str, gpu: bool = True) -> Callable[[torch.device], Reason]:
+    def missing(device: torch.device) -> Reason:
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+        return _gpu(device) if gpu else None
+
+    return missing
+
+
+def _gpu(device: torch.device) -> Reason:
+    return None if device.type == "cuda" else "needs a CUDA device"
+
+
+def _compiler(device: torch.device) -> Reason:
+    # On a CPU, Inductor compiles C++ for minutes, and its code is not what is compared with.
+    return _gpu(device)
+
+
+COMPETITORS = {
+    "eager": Competitor("PyTorch's ops one after another"),
+    "compile": Competitor("torch.compile of the same", _compiler),
+    "tutorial": Competitor("the tutorials' algorithm, written from its description"),
+    "torch.nn": Competitor("torch.nn's module"),
+    "torch.nn-compile": Competitor("torch.compile of torch.nn's module", _compiler),
+    "sdpa": Competitor("scaled_dot_product_attention, whichever backend it takes"),
+    "sdpa-cudnn": Competitor("scaled_dot_product_attention by cuDNN", _gpu),
+    "sdpa-flash": Competitor("scaled_dot_product_attention by FlashAttention"),
+    "sdpa-efficient": Competitor("scaled_dot_product_attention, memory-efficient", _gpu),
+    "sdpa-math": Competitor("scaled_dot_product_attention by plain ops"),
+    "flex": Competitor("flex_attention, compiled, its block mask made beforehand", _compiler),
+    "flex-per-batch": Competitor("flex_attention, compiled, its block mask made for each batch", _compiler),
+    "varlen": Competitor("torch.nn.attention.varlen, unpadding and padding included", _gpu),
+    "liger": Competitor("Liger-Kernel", _package("liger_kernel")),
+    "flash-attn": Competitor("the flash-attn package", _package("flash_attn")),
+    "xformers": Competitor("xformers", _package("xformers")),
+    "transformers": Competitor("Hugging Face transformers", _package("transformers", gpu=False)),
+    "ctranslate2": Competitor("CTranslate2, from our export", _package("ctranslate2", gpu=False)),
+}
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile for one shape, so that its backward can be timed alone: it keeps what it saved."""
+    torch._functorch.config.donated_buffer = False
+    done: Callable[..., Tensor] = torch.compile(function, dynamic=False)
+    return done
+
+
+def require(name: str, device: torch.device) -> Competitor:
+    """Take a competitor, or skip the case with what it misses."""
+    chosen = COMPETITORS[name]
+    reason = chosen.missing(device)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return chosen
+
+
+def chosen(text: str) -> set[str]:
+    """The competitors that `--competitor` names, separated by commas.
+
+    Raises:
+        ValueError: one of them is unknown.
+    """
+    names = {name.strip() for name in text.split(",")}
+    unknown = sorted(names - COMPETITORS.keys())
+    if unknown:
+        raise ValueError(f"unknown competitor {unknown[0]!r}; known: {', '.join(COMPETITORS)}")
+    return names

@@ -1,0 +1,87 @@
+"""What the benchmarks of single ops share: random inputs, fp64 results, one comparison of two functions.
+
+Ours always runs the fused kernels here, so that a fallback to the reference is an error and no figure.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastformer
+from benchmarks.competitors import compiled, require
+from benchmarks.floors import Work
+from benchmarks.race import Direction, Op, Race
+
+Function = Callable[..., Tensor]
+
+
+def leaves(race: Race, *shapes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Random normal tensors that gradients are taken for."""
+    return [torch.randn(*shape, device=race.device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def fp64_results(formula: Function, inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
+    """Output and gradients of a formula in fp64, from the same rounded inputs."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    out = formula(*wide)
+    return [out.detach(), *torch.autograd.grad(out, wide, upstream.double())]
+
+
+def race_functions(
+    race: Race,
+    case: str,
+    competitor: str,
+    functions: Mapping[str, Function],
+    inputs: Sequence[Tensor],
+    *,
+    direction: Direction,
+    work: Mapping[Direction, Work],
+    tolerance: float,
+    formula: Function | None = None,
+    upstream: Tensor | None = None,
+    expected: Sequence[Tensor] | None = None,
+    goals: Mapping[tuple[str, Direction], float] | None = None,
+    **kept: Any,
+) -> None:
+    """Compare `functions["ours"]` with `functions[competitor]`, both of the same inputs.
+
+    Args:
+        race: of this case; skipped with the reason where the machine does not have the competitor.
+        case: its name.
+        competitor: a key of `benchmarks.competitors.COMPETITORS`; "compile" is made from `functions["eager"]`.
+        functions: by competitor, and "ours".
+        inputs: leaves.
+        direction: what is timed.
+        work: what each direction must do at least.
+        tolerance: see `Race.op`.
+        formula: in fp64 the truth; unset: `functions["eager"]`.
+        upstream: gradient of the output; unset: random, and one for all positions of it.
+        expected: output and gradients, where fp64 of the whole would be too much; unset: from `formula`.
+        goals: (competitor, direction) -> ratio.
+        kept: see `Race.op`.
+    """
+    require(competitor, race.device)
+    truth = formula or functions["eager"]
+    if upstream is None:
+        with torch.no_grad():
+            upstream = torch.randn_like(truth(*inputs))
+    theirs = compiled(functions["eager"]) if competitor == "compile" else functions[competitor]
+
+    def fused() -> Tensor:
+        with fastformer.backend("triton"):
+            return functions["ours"](*inputs)
+
+    race.op(
+        case,
+        Op("fastformer", fused, inputs),
+        Op(competitor, lambda: theirs(*inputs), inputs),
+        upstream=upstream,
+        expected=fp64_results(truth, inputs, upstream) if expected is None else expected,
+        tolerance=tolerance,
+        direction=direction,
+        work=work[direction],
+        goal=(goals or {}).get((competitor, direction)),
+        **kept,
+    )

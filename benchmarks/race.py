@@ -1,0 +1,345 @@
+"""Two sides of a comparison: first both prove that they compute the same, then they are timed in turn.
+
+Every round times the competitor and then us, in the same process, and the ratio is the median over rounds of the
+ratios of the two, so a slow drift of the machine cancels. What a neighbour on the same core or memory takes away does
+not cancel: the rate of a plain matrix product, measured beside each case, shows how much was there.
+
+A competitor that computes something else, runs out of memory or raises is reported as that instead of timed, and the
+run goes on. If ours is wrong, the case fails.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.clock import Call, Stopwatch, saved_for_backward
+from benchmarks.floors import Ceilings, Work, matmul_rate
+
+FORMAT = 1  # of records and results; raised when their fields change
+Direction = Literal["forward", "backward", "both"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
+
+_ROUND_SECONDS = 0.05  # on a CPU, shorter work is repeated within a round until it takes this long
+_GRAPH_BELOW = 2e-4  # seconds of device time, below which the host's launches may decide
+_OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: what to run, and how many tokens a call processes (1: compare calls)."""
+
+    name: str
+    run: Call
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Op:
+    """One side of a comparison of a differentiable op: its output, and what gradients are taken for."""
+
+    name: str
+    run: Callable[[], Tensor]
+    inputs: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the tables. Times in seconds a call, the median over rounds; `theirs` is None where `status` says why.
+
+    `wall` and `graph` are ratios too: by the clock on the wall, and of CUDA graphs' replays. `floor` is the share that
+    the floor of `benchmarks.floors` has of our time. `at` places the case on the axes of the scaling plots.
+    """
+
+    benchmark: str
+    case: str
+    against: str
+    status: str  # measured, dry run, or what kept the competitor from being timed
+    ours: float | None
+    theirs: float | None
+    ratio: float | None
+    goal: float | None
+    rounds: int
+    tokens: tuple[int, int]
+    matmul_rate: float
+    wall: float | None = None
+    graph: float | None = None
+    floor: float | None = None
+    operations_per_second: float | None = None
+    bytes_per_second: float | None = None
+    peak_bytes: tuple[int, int] | None = None
+    saved_bytes: tuple[int, int] | None = None
+    at: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def missed(self) -> bool:
+        """A goal was set, and the ratio is below it."""
+        return self.goal is not None and self.ratio is not None and self.ratio < self.goal
+
+
+class Record:
+    """All rows of a run; with a file, each is written the moment it exists, so that a run cut short keeps them."""
+
+    def __init__(self, machine: Mapping[str, str], path: Path | None = None) -> None:
+        self.rows: list[Row] = []
+        self._file: TextIO | None = path.open("w", encoding="utf-8") if path is not None else None
+        self._write({"format": FORMAT, "machine": dict(machine)})
+
+    def add(self, row: Row) -> None:
+        """Keep a row."""
+        self.rows.append(row)
+        self._write({"row": asdict(row)})
+
+    def close(self, ceilings: Mapping[str, float]) -> None:
+        """Write the ceilings that were measured, and end."""
+        self._write({"ceilings": dict(ceilings)})
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+class Race:
+    """One case: gates, then time."""
+
+    def __init__(
+        self, benchmark: Any, watch: Stopwatch, ceilings: Ceilings, record: Record, *, enforce: bool, tiny: bool
+    ) -> None:
+        """See the fixture `race`; `tiny`: prove the code on small shapes, in one round."""
+        self.benchmark, self.watch, self.ceilings, self.record = benchmark, watch, ceilings, record
+        self.enforce, self.tiny = enforce, tiny
+        self.device = watch.device
+        self.gates: dict[str, float] = {}
+        self.fault: str | None = None  # what keeps the competitor from being timed
+        self._notes: dict[str, Any] = {}
+
+    def gate(self, name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+        """Fail as wrong unless |ours - theirs| <= tolerance * |theirs|, in the norm over all elements."""
+        error = relative_error(ours, theirs)
+        if not error <= tolerance:
+            pytest.fail(f"wrong, not timed: {name} differs by {error:.1e}, allowed {tolerance:.0e}")
+        self.gates[name] = error
+
+    @contextmanager
+    def competitor(self) -> Iterator[None]:
+        """Code of the competitor: what it raises becomes its result."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.fault = _OUT_OF_MEMORY
+            torch.cuda.empty_cache()
+        except Exception as error:
+            message = str(error).strip().partition("\n")[0]
+            self.fault = f"fails: {type(error).__name__}: {message[:160]}"
+
+    def note(self, **info: Any) -> None:
+        """Keep further numbers with the result."""
+        self._notes.update(info)
+
+    def op(
+        self,
+        case: str,
+        ours: Op,
+        theirs: Op,
+        *,
+        upstream: Tensor,
+        expected: Sequence[Tensor],
+        tolerance: float,
+        direction: Direction,
+        work: Work | None = None,
+        rounds: int = 30,
+        goal: float | None = None,
+        at: Mapping[str, float] | None = None,
+    ) -> None:
+        """Compare an op with a competitor's: output and gradients with fp64 ones, then time, memory and floor.
+
+        Args:
+            case: its name in the tables; the direction is added.
+            ours: the output is compared and differentiated where `upstream` is not 0.
+            theirs: the same of the competitor, with as many inputs.
+            upstream: gradient of the output, 0 where the output has no meaning (at padding).
+            expected: output and gradients of all inputs in fp64.
+            tolerance: of each, as a share of its norm.
+            direction: what is timed.
+            work: what the direction must do at least.
+            rounds: to time.
+            goal: of the ratio.
+            at: axes of the scaling plots.
+        """
+        real = upstream != 0
+        dtype = ours.inputs[0].dtype
+
+        def results(op: Op) -> list[Tensor]:
+            out = op.run()
+            assert out.shape == upstream.shape, f"{op.name} returns {tuple(out.shape)} for {tuple(upstream.shape)}"
+            return [torch.where(real, out, 0), *torch.autograd.grad(out, op.inputs, upstream)]
+
+        names = ["output", *(f"gradient {i}" for i in range(len(expected) - 1))]
+        wanted = [torch.where(real, expected[0], 0), *expected[1:]]
+        try:
+            found = results(ours)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._add(case, theirs.name, f"fastformer is {_OUT_OF_MEMORY}", goal=goal, at=at)
+            pytest.skip(f"{case}: fastformer is {_OUT_OF_MEMORY}")
+        for name, a, b in zip(names, found, wanted, strict=True):
+            self.gate(name, a, b, tolerance)
+        del found
+        with self.competitor():
+            for name, a, b in zip(names, results(theirs), wanted, strict=True):
+                error = relative_error(a, b)
+                if not error <= tolerance:
+                    self.fault = f"wrong: {name} is off by {error:.1e}"
+                    break
+        peak = saved = None
+        if self.fault is None:
+            with self.competitor():
+                saved = tuple(saved_for_backward(op.run, op.inputs) for op in (ours, theirs))
+                sides = [self.watch.peak_memory(lambda op=op: results(op)) for op in (ours, theirs)]  # type: ignore[misc]
+                peak = None if sides[0] is None else tuple(sides)
+        calls = [_call(op, direction, upstream) for op in ((ours,) if self.fault else (ours, theirs))]
+        self(
+            f"{case}, {_DIRECTION[direction]}",
+            Side("fastformer", calls[0]),
+            Side(theirs.name, calls[-1]),
+            rounds=rounds,
+            goal=goal,
+            work=work,
+            dtype=dtype,
+            at=at,
+            peak_bytes=peak,
+            saved_bytes=saved,
+        )
+
+    def __call__(
+        self,
+        case: str,
+        ours: Side,
+        theirs: Side,
+        *,
+        rounds: int,
+        goal: float | None = None,
+        work: Work | None = None,
+        dtype: torch.dtype = torch.float32,
+        **kept: Any,
+    ) -> None:
+        """Time both sides in turn and report how much faster ours is, by the token; ours alone if theirs has a fault.
+
+        Args:
+            case: its name in the tables.
+            ours: what we run.
+            theirs: what the competitor runs.
+            rounds: how often both are timed.
+            goal: of the ratio.
+            work: what a call must do at least.
+            dtype: of the matrix products.
+            kept: further fields of the row.
+
+        Raises:
+            AssertionError: no gate was passed; or, with --enforce-goals, the ratio is below the goal.
+        """
+        assert self.gates, "a speed counts only after a gate"
+        watch = self.watch
+        rounds = 1 if self.tiny else rounds
+        calls = 1
+        if not self.tiny:
+            once = watch(ours.run)
+            calls = 1 if watch.on_gpu else max(1, math.ceil(_ROUND_SECONDS / max(once, 1e-7)))
+            if self.fault is None and (calls > 1 or watch.on_gpu):  # longer work was warmed up by the gate
+                watch(theirs.run, calls)
+        times: dict[str, list[float]] = {"ours": [], "theirs": []}
+        rate = matmul_rate(watch, size=64 if self.tiny else None)
+
+        def time_theirs() -> None:
+            if self.fault is None:
+                with self.competitor():
+                    times["theirs"].append(watch(theirs.run, calls) / calls)
+
+        self.benchmark.pedantic(
+            lambda: times["ours"].append(watch(ours.run, calls) / calls),
+            setup=time_theirs,
+            rounds=rounds,
+            iterations=1,
+        )
+        if self.tiny:
+            self._add(case, theirs.name, self.fault or "dry run", tokens=(ours.tokens, theirs.tokens), **kept)
+            return
+        a = statistics.median(times["ours"])
+        measured: dict[str, Any] = {"ours": a, "rounds": rounds, "tokens": (ours.tokens, theirs.tokens)}
+        if self.fault is None:
+            speed = ours.tokens / theirs.tokens
+            pairs = zip(times["ours"], times["theirs"], strict=True)
+            measured["theirs"] = statistics.median(times["theirs"])
+            measured["ratio"] = statistics.median(speed * b / max(a, 1e-9) for a, b in pairs)
+            measured |= self._further_ratios(ours, theirs, a)
+        if work is not None:
+            measured["floor"] = self.ceilings.floor(work, dtype) / a
+            measured["operations_per_second"], measured["bytes_per_second"] = work.operations / a, work.bytes / a
+        self.note(timer=watch.kind, calls_per_round=calls, gates=self.gates)
+        row = self._add(case, theirs.name, self.fault or "measured", rate, goal=goal, **measured, **kept)
+        if self.enforce and row.missed:
+            pytest.fail(f"{case}: {row.ratio:.2f} times {theirs.name}, the goal is {goal}")
+
+    def _further_ratios(self, ours: Side, theirs: Side, seconds: float) -> dict[str, float]:
+        """On a GPU: by the clock on the wall, and as CUDA graphs where a call is short."""
+        found = {}
+        speed = ours.tokens / theirs.tokens
+        walls = [self.watch.wall(side.run) for side in (ours, theirs)]
+        if walls[0] is not None and walls[1] is not None:
+            found["wall"] = speed * walls[1] / walls[0]
+        if self.watch.on_gpu and seconds < _GRAPH_BELOW:
+            try:
+                graphs = [self.watch.replay(side.run) for side in (ours, theirs)]
+            except RuntimeError as error:
+                self.note(no_graph=str(error).partition("\n")[0][:160])
+            else:
+                times = [statistics.median(self.watch(graph) for _ in range(10)) for graph in graphs]
+                found["graph"] = speed * times[1] / times[0]
+        return found
+
+    def _add(self, case: str, against: str, status: str, rate: float = math.nan, **fields: Any) -> Row:
+        blank: dict[str, Any] = {"ours": None, "theirs": None, "ratio": None, "goal": None, "rounds": 0}
+        blank |= {"tokens": (1, 1), "notes": self._notes}
+        given = {name: value for name, value in fields.items() if value is not None}
+        benchmark = Path(self.benchmark.fullname.partition("::")[0]).stem.removeprefix("bench_")
+        row = Row(benchmark, case, against, status, matmul_rate=rate, **{**blank, **given})
+        self.record.add(row)
+        self.benchmark.extra_info.update(asdict(row))
+        return row
+
+
+_DIRECTION = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+
+
+def _call(op: Op, direction: Direction, upstream: Tensor) -> Call:
+    if direction == "forward":
+        return torch.no_grad()(op.run)
+    if direction == "both":
+        return lambda: torch.autograd.grad(op.run(), op.inputs, upstream)
+    out = op.run()
+    return lambda: torch.autograd.grad(out, op.inputs, upstream, retain_graph=True)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| in the norm over all elements; infinite where the shapes differ."""
+    if actual.shape != expected.shape:
+        return math.inf
+    a, b = actual.detach().double(), expected.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def flat_gradients(parameters: Iterable[Tensor]) -> Tensor:
+    """The gradients of all parameters in one row, zeros where there is none."""
+    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])

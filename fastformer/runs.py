@@ -13,7 +13,7 @@ import hashlib
 import json
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -41,6 +41,8 @@ KINDS = {
     "language": ("language-model", "fastformer generate", "fastformer train lm"),
 }
 
+_IDS = ("pad_id", "bos_id", "eos_id")
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -56,17 +58,48 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Application:
-    """One kind of run: its settings, and where its tokenizers lie.
+    """One kind of run: its classes of settings, and where its tokenizers lie.
 
-    `derived` names the settings of `model` that follow from the tokenizers and are never a user's; `tokenizers` are
-    folders within the run's.
+    `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
+    default must stay so: config.toml leaves unset values out, so that a run which has none would take the new default.
+
+    `length` names the setting of `data` that says how long sequences are; `vocabularies` those of `model` that are the
+    sizes of the tokenizers; `tokenizers` are folders within the run's.
     """
 
     kind: str
     data: type
     model: type
-    derived: tuple[str, ...]
+    train: type[TrainConfig]
+    length: str
+    vocabularies: tuple[str, ...]
     tokenizers: tuple[str, ...]
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """The settings of `model` that follow from the tokenizers and are never a user's."""
+        return (*self.vocabularies, *_IDS)
+
+    def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
+        """The configuration of a model: its settings, and what follows from the tokenizers.
+
+        Args:
+            model: settings of the model.
+            tokenizers: of the run; the model writes the special ids of the last.
+            data: settings of the data.
+
+        Raises:
+            ValueError: a setting is out of range, or sequences are longer than learned positions hold.
+        """
+        sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
+        config = self.model(**{**model, **sizes, **{name: getattr(tokenizers[-1], name) for name in _IDS}})
+        length = getattr(data, self.length)
+        if config.longest is not None and length > config.longest:
+            raise ValueError(
+                f"{self.length} ({length}) is beyond max_positions ({config.longest}) of the learned positions; lower "
+                "it, or raise max_positions"
+            )
+        return config
 
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
         """The settings of a run folder, by section: data, model, train.
@@ -123,7 +156,7 @@ class Application:
         return made
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:
-        sections = {"run": RunConfig, "data": self.data, "model": self.model, "train": TrainConfig}
+        sections = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
         return {name: values for name, values in load_toml(path, sections).items() if name != "run"}
 
 
@@ -252,7 +285,7 @@ class Run(ABC):
         """
         folder, application = Path(folder), cls.application
         sections = application.read_config(folder)
-        config = TrainConfig(**{**sections["train"], **(train or {})})
+        config = application.train(**{**sections["train"], **(train or {})})
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
         data = application.data(**sections["data"])
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)

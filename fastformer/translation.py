@@ -91,7 +91,9 @@ TRANSLATION = Application(
     "translation",
     DataConfig,
     TranslationConfig,
-    derived=("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id"),
+    TrainConfig,
+    length="max_length",
+    vocabularies=("source_vocabulary", "target_vocabulary"),
     tokenizers=("tokenizer/source", "tokenizer/target"),
 )
 
@@ -185,19 +187,7 @@ class TranslationRun(Run):
         self.corpora = read_corpora(data)
         self.tokenizers = tokenizers or build_tokenizers(data, self.corpora["train"])
         source, target = self.tokenizers
-        derived = {
-            "source_vocabulary": source.size,
-            "target_vocabulary": target.size,
-            "pad_id": target.pad_id,
-            "bos_id": target.bos_id,
-            "eos_id": target.eos_id,
-        }
-        self.model_config = TranslationConfig(**{**model, **derived})
-        if self.model_config.longest is not None and data.max_length > self.model_config.longest:
-            raise ValueError(
-                f"max_length ({data.max_length}) is beyond max_positions ({self.model_config.longest}) of the learned "
-                "positions; lower it, or raise max_positions"
-            )
+        self.model_config = TRANSLATION.model_config(model, self.tokenizers, data)
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
 
     def fingerprinted(self) -> Iterable[bytes]:

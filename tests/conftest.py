@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fastformer
+from fastformer import functional
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -36,6 +37,21 @@ def slow_path():
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.fixture
+def tokens_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every feed-forward and norm that runs."""
+    seen: list[int] = []
+    for name in ("feed_forward", "dropout_add_layer_norm", "layer_norm"):
+        op = getattr(functional, name)
+
+        def counted(x, *args, op=op, **kwargs):
+            seen.append(x.shape[:-1].numel())
+            return op(x, *args, **kwargs)
+
+        monkeypatch.setattr(functional, name, counted)
+    return seen
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,28 @@ def test_several_prompts_arguments_files_and_single_ones_agree(loaded, tmp_path)
     assert (tmp_path / "one.txt").read_text(encoding="utf-8") == single[0]
 
 
+def test_an_interrupted_run_leaves_what_is_finished(loaded, generator, tmp_path, monkeypatch):
+    prompts = ["the cat", "a mat", "on", "the"]
+    whole = generate(*prompts, cwd=tmp_path).stdout.splitlines(keepends=True)
+    model, calls = generator.model, []
+
+    def interrupt(*given):
+        calls.append(given)
+        if len(calls) > 30:  # 2 x 12 tokens of two batches
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupt)
+    output_hook = model.output.register_forward_pre_hook(interrupt)
+    try:
+        done = generate(*prompts, "--batch-size", "1", "--output", "texts.txt", cwd=tmp_path)
+    finally:
+        hook.remove(), output_hook.remove()
+    assert done.returncode == 130
+    written = (tmp_path / "texts.txt").read_text().splitlines(keepends=True)
+    assert 0 < len(written) < 4
+    assert written == whole[: len(written)]
+
+
 def test_texts_of_several_lines(loaded, tmp_path):
     """An empty line ends each; nothing is lost on the way to a file."""
     arguments = ("the", "a", "--no-stop-at-eos", "--min-new-tokens", "0", "--max-new-tokens", "60")
@@ -123,7 +145,7 @@ def test_a_mistake_gets_one_line(loaded, generator, tmp_path, monkeypatch, argum
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "prompts.txt").write_text("the\n")
     if "--output" in arguments:  # found before anything is written, or the texts would be lost
-        monkeypatch.setattr(generator, "generate", None)
+        monkeypatch.setattr(generator, "generate_each", None)
     done = generate(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr

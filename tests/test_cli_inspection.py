@@ -8,9 +8,13 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
+from matplotlib.figure import Figure
 from test_cli import TRAIN, fastformer
+from test_cli_language import TEXT, TRAIN_LM
 
 from fastformer.generate import SearchOptions, attend
+from fastformer.language_modelling import load_language_model
+from fastformer.models import sinusoidal_positions
 from fastformer.translation import load_translator
 
 PNG = b"\x89PNG\r\n"
@@ -18,11 +22,14 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two tiny trained runs, of subword pieces and of words, and one that has only begun."""
+    """A folder with tiny trained runs: of subword pieces, of words, of a language model; and one that only began."""
     folder = tmp_path_factory.mktemp("inspection")
     for name, options in (("pieces", ""), ("words", "--tokenizer words --decoder-layers 2 --positions learned")):
         done = fastformer(*TRAIN.split(), *options.split(), "--run", name, cwd=folder)
         assert done.returncode == 0, done.stderr
+    (folder / "text.txt").write_text("\n".join(TEXT) + "\n")
+    done = fastformer(*TRAIN_LM.split(), "--positions", "learned", "--max-positions", "9", "--run", "lm", cwd=folder)
+    assert done.returncode == 0, done.stderr
     (folder / "begun").mkdir()
     (folder / "begun" / "config.toml").write_text((folder / "pieces" / "config.toml").read_text())
     return folder
@@ -70,7 +77,8 @@ def test_a_figure_draws_the_maps_that_were_asked_for(runs: Path) -> None:
     axes = found.figure("decoder", 1, 1).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == found.read
     assert [label.get_text() for label in axes.get_yticklabels()] == found.written
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("target token read", "target token written")
+    figure = axes.figure
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("target token read", "target token written")
     axes = found.figure("encoder", 1, 1).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == found.source_tokens
 
@@ -88,8 +96,59 @@ def test_plot_attention_writes_a_picture(runs: Path, tmp_path: Path, options: st
     assert str(tmp_path / "deep" / "a.png") in done.stdout
 
 
+@pytest.mark.parametrize("options", ["", "--layer all --head mean", "--layer 1 --head 2"])
+def test_plot_attention_of_a_language_model(runs: Path, tmp_path: Path, options: str) -> None:
+    command = ["plot", "attention", "--run", "lm", "--text", "the cat sees", "--output", str(tmp_path / "a.png")]
+    done = fastformer(*command, *options.split(), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+    assert done.stdout == f"wrote {tmp_path / 'a.png'}\n"
+
+
+def test_plot_positions_of_a_run_draws_what_it_uses(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[torch.Tensor, str]] = []
+
+    def plot_positions(encoding: torch.Tensor, title: str) -> Figure:
+        drawn.append((encoding, title))
+        return Figure()
+
+    monkeypatch.setattr("fastformer.plots.plot_positions", plot_positions)
+    words = load_translator(runs / "words").model
+    language, _, _ = load_language_model(runs / "lm")
+    sinusoidal = sinusoidal_positions(100, 16)
+    assert words.source_embedding.positions is not None
+    assert words.target_embedding.positions is not None
+    assert language.embedding.positions is not None
+    source, target, one = (
+        each.positions.weight  # type: ignore[union-attr]
+        for each in (words.source_embedding, words.target_embedding, language.embedding)
+    )
+    for options, expected, title in (
+        ("--run words", source, "learned positions of words, source, d_model 16"),
+        ("--run words --side target --length 7", target[:7], "learned positions of words, target, d_model 16"),
+        ("--run lm", one, "learned positions of lm, d_model 16"),
+        ("--run pieces", sinusoidal, "sinusoidal positions of pieces, source, d_model 16"),
+        ("--d-model 16", sinusoidal, "sinusoidal positions, d_model 16"),
+        ("--run pieces --length 700", sinusoidal_positions(700, 16), "sinusoidal positions of pieces, source"),
+    ):
+        done = fastformer("plot", "positions", *options.split(), "--output", str(tmp_path / "p.png"), cwd=runs)
+        assert done.returncode == 0, done.stderr
+        encoding, shown = drawn.pop()
+        assert torch.equal(encoding, expected)
+        assert shown.startswith(title)
+    assert source.shape == (512, 16)
+    assert one.shape == (9, 16)
+
+
 def test_plot_positions_and_history_write_pictures(runs: Path, tmp_path: Path) -> None:
-    for command in ("positions --d-model 7 --length 5", "history pieces", "history pieces begun words"):
+    for command in (
+        "positions --d-model 7 --length 5",
+        "positions --run lm",
+        "history pieces",
+        "history pieces begun words",
+    ):
         done = fastformer("plot", *command.split(), "--output", str(tmp_path / "p.png"), cwd=runs)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "p.png").read_bytes().startswith(PNG)
@@ -114,7 +173,14 @@ def test_compare_prints_a_table_and_draws_the_curves(runs: Path, tmp_path: Path)
 
 
 WRONG = [
-    ("plot attention --run pieces", "source"),
+    ("plot attention --run pieces", "pieces is a translation run; give --source"),
+    ("plot attention --run pieces --source two --text two", "pieces is a translation run; --text is not for it"),
+    ("plot attention --run lm", "lm is a language-model run; give --text"),
+    ("plot attention --run lm --source two", "lm is a language-model run; give --text"),
+    ("plot attention --run lm --text the --source two", "lm is a language-model run; --source is not for it"),
+    ("plot attention --run lm --text the --target two", "lm is a language-model run; --target is not for it"),
+    ("plot attention --run lm --text the --kind cross", "lm is a language-model run; --kind is not for it"),
+    ("plot attention --run lm --text the --layer 2", "layer must be 1 to 1 or all, not 2"),
     ("plot attention --run nothing --source two", "nothing is not a run folder"),
     ("plot attention --run begun --source two", "begun"),
     ("plot attention --run pieces --source two --kind self", "kind must be one of cross, encoder, decoder, not 'self'"),
@@ -125,6 +191,13 @@ WRONG = [
     ("plot attention --run pieces --source=", "source must hold at least one token, not ''"),
     ("plot positions --d-model 0", "d_model must be between 1 and 16,384, not 0"),
     ("plot positions --length 0", "length must be between 1 and 16,384, not 0"),
+    ("plot positions --run nothing", "nothing is not a run folder"),
+    ("plot positions --run words --side left", "side must be source or target, not 'left'"),
+    ("plot positions --run lm --side source", "lm is a language-model run; --side is not for it"),
+    ("plot positions --run lm --length 10", "a sequence of 10 is longer than max_length, 9"),
+    ("plot positions --run lm --length 0", "length must be between 1 and 16,384, not 0"),
+    ("plot positions --run lm --d-model 16", "--d-model is for positions without a run"),
+    ("plot positions --side source", "--side is for the run of a translation model"),
     ("plot history begun", "begun: no metrics yet, so there is nothing to draw"),
     ("plot history pieces pieces", "runs names pieces twice"),
     ("compare nothing", "nothing is not a run folder"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_generate_uses_the_run(folder: Path) -> None:
     done = fastformer("generate", "--run", "lm", "--device", "cpu", "the cat", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the cat")
+
+
+def test_files_and_flags_fill_in_the_defaults_of_language_models(folder: Path) -> None:
+    (folder / "own.toml").write_text("[train]\nlr = 0.01\nwarmup_steps = 3\n")
+    command = TRAIN_LM.replace("--warmup-steps 2", "--config own.toml").replace("--label-smoothing 0", "").split()
+    done = fastformer(*command, "--clip-norm", "0.5", "--run", "own", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    train = tomllib.loads((folder / "own" / "config.toml").read_text())["train"]
+    names = ("schedule", "label_smoothing", "warmup_steps", "lr", "clip_norm", "batch_tokens")
+    assert [train[name] for name in names] == ["cosine", 0.0, 3, 0.01, 0.5, 64]
+    for command, shown in (("train lm", "cosine"), ("train", "inverse_sqrt")):
+        text = fastformer(*command.split(), "--help", cwd=folder).stdout
+        assert f"[default: ({shown})]" in text
 
 
 def test_resume(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fastformer.language_modelling import (
     LANGUAGE,
     LanguageDataConfig,
     LanguageRun,
+    LanguageTrainConfig,
     evaluate_text,
     load_generator,
     load_language_model,
@@ -25,7 +26,7 @@ from fastformer.language_modelling import (
     read_text_corpora,
 )
 from fastformer.models import LanguageConfig, LanguageModel
-from fastformer.runs import read_kind
+from fastformer.runs import Application, read_kind
 from fastformer.text import ColumnBatches, TextCorpus, WordTokenizer, write_lines
 from fastformer.train import CheckpointError, TrainConfig
 from fastformer.translation import TRANSLATION, TranslationRun
@@ -244,6 +245,43 @@ def test_nothing_of_a_run_is_pickled_modules(tmp_path: Path, data: LanguageDataC
     assert list((tmp_path / "run").rglob("model.safetensors"))
 
 
+def test_language_models_have_training_defaults_of_their_own() -> None:
+    ours, base = LanguageTrainConfig(steps=1), TrainConfig(steps=1)
+    changed = {each.name for each in fields(base) if getattr(ours, each.name) != getattr(base, each.name)}
+    assert changed == {"schedule", "warmup_steps", "label_smoothing", "batch_tokens"}
+    assert {each.name: each.metadata for each in fields(ours)} == {each.name: each.metadata for each in fields(base)}
+    assert (ours.schedule, ours.label_smoothing) == ("cosine", 0.0)
+    # config.toml leaves out what is unset: a default in its place would change the settings of runs that exist.
+    assert all(getattr(base, name) is not None for name in changed)
+    with pytest.raises(ValueError, match="label_smoothing=1 is out of range"):
+        LanguageTrainConfig(steps=1, label_smoothing=1)
+
+
+def test_a_resumed_run_keeps_its_settings_whatever_the_defaults(tmp_path: Path, data: LanguageDataConfig) -> None:
+    settings = {"steps": 2, "label_smoothing": 0.1, "schedule": "inverse_sqrt", "warmup_steps": 4000, "threads": 1}
+    LanguageRun.create(tmp_path / "run", data, MODEL, TrainConfig(**settings))
+    run = LanguageRun.open(tmp_path / "run", {"steps": 3})
+    assert isinstance(run.train_config, LanguageTrainConfig)
+    assert vars(run.train_config) == vars(TrainConfig(**{**settings, "steps": 3}))
+
+
+@pytest.mark.parametrize("application", [LANGUAGE, TRANSLATION], ids=["language", "translation"])
+@pytest.mark.parametrize("name", ["vocabulary", "source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id"])
+def test_what_follows_from_the_tokenizer_is_no_users(tmp_path: Path, application: Application, name: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f"[model]\n{name} = 7\n")
+    known = name in {each.name for each in fields(application.model)}
+    message = f"{name} is set from the tokenizer; leave it out" if known else f"unknown key {name!r}"
+    with pytest.raises(ValueError, match=message):
+        application.read_settings(path)
+
+
+def test_the_tokenizer_wins_over_settings_in_code(tmp_path: Path, data: LanguageDataConfig) -> None:
+    run = LanguageRun(tmp_path, data, {**MODEL, "vocabulary": 999, "pad_id": 7, "bos_id": 8, "eos_id": 9}, TRAIN)
+    config = run.model_config
+    assert (config.vocabulary, config.pad_id, config.bos_id, config.eos_id) == (run.tokenizer.size, 1, 2, 3)
+
+
 def test_an_empty_text_keeps_its_name(data: LanguageDataConfig, tmp_path: Path) -> None:
     assert data.valid_text is not None
     data.valid_text.write_text("\n\n")
@@ -256,6 +294,9 @@ def test_an_empty_text_keeps_its_name(data: LanguageDataConfig, tmp_path: Path) 
 def test_recipes_can_be_read(recipe: Path) -> None:
     settings = LANGUAGE.read_settings(recipe)
     LanguageDataConfig(**settings["data"])
-    TrainConfig(**settings["train"])
+    train = LANGUAGE.train(**settings["train"])
+    if recipe.stem == "wikitext2-word-cpu":  # what its results were measured with
+        assert (train.schedule, train.warmup_steps, train.lr, train.batch_tokens) == ("cosine", 50, 4e-3, 768)
+    assert train.label_smoothing == 0.0
     sizes: dict[str, Any] = {"vocabulary": 33_280, **settings["model"]}
     assert LanguageConfig(**sizes).vocabulary == 33_280

@@ -137,7 +137,7 @@ def test_attention_map_shows_the_weights_under_readable_tokens(target, source):
     axes = figure.axes[0]
     image = torch.from_numpy(axes.images[0].get_array().filled())
     assert torch.equal(image, weights.detach().float())
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("source token", "target token")
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("source token", "target token")
     shown = [label.get_text() for label in axes.get_xticklabels()]
     stride = -(-source // len(shown))
     assert shown == tokens(source)[::stride]
@@ -176,7 +176,7 @@ def test_every_layer_has_a_row_of_panels_or_one_panel(layers, heads, length):
     assert [axes.get_title() for axes in panels] == wanted
     for axes, expected in zip(panels, weights.flatten(0, -3), strict=True):
         assert torch.equal(torch.from_numpy(axes.images[0].get_array().filled()), expected)
-    assert (figure._supxlabel.get_text(), figure._supylabel.get_text()) == names
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == names
     assert not labels_overlap(figure)
     assert not cut_off(figure)
     titles = [axes.title.get_window_extent() for axes in panels]

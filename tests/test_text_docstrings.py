@@ -74,9 +74,28 @@ def test_copies_count_once_and_tests_and_broken_files_do_not(tmp_path: Path) -> 
     (tmp_path / "copy.py").write_bytes((tmp_path / "m3.py").read_bytes())
     (tmp_path / "broken.py").write_text(f'"""{SENTENCE.format("broken")}"""\ndef (\n')
     (tmp_path / "binary.py").write_bytes(b"\x00\xff")
+    text = f'"""{SENTENCE.format("wrongly-encoded")} é"""\n'
+    (tmp_path / "latin.py").write_bytes(text.encode("latin-1"))
+    (tmp_path / "unknown.py").write_bytes(b"# coding: klingon\n" + text.encode())
     after = docstring_corpora(10**9, roots)
     assert sum(map(len, after)) == sum(map(len, before))
     assert set.union(*map(numbers, after)) == set.union(*map(numbers, before))
+
+
+def test_a_file_is_read_in_the_encoding_that_it_states(tmp_path: Path) -> None:
+    roots = write_package(tmp_path)
+    text = f'"""{SENTENCE.format("café")}"""\n'
+    (tmp_path / "stated.py").write_bytes(b"# -*- coding: latin-1 -*-\n" + text.encode("latin-1"))
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbf" + text.replace("caf", "th").encode())
+    found = set.union(*map(numbers, docstring_corpora(10**9, roots)))
+    assert {"café", "thé"} <= found
+
+
+def test_escapes_that_no_file_can_hold_are_left_out(tmp_path: Path) -> None:
+    roots = write_package(tmp_path)
+    (tmp_path / "odd.py").write_text(f'"""{SENTENCE.format("odd")} \\ud800 and \\0 end."""\n')
+    (line,) = (line for part in docstring_corpora(10**9, roots) for line in part.lines if " odd " in line)
+    assert line == SENTENCE.format("odd") + " and end."
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (10, TextError)])

@@ -1,6 +1,8 @@
 """Lines, aligned pairs and splits: what is read is what is in the file, and bad input is one clear line."""
 
 import gzip
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -8,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastformer.text import ParallelCorpus, TextError, read_lines, read_parallel, sample_lines, split, write_lines
-from fastformer.text.files import write_atomic
+from fastformer.text import (
+    ParallelCorpus,
+    TextError,
+    read_lines,
+    read_parallel,
+    sample_lines,
+    split,
+    write_atomic,
+    write_lines,
+    write_texts,
+)
 
 # Everything that str.splitlines would split at, but a translator's file does not.
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
@@ -159,3 +170,48 @@ def test_sample_lines():
     assert chosen == sorted(chosen, key=int) == sample_lines(lines, 20, seed=3)
     assert chosen != sample_lines(lines, 20, seed=4)
     assert sample_lines(lines, 99, seed=3) == lines
+
+
+def test_texts_are_in_the_file_as_soon_as_they_come(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("earlier\n")
+    texts = ["eins", "zwei\nund drei ü", ""]
+
+    def coming():
+        assert path.read_text() == "earlier\n"  # nothing came yet
+        for i, text in enumerate(texts):
+            yield text
+            assert path.read_text(encoding="utf-8") == "".join(f"{one}\n" for one in texts[: i + 1])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_texts(path, coming())
+    assert path.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
+    write_texts(path, [])
+    assert path.read_text() == ""
+
+
+def test_an_error_before_the_first_text_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("earlier\n")
+    with pytest.raises(ZeroDivisionError):
+        write_texts(path, (str(1 // i) for i in range(2)))
+    assert path.read_text() == "earlier\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit to a file's size")
+def test_a_full_disk_leaves_no_half_of_a_text(tmp_path):
+    """A limit to the size of files stands in for the disk: the write that meets it is cut short."""
+    code = (
+        "import resource, sys, types\n"
+        "for name in ('fastformer', 'fastformer.text'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "    sys.modules[name].__path__ = [name.replace('.', '/')]\n"
+        "from fastformer.text.files import write_texts\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (25, 25))\n"
+        "write_texts(sys.argv[1], ['0123456789'] * 3)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "texts.txt")]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert (tmp_path / "texts.txt").read_text() == "0123456789\n" * 2

@@ -11,6 +11,7 @@ import torch
 from language_task import random_model
 
 from fastformer.generate import SamplingOptions, TextGenerator, random_streams, sample
+from fastformer.generate.text_generator import _Pieces
 from fastformer.models import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.text import (
     EncodedDocuments,
@@ -225,6 +226,59 @@ def test_texts_do_not_depend_on_batches(generator):
     assert [generator.generate([prompt], options)[0] for prompt in prompts[:4]] == expected[:4]
     assert expected[4] != expected[2]
     assert generator.generate([], options) == []
+
+
+def test_each_text_comes_once_it_and_those_before_it_are_finished(alphabet, monkeypatch):
+    """A text ends after 1 token for the prompt a, 2 for b, …, or after 5, the most that are allowed."""
+    steps: list[int] = []
+    tokenizer = alphabet.tokenizer
+
+    def planned(model, prompts, *rest):
+        left = {row: ALPHABET.index(tokenizer.words[ids[-1]]) for row, ids in enumerate(prompts)}
+        for step in range(5):
+            steps.append(1)
+            yield [(row, tokenizer.eos_id if n == step else 4) for row, n in left.items() if n >= step]
+            if step == max(left.values()):
+                return
+
+    monkeypatch.setattr("fastformer.generate.text_generator.sample", planned)
+    prompts = ["b", "k", "a", "c"]
+    expected = [" a" * n for n in (1, 5, 0, 2)]
+    options = SamplingOptions(max_new_tokens=5)
+    assert alphabet.generate(prompts, options) == expected
+    for batch_size, counts in ((1, [2, 7, 8, 11]), (2, [2, 5, 6, 8]), (4, [2, 5, 5, 5])):
+        steps.clear()
+        texts = alphabet.generate_each(prompts, options, batch_size)
+        assert not steps
+        assert [(text, len(steps)) for text in texts] == list(zip(expected, counts, strict=True))
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+        alphabet.generate_each(["a"], batch_size=0)  # before anything is asked for
+    with pytest.raises(TypeError, match="prompts must be a list of prompts"):
+        alphabet.generate_each("a")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pieces_of_a_long_line_are_its_text_and_cost_little(name, monkeypatch):
+    """Any tokens, in any order; of a long line only the last are decoded again."""
+    tokenizer = TOKENIZERS[name]()
+    random = torch.Generator().manual_seed(4)
+    decode, decoded = type(tokenizer).decode, []
+    monkeypatch.setattr(type(tokenizer), "decode", lambda self, ids: (decoded.append(len(ids)), decode(self, ids))[1])
+    for prompt_length in (1, 3, 60):
+        ids = torch.randint(4, tokenizer.size, (300,), generator=random).tolist()
+        if name == "bytes":  # mostly whole characters
+            ids = [i for token in ids for i in (tokenizer.encode("日") if token % 9 else [token])]
+        prompt = [tokenizer.bos_id, *tokenizer.encode("the cat's " * prompt_length)]
+        if not name.startswith("words"):
+            (space,) = {i for i in range(tokenizer.size) if tokenizer.pieces([i]) == ["▁"]}
+            ids[50:50] = [space] * 70 + tokenizer.encode("the cat")
+        pieces = _Pieces(tokenizer, prompt)
+        decoded.clear()
+        text = "".join([pieces.add(i) for i in ids] + [pieces.end()])
+        longest = max(decoded[len(decoded) // 2 :])
+        whole = decode(tokenizer, [*prompt[1:], *ids])
+        assert decode(tokenizer, prompt[1:]) + text == whole
+        assert longest > 300 if name == "words" else longest <= 40
 
 
 def test_without_a_seed_texts_differ(generator):

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from fastformer.runs import Run as AnyRun
+    from fastformer.runs import Run
 
 app = typer.Typer(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
@@ -26,13 +26,20 @@ app.add_typer(train_app, name="train")
 Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
 Fallback = Annotated[bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")]
-Run = Annotated[Path, typer.Option(help="run folder, made by `fastformer train` or `fastformer demo`")]
+TranslationFolder = Annotated[
+    Path, typer.Option("--run", help="run folder, made by `fastformer train` or `fastformer demo`")
+]
+LanguageFolder = Annotated[Path, typer.Option("--run", help="run folder, made by `fastformer train lm`")]
+RunFolder = Annotated[
+    Path,
+    typer.Option("--run", help="run folder, made by `fastformer train`, `fastformer train lm` or `fastformer demo`"),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]
 Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
 
 
 def train_run(
-    kind: "type[AnyRun]",
+    kind: "type[Run]",
     describe: Callable[[Any], str],
     folder: Path,
     config: Path | None,
@@ -54,16 +61,17 @@ def train_run(
         settings: what was given as flags, by section: data, model, train.
     """
     from fastformer.plots import plot_history, save
-    from fastformer.train import TrainConfig, read_metrics
+    from fastformer.train import read_metrics
 
     if resume:
         if settings["data"] or settings["model"] or config:
             raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
         run = kind.open(folder, settings["train"], choose_device(device))
     else:
-        file = kind.application.read_settings(config)
+        application = kind.application
+        file = application.read_settings(config)
         data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
-        run = kind.create(folder, kind.application.data(**data), model, TrainConfig(**train), choose_device(device))
+        run = kind.create(folder, application.data(**data), model, application.train(**train), choose_device(device))
     report = run.data_report()
     about = describe(run.model_config)
     for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):

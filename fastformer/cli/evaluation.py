@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.cli.common import Checkpoint, Device, Run, app, choose_device, console
+from fastformer.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.cli.settings import with_settings
 from fastformer.generate import SearchOptions
 from fastformer.language_modelling import evaluate_text
@@ -17,7 +17,7 @@ from fastformer.translation import TRANSLATION, DataConfig, evaluate, load_trans
 @app.command(name="evaluate")
 @with_settings(search=SearchOptions)
 def evaluate_command(
-    run: Run = Path("runs/translation"),
+    run: RunFolder = Path("runs/translation"),
     split: Annotated[str, typer.Option(help="part of the run's data: test or valid")] = "test",
     source: Annotated[
         Path | None, typer.Option(help="file of source sentences, or of a language model's text; instead of --split")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fastformer.cli.common import Checkpoint, Run, app, console
+from fastformer.cli.common import Checkpoint, RunFolder, app, console
 from fastformer.export import Model, export_ctranslate2, export_safetensors
 from fastformer.language_modelling import load_generator
 from fastformer.runs import read_kind
@@ -17,7 +17,7 @@ FORMATS = ("ctranslate2", "safetensors")
 @app.command()
 def export(
     to: Annotated[Path, typer.Option(help="folder to make")],
-    run: Run = Path("runs/translation"),
+    run: RunFolder = Path("runs/translation"),
     format: Annotated[str, typer.Option(help="ctranslate2 or safetensors")] = "ctranslate2",
     quantization: Annotated[
         str, typer.Option(help="of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16, …")

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.cli.common import Checkpoint, Device, Run, app, choose_device
+from fastformer.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device
 from fastformer.cli.settings import with_settings
 from fastformer.generate import SamplingOptions
 from fastformer.language_modelling import load_generator
-from fastformer.text import read_lines, write_lines
+from fastformer.text import read_lines, write_texts
 
 
 @app.command()
@@ -18,7 +18,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="one prompt, or several; none: the model begins by itself")
     ] = None,
-    run: Run = Path("runs/language"),
+    run: LanguageFolder = Path("runs/language"),
     prompt_file: Annotated[Path | None, typer.Option(help="file of prompts, one a line")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
     batch_size: Annotated[int, typer.Option(help="texts written at a time")] = 32,
@@ -29,7 +29,8 @@ def generate(
 ) -> None:
     """Let a language model go on from a prompt, word by word, or from several at a time.
 
-    Each text is printed with its prompt. Where texts have several lines (--no-stop-at-eos), an empty line ends each.
+    Each text is printed, or written to --output, with its prompt, once it and those before it are finished. Where texts
+    have several lines (--no-stop-at-eos), an empty line ends each.
     """
     if prompts and prompt_file is not None:
         raise ValueError("give prompts or --prompt-file, not both")
@@ -48,12 +49,11 @@ def generate(
             print(piece, end="", flush=True)
         print()
         return
-    texts = [prompt + text for prompt, text in zip(given, generator.generate(given, options, batch_size), strict=True)]
-    if not options.stop_at_eos:
-        texts = [f"{text}\n" for text in texts]
-    lines = [line for text in texts for line in text.split("\n")]
+    found = generator.generate_each(given, options, batch_size)
+    end = "" if options.stop_at_eos else "\n"
+    texts = (f"{prompt}{text}{end}" for prompt, text in zip(given, found, strict=True))
     if output is not None:
-        write_lines(output, lines)
+        write_texts(output, texts)
         return
-    for line in lines:
-        print(line)
+    for text in texts:
+        print(text, flush=True)

@@ -1,12 +1,19 @@
 """`fastformer plot attention | positions | history` and `fastformer compare`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
-from fastformer.cli.common import Checkpoint, Device, Run, app, choose_device, console
+from fastformer.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.comparison import Comparison, RunSummary, compare_runs
+from fastformer.generate import attend, attend_text
+from fastformer.language_modelling import load_generator, load_language_model
+from fastformer.models import LanguageModel, TranslationModel, sinusoidal_positions
+from fastformer.runs import KINDS, read_kind
+from fastformer.translation import load_translator
 
 Output = Annotated[Path, typer.Option(help="PNG file to write")]
 Runs = Annotated[list[Path], typer.Argument(help="run folders")]
@@ -17,26 +24,49 @@ app.add_typer(plot, name="plot")
 
 @plot.command()
 def attention(
-    source: Annotated[str, typer.Option(help="sentence to translate")],
-    target: Annotated[str | None, typer.Option(help="a translation of it; default: the model's own")] = None,
-    run: Run = Path("runs/translation"),
-    kind: Annotated[str, typer.Option(help="cross, encoder or decoder")] = "cross",
+    source: Annotated[str | None, typer.Option(help="translation: the sentence to translate")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="translation: a translation of it; default: the model's own")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="language model: the text to read")] = None,
+    run: RunFolder = Path("runs/translation"),
+    kind: Annotated[str | None, typer.Option(help="translation: cross, encoder or decoder; default: cross")] = None,
     layer: Annotated[str | None, typer.Option(help="1, 2, … or all; default: the last")] = None,
     head: Annotated[str, typer.Option(help="1, 2, …, all or mean")] = "all",
     output: Output = Path("attention.png"),
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:
-    """Draw where a translation model looks: one head, the heads of a layer, or all layers."""
-    from fastformer.generate.sentence_attention import attend
-    from fastformer.plots import save
-    from fastformer.translation import load_translator
+    """Draw where a model looks: one head, the heads of a layer, or all layers.
 
-    chosen: Any = None if layer is None else _number_or("layer", layer, ("all",))
+    A translation model, when it translates --source into --target; a language model, when it reads --text.
+    """
+    from fastformer.plots import save
+
+    which: Any = None if layer is None else _number_or("layer", layer, ("all",))
     heads: Any = _number_or("head", head, ("all", "mean"))
-    maps = attend(load_translator(run, checkpoint, choose_device(device)), source, target)
-    path = save(maps.figure(kind, chosen, heads), output)  # type: ignore[arg-type]
-    console.print(f"{maps.source} -> {maps.target}\nwrote {path}")
+    if read_kind(run) == "translation":
+        _check_options(run, {"source": source}, {"text": text})
+        assert source is not None
+        sentences = attend(load_translator(run, checkpoint, choose_device(device)), source, target)
+        figure = sentences.figure(kind or "cross", which, heads)  # type: ignore[arg-type]
+        console.print(f"{sentences.source} -> {sentences.target}")
+    else:
+        _check_options(run, {"text": text}, {"source": source, "target": target, "kind": kind})
+        assert text is not None
+        figure = attend_text(load_generator(run, checkpoint, choose_device(device)), text).figure(which, heads)
+    console.print(f"wrote {save(figure, output)}")
+
+
+def _check_options(run: Path, needed: Mapping[str, str | None], others: Mapping[str, str | None]) -> None:
+    """Of the options that are for one kind of run, those that are needed must be given, and the others must not."""
+    kind = KINDS[read_kind(run)][0]
+    for name, value in needed.items():
+        if value is None:
+            raise ValueError(f"{run} is a {kind} run; give --{name}")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{run} is a {kind} run; --{name} is not for it")
 
 
 def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
@@ -50,19 +80,50 @@ def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
 
 @plot.command()
 def positions(
-    d_model: Annotated[int, typer.Option(help="width of the model")] = 128,
-    length: Annotated[int, typer.Option(help="positions to draw")] = 100,
+    run: Annotated[
+        Path | None, typer.Option(help="run folder, made by `fastformer train` or `fastformer train lm`; default: none")
+    ] = None,
+    side: Annotated[str | None, typer.Option(help="translation: source or target; default: source")] = None,
+    d_model: Annotated[int | None, typer.Option(help="without a run: width of the model; default: 128")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="positions to draw; default: all that a run learned, or 100")
+    ] = None,
     output: Output = Path("positions.png"),
+    checkpoint: Checkpoint = "best",
 ) -> None:
-    """Draw the sinusoidal positional encoding, and how alike its positions are."""
-    from fastformer.models import sinusoidal_positions
+    """Draw a positional encoding, sinusoidal or as a run learned it, and how alike its positions are."""
     from fastformer.plots import plot_positions, save
 
-    for name, value, most in (("d_model", d_model, 16384), ("length", length, 16384)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name} must be between 1 and {most:,}, not {value}")
-    title = f"sinusoidal positions, d_model {d_model}"
-    console.print(f"wrote {save(plot_positions(sinusoidal_positions(length, d_model), title), output)}")
+    for name, value in (("d_model", d_model), ("length", length)):
+        if value is not None and not 1 <= value <= 16384:
+            raise ValueError(f"{name} must be between 1 and 16,384, not {value}")
+    if run is None:
+        if side is not None:
+            raise ValueError("--side is for the run of a translation model; give --run too")
+        width = d_model or 128
+        encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
+    else:
+        if d_model is not None:
+            raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
+        encoding, title = _positions_of(run, side, length, checkpoint)
+    console.print(f"wrote {save(plot_positions(encoding, title), output)}")
+
+
+def _positions_of(run: Path, side: str | None, length: int | None, checkpoint: str) -> tuple[Tensor, str]:
+    """The position encodings of a run `[length, D]`, and a title."""
+    if read_kind(run) == "translation":
+        side = side or "source"
+        if side not in ("source", "target"):
+            raise ValueError(f"side must be source or target, not {side!r}")
+        model: TranslationModel | LanguageModel = load_translator(run, checkpoint).model
+        embedding, where = getattr(model, f"{side}_embedding"), f"{run}, {side}"
+    else:
+        _check_options(run, {}, {"side": side})
+        model = load_language_model(run, checkpoint)[0]
+        embedding, where = model.embedding, str(run)
+    length = length or model.config.longest or 100
+    title = f"{model.config.positions} positions of {where}, d_model {model.config.d_model}"
+    return embedding.encodings(length)[:length], title
 
 
 @plot.command()

@@ -8,13 +8,12 @@ import typer
 from fastformer.cli.common import Config, Device, Fallback, Resume, train_app, train_run
 from fastformer.cli.settings import with_settings
 from fastformer.describe import describe_language
-from fastformer.language_modelling import LanguageDataConfig, LanguageRun
+from fastformer.language_modelling import LanguageDataConfig, LanguageRun, LanguageTrainConfig
 from fastformer.models import LanguageConfig
-from fastformer.train import TrainConfig
 
 
 @train_app.command(name="lm")
-@with_settings(data=LanguageDataConfig, model=LanguageConfig, train=TrainConfig)
+@with_settings(data=LanguageDataConfig, model=LanguageConfig, train=LanguageTrainConfig)
 def train_language_model(
     run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/language"),
     config: Config = None,

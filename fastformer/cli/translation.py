@@ -12,7 +12,7 @@ from fastformer.cli.common import (
     Device,
     Fallback,
     Resume,
-    Run,
+    TranslationFolder,
     app,
     choose_device,
     console,
@@ -60,7 +60,7 @@ def train(
 @with_settings(search=SearchOptions)
 def translate(
     sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
-    run: Run = Path("runs/translation"),
+    run: TranslationFolder = Path("runs/translation"),
     input: Annotated[Path | None, typer.Option(help="file of sentences, one a line; default: standard input")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations; default: standard output")] = None,
     scores: Annotated[bool, typer.Option("--scores", help="print the score before each translation")] = False,

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from fastformer.generate.language_cache import check_context
 from fastformer.generate.sampling import SamplingOptions, random_streams, sample
 from fastformer.models import LanguageModel
-from fastformer.text import Tokenizer, WordTokenizer
+from fastformer.text import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from fastformer.text.special_ids import UNK
 
 logger = logging.getLogger("fastformer")
 
 _LISTED = 10  # unknown words in a warning
+_REMEMBERED = 16  # tokens of a line that are decoded again with the next; one with text would do
 _INCOMPLETE = "\ufffd"  # what a tokenizer shows for the first bytes of a character whose others are yet to come
 
 
@@ -64,23 +65,58 @@ class TextGenerator:
             ValueError: batch_size is below 1.
             FloatingPointError: the model gives NaN.
         """
-        options = options or SamplingOptions()
+        read = self._read(prompts, batch_size)
+        # Rows of the same length take the shortest way through attention.
+        order = sorted(range(len(read)), key=lambda i: -len(read[i]))
+        texts = dict(self._finished(read, order, options or SamplingOptions(), batch_size))
+        return [texts[i] for i in range(len(read))]
+
+    def generate_each(
+        self, prompts: Sequence[str], options: SamplingOptions | None = None, batch_size: int = 32
+    ) -> Iterator[str]:
+        """The texts that `generate` returns, each given out once it and those before it are finished.
+
+        Prompts are batched in their order, so that little is lost if not all texts are awaited. Arguments as in
+        `generate`, errors too.
+        """
+        read = self._read(prompts, batch_size)
+        return self._in_order(self._finished(read, range(len(read)), options or SamplingOptions(), batch_size))
+
+    def _read(self, prompts: Sequence[str], batch_size: int) -> list[list[int]]:
         if isinstance(prompts, str):
             raise TypeError("prompts must be a list of prompts, not one string")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        read = self._encode(prompts)
+        return self.encode(prompts)
+
+    @staticmethod
+    def _in_order(finished: Iterator[tuple[int, str]]) -> Iterator[str]:
+        waiting: dict[int, str] = {}
+        count = 0
+        for i, text in finished:
+            waiting[i] = text
+            while count in waiting:
+                yield waiting.pop(count)
+                count += 1
+
+    def _finished(
+        self, read: list[list[int]], order: Sequence[int], options: SamplingOptions, batch_size: int
+    ) -> Iterator[tuple[int, str]]:
+        """(index, text) of each prompt as soon as its text ends; batches are cut from prompts in this order."""
         streams = random_streams(read, options.seed)
-        found: list[list[int]] = [[] for _ in read]
-        # Rows of the same length take the shortest way through attention.
-        order = sorted(range(len(read)), key=lambda i: -len(read[i]))
+        eos = self.tokenizer.eos_id
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
+            found: list[list[int]] = [[] for _ in indices]
             batch = [read[i] for i in indices], options, self.context, [streams[i] for i in indices]
             for step in sample(self.model, *batch, self.tokenizer.unk_id):
                 for row, token in step:
-                    found[indices[row]].append(token)
-        return [self._text(ids, new, options) for ids, new in zip(read, found, strict=True)]
+                    found[row].append(token)
+                    if options.stop_at_eos and token == eos:
+                        yield indices[row], self._text(read[indices[row]], found[row], options)
+            for i, ids in zip(indices, found, strict=True):
+                if not (options.stop_at_eos and ids[-1] == eos):
+                    yield i, self._text(read[i], ids, options)
 
     def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
         """Go on from one prompt, piece by piece; joined, the pieces are what `generate` returns.
@@ -90,7 +126,7 @@ class TextGenerator:
         if not isinstance(prompt, str):
             raise TypeError(f"prompt must be a string, not {type(prompt).__name__}")
         options = options or SamplingOptions()
-        [ids] = self._encode([prompt])
+        [ids] = self.encode([prompt])
         return self._stream(ids, options)  # a function of its own, so that warnings come before the first piece
 
     def _stream(self, ids: list[int], options: SamplingOptions) -> Iterator[str]:
@@ -115,8 +151,8 @@ class TextGenerator:
             unknown = [w for w, ids in zip(words, self.tokenizer.encode_batch(words), strict=True) if unk in ids]
         return list(dict.fromkeys(unknown))
 
-    def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Prompts as ids that begin with first_id; warn of what the model will not see as it was meant."""
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Prompts as ids that begin with first_id; warns of what the model will not see as it was meant."""
         unknown = list(dict.fromkeys(word for prompt in prompts for word in self.unknown_words(prompt)))
         if unknown:
             more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
@@ -149,13 +185,18 @@ class TextGenerator:
 
 
 class _Pieces:
-    """Text as it comes: each line is decoded as a whole, since spaces and quotation marks depend on what came before.
+    """Text as it comes: tokens are decoded with those before them in the line, on which spaces and the like depend.
 
-    What was decoded stays as it is when tokens are added, except for a character of which bytes are missing.
+    What was decoded stays as it is when tokens are added, except for a character of which bytes are missing. So once
+    all of a line is given out, only its last tokens are decoded again; the whole line where quotation marks matter.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
+        # Joined by punctuation, every second of the quotation marks in a line closes.
+        self.local = isinstance(tokenizer, SentencePieceTokenizer) or (
+            isinstance(tokenizer, WordTokenizer) and tokenizer.splitting == "whitespace"
+        )
         begin = max(n for n, i in enumerate(prompt) if n == 0 or i == tokenizer.eos_id)
         self.line = list(prompt[begin + 1 :])
         self.given = len(tokenizer.decode(self.line))  # characters of the line that were given out
@@ -168,12 +209,22 @@ class _Pieces:
             return rest + "\n"
         self.line.append(token)
         text = self.tokenizer.decode(self.line)
-        return self._give(text, len(text.rstrip(_INCOMPLETE)))
+        piece = self._give(text, len(text.rstrip(_INCOMPLETE)))
+        if self.local and len(self.line) >= 2 * _REMEMBERED and self.given == len(text):
+            self._shorten()
+        return piece
 
     def end(self) -> str:
         """What was still open."""
         text = self.tokenizer.decode(self.line)
         return self._give(text, len(text))
+
+    def _shorten(self) -> None:
+        """Keep the last tokens of the line, of which all text was given out."""
+        kept = self.line[-_REMEMBERED:]
+        text = self.tokenizer.decode(kept)
+        if text.strip():  # else the next token would be taken for the first of a line, whose space goes
+            self.line, self.given = kept, len(text)
 
     def _give(self, text: str, end: int) -> str:
         piece, self.given = text[self.given : end], max(self.given, end)

@@ -24,6 +24,7 @@ from fastformer.models.common import (
     choice,
     initialise,
     packed_ids,
+    self_attention_maps,
     summed_cross_entropy,
 )
 from fastformer.models.embeddings import Embedding, Positions
@@ -98,6 +99,22 @@ class _Classifier(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def attention_maps(self, ids: Tensor) -> Tensor:
+        """Compute every attention weight for one sequence; call `.eval()` first, or dropout takes some away.
+
+        Args:
+            ids: int64 `[T]`, at least one.
+
+        Returns:
+            `[layers, H, T, T]`: row t is how token t spreads over all tokens.
+
+        Raises:
+            ValueError: T is beyond what learned positions hold.
+        """
+        x = self.embedding(ids, torch.arange(len(ids), device=ids.device), len(ids))
+        return self_attention_maps(self.encoder.layers, x)[1]
 
 
 class TokenClassifier(_Classifier):

@@ -1,11 +1,12 @@
-"""What the models share: the rules of their settings, initial values, ids in packed form, and the sum of their losses.
+"""What the models share: the rules of their settings, initial values, ids in packed form, losses, attention maps.
 
-Letters: B batch, T packed positions, D model width, V vocabulary.
+Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fastformer import functional
@@ -110,3 +111,33 @@ def summed_cross_entropy(
     return functional.linear_cross_entropy(
         hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction="sum"
     )
+
+
+def watched(
+    attention: nn.Module, weights: list[Tensor], memory: Tensor | None = None, causal: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """What a layer's `compose` asks for, on one sequence: attend, and add the weights `[H, T, S]` to a list.
+
+    Args:
+        attention: a `MultiheadAttention`.
+        weights: the list.
+        memory: `[S, D]`, what is attended to; None: the sequence itself.
+        causal: no position sees later ones.
+    """
+
+    def attend(x: Tensor) -> Tensor:
+        kv = x if memory is None else memory
+        mask = torch.ones(len(x), len(kv), dtype=torch.bool, device=x.device).triu(1) if causal else None
+        out, found = attention(x, kv, kv, attn_mask=mask, average_attn_weights=False)
+        weights.append(found)
+        return out  # type: ignore[no-any-return]
+
+    return attend
+
+
+def self_attention_maps(layers: Iterable[nn.Module], x: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Run encoder layers on one sequence `[T, D]`: what comes out `[T, D]`, and every weight `[L, H, T, T]`."""
+    weights: list[Tensor] = []
+    for layer in layers:
+        x = layer.compose(x, watched(layer.self_attn, weights, causal=causal))  # type: ignore[operator, arg-type]
+    return x, torch.stack(weights)

@@ -66,15 +66,22 @@ class Embedding(nn.Module):
         Raises:
             ValueError: length is beyond what learned positions hold.
         """
+        table = self.encodings(length)
+        p = self.dropout.p if self.training else 0.0
+        return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
+
+    def encodings(self, length: int) -> Tensor:
+        """The encodings of the first `length` positions or more: `[length or more, D]`.
+
+        Raises:
+            ValueError: length is beyond what learned positions hold.
+        """
         if self.positions is not None:
             if length > self.positions.num_embeddings:
                 raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
-            table: Tensor = self.positions.weight
-        else:
-            if length > self.table.shape[0]:
-                # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
-                with torch.inference_mode(False):
-                    self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
-            table = self.table
-        p = self.dropout.p if self.training else 0.0
-        return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
+            return self.positions.weight
+        if length > self.table.shape[0]:
+            # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
+            with torch.inference_mode(False):
+                self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
+        return self.table

@@ -10,6 +10,7 @@ Letters: B documents, T positions (packed: of all documents together), D model w
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from fastformer.layers import TransformerEncoderLayer
@@ -19,6 +20,7 @@ from fastformer.models.common import (
     choice,
     initialise,
     packed_ids,
+    self_attention_maps,
     summed_cross_entropy,
 )
 from fastformer.models.embeddings import Embedding, Positions
@@ -107,6 +109,22 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states `[..., D]` to logits `[..., V]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def attention_maps(self, ids: Tensor) -> Tensor:
+        """Compute every attention weight for one text; call `.eval()` first, or dropout takes some away.
+
+        Args:
+            ids: int64 `[T]`, at least one; as `forward` reads them, with what stands before the text.
+
+        Returns:
+            `[layers, H, T, T]`: row t is how position t spreads over those up to itself.
+
+        Raises:
+            ValueError: T is beyond what learned positions hold.
+        """
+        x = self.embedding(ids, torch.arange(len(ids), device=ids.device), len(ids))
+        return self_attention_maps(self.decoder.layers, x, causal=True)[1]
 
 
 def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0) -> Tensor:

@@ -19,7 +19,9 @@ from fastformer.models.common import (
     choice,
     initialise,
     packed_ids,
+    self_attention_maps,
     summed_cross_entropy,
+    watched,
 )
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.modules import LayerNorm
@@ -146,33 +148,17 @@ class TranslationModel(nn.Module):
         Returns:
             "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`.
         """
-        maps: dict[str, list[Tensor]] = {"encoder": [], "decoder": [], "cross": []}
-
-        def watch(name: str, attn: nn.Module, memory: Tensor | None = None):  # type: ignore[no-untyped-def]
-            def attend(x: Tensor) -> Tensor:
-                kv = x if memory is None else memory
-                mask = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
-                out, weights = attn(
-                    x, kv, kv, attn_mask=mask if name == "decoder" else None, average_attn_weights=False
-                )
-                maps[name].append(weights)
-                return out  # type: ignore[no-any-return]
-
-            return attend
-
+        decoder: list[Tensor] = []
+        cross: list[Tensor] = []
         steps = torch.arange(max(len(source), len(target_in)), device=source.device)
         x = self.source_embedding(source, steps[: len(source)], len(source))
-        for layer in self.encoder.layers:
-            x = layer.compose(x, watch("encoder", layer.self_attn))
+        x, encoder = self_attention_maps(self.encoder.layers, x)
         memory = x if self.encoder.norm is None else self.encoder.norm(x)
         x = self.target_embedding(target_in, steps[: len(target_in)], len(target_in))
         for layer in self.decoder.layers:
-            x = layer.compose(
-                x,
-                watch("decoder", layer.self_attn),
-                watch("cross", layer.multihead_attn, memory),
-            )
-        return {name: torch.stack(weights) for name, weights in maps.items()}
+            own = watched(layer.self_attn, decoder, causal=True)
+            x = layer.compose(x, own, watched(layer.multihead_attn, cross, memory))
+        return {"encoder": encoder, "decoder": torch.stack(decoder), "cross": torch.stack(cross)}
 
 
 def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:

@@ -42,17 +42,7 @@ def plot_attention(
         ValueError: the shape of weights is not that of the tokens.
     """
     _check_shape(weights, ["T", "S"], source_tokens, target_tokens)
-    width, height = _extent(source_tokens, 0.32, 1.6, 30.0), _extent(target_tokens, 0.28, 1.4, 30.0)
-    figure = new_figure(width + label_inches(target_tokens) + 1.9, height + label_inches(source_tokens) + 1.1)
-    (axes,) = grid(figure, 1, 1, 1)
-    image = _map(axes, weights)
-    set_ticks(axes, "x", source_tokens, width)
-    set_ticks(axes, "y", target_tokens, height)
-    axes.set_xlabel(axis_names[0])
-    axes.set_ylabel(axis_names[1])
-    set_title(figure, title)
-    figure.colorbar(image, ax=axes, label="attention weight", fraction=0.05, pad=0.03)
-    return figure
+    return _panels(weights[None], [""], 1, source_tokens, target_tokens, title, axis_names)
 
 
 def plot_attention_heads(
@@ -116,8 +106,9 @@ def _panels(
     """One panel for each of weights `[N, T, S]`, in rows of `columns`."""
     count = len(weights)
     rows = math.ceil(count / columns)
-    width = _extent(source_tokens, 0.22, 1.6, max(1.6, _LARGEST / columns))
-    height = _extent(target_tokens, 0.2, 1.4, max(1.4, min(_LARGEST / rows, 2 * width)))
+    across, down = (0.32, 0.28) if count == 1 else (0.22, 0.2)  # inches a token
+    width = _extent(source_tokens, across, 1.6, max(1.6, _LARGEST / columns))
+    height = _extent(target_tokens, down, 1.4, max(1.4, min(_LARGEST / rows, 2 * width)))
     # Beside the panels: the labels, the name of the axis and the colour bar; above each, its name.
     figure = new_figure(
         columns * (width + 0.1) + label_inches(target_tokens) + 1.6,

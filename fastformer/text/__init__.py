@@ -19,7 +19,17 @@ from .encoding import (
     encode_pairs,
     encode_source,
 )
-from .files import ParallelCorpus, TextError, read_lines, read_parallel, sample_lines, split, write_atomic, write_lines
+from .files import (
+    ParallelCorpus,
+    TextError,
+    read_lines,
+    read_parallel,
+    sample_lines,
+    split,
+    write_atomic,
+    write_lines,
+    write_texts,
+)
 from .labelled import LabelledBatch, LabelledBatches
 from .numbers import english, french, german, number_corpus
 from .special_ids import SpecialIds
@@ -79,4 +89,5 @@ __all__ = [
     "train_sentencepiece",
     "write_atomic",
     "write_lines",
+    "write_texts",
 ]

@@ -100,7 +100,8 @@ def _docstrings(path: Path) -> Iterator[str]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            words = (ast.get_docstring(node, clean=False) or "").replace("\0", " ").split()
+            text = (ast.get_docstring(node, clean=False) or "").encode("utf-8", "ignore").decode()  # no surrogates
+            words = text.replace("\0", " ").split()
             if len(words) >= _SHORTEST:
                 found.append((getattr(node, "lineno", 0), " ".join(words)))
         for name in ("body", "orelse", "handlers", "finalbody", "cases"):

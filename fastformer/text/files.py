@@ -7,6 +7,7 @@ end up in the vocabulary. The price is memory, about twice the file.
 """
 
 import gzip
+import itertools
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -84,6 +85,26 @@ def write_lines(path: str | Path, lines: Iterable[str]) -> None:
         if "\n" in line:
             raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode("utf-8"))
+
+
+def write_texts(path: str | Path, texts: Iterable[str]) -> None:
+    """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
+
+    So what was written stays when the texts end in an error or are interrupted. An earlier file is replaced when the
+    first text comes; without texts it is empty afterwards.
+    """
+    texts = iter(texts)
+    first = list(itertools.islice(texts, 1))
+    with Path(path).open("wb", buffering=0) as file:
+        for text in itertools.chain(first, texts):
+            end = file.tell()
+            data = memoryview(f"{text}\n".encode())
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except BaseException:  # a full disk, or Ctrl-C
+                file.truncate(end)
+                raise
 
 
 def sample_lines(lines: Sequence[str], count: int, seed: int) -> list[str]:

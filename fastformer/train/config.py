@@ -33,6 +33,12 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def other_default(settings: type, name: str, default: Any) -> Any:
+    """The field `name` of a dataclass with another default, for a subclass; its help line and its rule stay."""
+    (found,) = (each for each in dataclasses.fields(settings) if each.name == name)
+    return field(default=default, metadata=found.metadata)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""

@@ -1,56 +1,197 @@
-"""Greedy translation, d512 with 6+6 layers, 25 tokens a sentence, sources with the lengths of Multi30k.
+"""Translation, d512 with 6+6 layers, 25 tokens a sentence, sources with the lengths of Multi30k; fp32 on a CPU.
 
 Against T1's loop, which decodes the whole padded prefix of 200 positions again for every token, one sentence at a time,
-whatever the batch. Both sides are given a fixed number of tokens, since random weights do not end a sentence.
+whatever the batch; against Hugging Face's generate, whose Marian has the same weights; and against CTranslate2, from
+our export of them. All sides are given a fixed number of tokens, since random weights do not end a sentence.
 """
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.competitors import require
 from benchmarks.lengths import VOCABULARY, typical_batch
+from benchmarks.marian import marian
 from benchmarks.race import Race, Side
 from benchmarks.tutorials import FixedLengthTranslation
-from fastformer.generate import SearchOptions, greedy_search
+from fastformer.export import export_ctranslate2
+from fastformer.generate import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.models import TranslationConfig, TranslationModel
+from fastformer.text import WordTokenizer
 
 TOKENS = 25
-OPTIONS = SearchOptions(beam=1, max_ratio=0.0, max_extra=TOKENS, min_length=TOKENS)
+POSITIONS = 256
+# Competitor and beam -> goal for batch 1 and for more, on a CPU and on a GPU.
+GOALS = {
+    ("tutorial", 1): {"cpu": (15.0, 150.0), "cuda": (50.0, 500.0)},
+    ("transformers", 1): {"cpu": (1.5, 2.0), "cuda": (10.0, 10.0)},
+    ("transformers", 4): {"cpu": (1.5, 2.0), "cuda": (8.0, 8.0)},
+}
+TINY = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 64}
+
+Translate = Callable[[], list[list[int]]]
 
 
-@pytest.mark.parametrize(("batch", "goal", "rounds"), [(1, 15.0, 3), (128, 150.0, 3)])
-def bench_greedy_search(race: Race, batch: int, goal: float, rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "competitor", "beam", "batch"),
+    [
+        ("quick", "tutorial", 1, 1),
+        ("quick", "tutorial", 1, 128),
+        ("quick", "transformers", 1, 1),
+        ("quick", "transformers", 1, 32),
+        ("full", "transformers", 1, 8),
+        ("full", "transformers", 1, 128),
+        ("quick", "transformers", 4, 1),
+        ("quick", "transformers", 4, 32),
+        ("quick", "ctranslate2", 1, 1),
+        ("quick", "ctranslate2", 1, 32),
+        ("full", "ctranslate2", 1, 128),
+        ("full", "ctranslate2", 4, 32),
+    ],
+)
+def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int) -> None:
+    require(competitor, race.device)
+    tokens = 5 if race.tiny else TOKENS
     packed = typical_batch("random")[0].to(race.device)
-    lengths = packed.source_lengths[:batch]
+    lengths = packed.source_lengths[: min(batch, 3) if race.tiny else batch]
     source = packed.source[: int(lengths.sum())]
-    model = _model().to(race.device).eval()
-    competitor = FixedLengthTranslation(model).to(race.device).eval()
+    B = len(lengths)
+    model = _model(race.tiny, post_norm=competitor != "tutorial").to(race.device).eval()
+    sentences = [ids.tolist() for ids in torch.split(source, lengths.tolist())]
 
-    # The first sentence, which T1 also translates, alone in its batch and in the whole of it.
-    first = source[: int(lengths[0])].tolist()
-    expected, log_probability = competitor.greedy(first, TOKENS)
-    assert len(set(expected)) > 3, "a sentence of one repeated token proves little"
-    found = greedy_search(model, source, lengths, OPTIONS)
-    assert all(len(hypothesis.ids) == TOKENS for hypothesis in found)
-    race.gate("translation", torch.tensor(found[0].ids), torch.tensor(expected), 0.0)
-    race.gate("log probability", torch.tensor(found[0].log_probability), torch.tensor(log_probability), 1e-4)
+    options = SearchOptions(beam=beam, max_ratio=0.0, max_extra=tokens, min_length=tokens, length_penalty=0.0)
 
-    race(
-        f"greedy search, batch {batch}, d512 6+6",
-        Side("fastformer", lambda: greedy_search(model, source, lengths, OPTIONS), batch * TOKENS),
-        Side("T1, whole prefix each step", lambda: competitor.greedy(first, TOKENS), TOKENS),
-        rounds=rounds,
-        goal=goal,
-    )
+    def ours() -> list[Hypothesis]:
+        if beam == 1:
+            return greedy_search(model, source, lengths, options)
+        return [hypotheses[0] for hypotheses in beam_search(model, source, lengths, options)]
+
+    found = ours()
+    assert all(len(hypothesis.ids) == tokens for hypothesis in found)
+    assert len(set(found[0].ids)) > 2, "a sentence of one repeated token proves little"
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the other programs' own
+        theirs_tokens = B * tokens
+        if competitor == "tutorial":
+            loop = FixedLengthTranslation(model).to(race.device).eval()
+            expected, log_probability = loop.greedy(sentences[0], tokens)
+            race.gate("translation", torch.tensor(found[0].ids), torch.tensor(expected), 0.0)
+            race.gate("log probability", torch.tensor(found[0].log_probability), torch.tensor(log_probability), 1e-4)
+            run: Callable[[], object] = partial(loop.greedy, sentences[0], tokens)
+            theirs_tokens = tokens
+        else:
+            make = _transformers if competitor == "transformers" else _ctranslate2
+            translate = make(model, sentences, beam, tokens, Path(folder))
+            _gate(race, model, sentences, found, translate())
+            run = translate
+        goals = GOALS.get((competitor, beam))
+        race(
+            f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, d512 6+6",
+            Side("fastformer", ours, B * tokens),
+            Side(_NAMES[competitor], run, theirs_tokens),
+            rounds=3,
+            goal=goals[race.device.type][min(B - 1, 1)] if goals else None,
+            at={"batch": B, "beam": beam},
+        )
+
+
+_NAMES = {
+    "tutorial": "T1, whole prefix each step",
+    "transformers": "transformers, Marian generate",
+    "ctranslate2": "CTranslate2",
+}
+
+
+def _gate(
+    race: Race, model: TranslationModel, sentences: list[list[int]], ours: list[Hypothesis], theirs: list[list[int]]
+) -> None:
+    """Theirs are as probable as ours to rounding, whatever word won a tie; greedy searches find the same words."""
+    known = torch.tensor([hypothesis.log_probability for hypothesis in ours])
+    probable = torch.tensor([_log_probability(model, *pair) for pair in zip(sentences, theirs, strict=True)])
+    race.gate("log probability", known, probable, 1e-3)
+    race.note(same_translations=sum(a.ids == b for a, b in zip(ours, theirs, strict=True)), sentences=len(ours))
 
 
 @torch.no_grad()
-def _model() -> TranslationModel:
+def _log_probability(model: TranslationModel, source: list[int], target: list[int]) -> float:
+    """The model's log probability of a translation, in nats, in one pass."""
+    device = model.output.weight.device
+    target_in = torch.tensor([model.config.bos_id, *target[:-1]], device=device)
+    lengths = [torch.tensor([len(ids)]) for ids in (source, target)]
+    hidden = model(torch.tensor(source, device=device), lengths[0], target_in, lengths[1])
+    log_p = model.logits(hidden).log_softmax(-1)
+    return float(log_p.gather(1, torch.tensor(target, device=device)[:, None]).sum())
+
+
+def _transformers(
+    model: TranslationModel, sentences: list[list[int]], beam: int, tokens: int, folder: Path
+) -> Translate:
+    """Padded ids and a mask go in, as a tokenizer of theirs would give them."""
+    theirs = marian(model, POSITIONS)
+    c, device = model.config, model.output.weight.device
+    longest = max(map(len, sentences))
+    ids = torch.tensor([s + [c.pad_id] * (longest - len(s)) for s in sentences], device=device)
+    given = {"input_ids": ids, "attention_mask": (ids != c.pad_id).long()}
+
+    def translate() -> list[list[int]]:
+        out = theirs.generate(
+            **given,
+            num_beams=beam,
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            length_penalty=0.0,
+            suppress_tokens=[c.pad_id, c.bos_id],
+        )
+        return [ids[1:] for ids in out.tolist()]
+
+    return translate
+
+
+def _ctranslate2(
+    model: TranslationModel, sentences: list[list[int]], beam: int, tokens: int, folder: Path
+) -> Translate:
+    """Tokens go in; their end is added there."""
+    import ctranslate2
+
+    size = model.config.target_vocabulary
+    words = WordTokenizer.from_lines([f"w{i}" for i in range(size - 4)], splitting="whitespace")
+    export_ctranslate2(folder / "model", model, [words, words], positions=POSITIONS)
+    device = model.output.weight.device.type
+    translator = ctranslate2.Translator(str(folder / "model"), device=device, inter_threads=1, intra_threads=1)
+    source = [words.pieces(ids[:-1]) for ids in sentences]
+    silent = [[words.pieces([i])[0]] for i in (model.config.pad_id, model.config.bos_id)]
+
+    def translate() -> list[list[int]]:
+        found = translator.translate_batch(
+            source,
+            beam_size=beam,
+            max_decoding_length=tokens,
+            min_decoding_length=tokens,
+            length_penalty=0.0,
+            suppress_sequences=silent,
+        )
+        return [words.encode(" ".join(result.hypotheses[0])) for result in found]
+
+    return translate
+
+
+@torch.no_grad()
+def _model(tiny: bool, post_norm: bool) -> TranslationModel:
     """Random weights whose translations vary with the source and from token to token.
 
     As drawn, tied embeddings make the model repeat its first token, which is still the loudest part of the hidden
     state; random signs in the last norm take that away at no cost.
     """
-    model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY))
-    assert isinstance(model.decoder.norm, torch.nn.LayerNorm)
-    model.decoder.norm.weight.copy_(torch.randint(0, 2, (model.config.d_model,)) * 2 - 1)
+    settings = {**(TINY if tiny else {}), "norm_first": not post_norm, "final_norm": not post_norm}
+    model = TranslationModel(TranslationConfig(VOCABULARY, VOCABULARY, **settings))  # type: ignore[arg-type]
+    norm = model.decoder.layers[-1].norm3 if post_norm else model.decoder.norm
+    assert isinstance(norm, torch.nn.LayerNorm)
+    norm.weight.copy_(torch.randint(0, 2, (model.config.d_model,)) * 2 - 1)
     return model

@@ -24,7 +24,7 @@ from fastformer.generate import LanguageState, SamplingOptions, random_streams, 
 from fastformer.models import LanguageConfig, LanguageModel, sinusoidal_positions
 
 WORDS, VOCABULARY, BPTT = 1000, 33_278, 35
-OPTIONS = SamplingOptions(max_new_tokens=WORDS, temperature=0, stop_at_eos=False, allow_unk=True)
+TINY_WORDS = 60
 EVERY_20TH = range(10, WORDS, 20)
 
 
@@ -66,60 +66,68 @@ class GrowingPrefix(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("context", "steps", "goal", "rounds"),
-    [(WORDS + 1, EVERY_20TH, 20.0, 3), (WORDS + 1, range(WORDS), 20.0, 1), (BPTT, EVERY_20TH, None, 3)],
-    ids=["whole-text", "whole-text-full", "window"],
+    ("size", "context", "steps", "goal", "rounds"),
+    [
+        ("quick", WORDS + 1, EVERY_20TH, 20.0, 3),
+        ("full", WORDS + 1, range(WORDS), 20.0, 1),
+        ("quick", BPTT, EVERY_20TH, None, 3),
+    ],
+    ids=["quick-whole-text", "full-whole-text", "quick-window"],
 )
-def bench_generation(race: Race, context: int, steps: range, goal: float | None, rounds: int) -> None:
-    model = _model().to(race.device).eval()
+def bench_generation(race: Race, size: str, context: int, steps: range, goal: float | None, rounds: int) -> None:
+    if race.tiny:
+        context, steps = min(context, TINY_WORDS + 1), range(2, TINY_WORDS, 10)
+    length = TINY_WORDS if race.tiny else WORDS
+    options = SamplingOptions(max_new_tokens=length, temperature=0, stop_at_eos=False, allow_unk=True)
+    model = _model(64 if race.tiny else VOCABULARY).to(race.device).eval()
     theirs = GrowingPrefix(model, context).to(race.device).eval()
     first = model.config.eos_id
 
     def write() -> Tensor:
-        written = sample(model, [[first]], OPTIONS, context, random_streams([[first]], 0))
+        written = sample(model, [[first]], options, context, random_streams([[first]], 0))
         return torch.tensor([word for [(_, word)] in written], device=race.device)
 
     words = write()
-    assert len(words) == WORDS
-    assert len(set(words.tolist())) > WORDS // 10, "a text that repeats itself proves little"
+    assert len(words) == length
+    assert len(set(words.tolist())) > length // 20, "a text that repeats itself proves little"
     text = torch.cat([words.new_tensor([first]), words[:-1]])
-    if context > WORDS:
+    if context > length:
         # In one causal pass: position t knows nothing of the words after it, so this is what each prefix gives.
         with torch.no_grad():
-            log_p = theirs(text[:, None])[:, 0]  # [WORDS, V]
+            log_p = theirs(text[:, None])[:, 0]  # [T, V]
         race.gate("words", words, log_p.argmax(-1), 0.0)
         race.gate("log-probability", _last_log_probability(model, text, words), log_p[-1, words[-1]], 1e-4)
     else:
-        race.gate("words", words, theirs.write(text, range(WORDS)), 0.0)
+        race.gate("words", words, theirs.write(text, range(length)), 0.0)
 
-    read = "prefix" if context > WORDS else f"window of {context}"
-    timed = "" if len(steps) == WORDS else " (every 20th timed)"
+    read = "prefix" if context > length else f"window of {context}"
+    timed = "" if len(steps) == length else " (every 20th timed)"
     found: list[Tensor] = []
     race(
-        f"generation of 1,000 words, {'whole text' if context > WORDS else f'context {context}'}, d200 2 layers",
-        Side("fastformer", write, WORDS),
+        f"generation of 1,000 words, {'whole text' if context > length else f'context {context}'}, d200 2 layers",
+        Side("fastformer", write, length),
         Side(f"T2, whole {read} each word{timed}", lambda: found.append(theirs.write(text, steps)), len(steps)),
         rounds=rounds,
         goal=goal,
     )
     assert all(torch.equal(each, words[steps.start :: steps.step]) for each in found), "wrong: timed on other words"
-    race.note(steps_timed={"ours": WORDS, "theirs": len(steps)}, context=context)
+    race.note(steps_timed={"ours": length, "theirs": len(steps)}, context=context)
 
 
 @torch.inference_mode()
 def _last_log_probability(model: LanguageModel, text: Tensor, words: Tensor) -> Tensor:
     """Of the last word, from the cache."""
-    state = LanguageState(model, [text[:1].tolist()], WORDS + 1)
+    state = LanguageState(model, [text[:1].tolist()], len(text) + 1)
     logits = state.logits
-    for ids in text[1:].split(1):
+    for ids in torch.split(text[1:], 1):
         logits = state.step(ids)
     return logits[0].log_softmax(-1)[words[-1]]
 
 
-def _model() -> LanguageModel:
+def _model(vocabulary: int) -> LanguageModel:
     return LanguageModel(
         LanguageConfig(
-            VOCABULARY,
+            vocabulary,
             d_model=200,
             heads=2,
             layers=2,

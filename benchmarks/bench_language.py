@@ -8,6 +8,7 @@ written from its description, on torch.nn, time first as the original; its param
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +67,13 @@ class TutorialLanguageModel(nn.Module):
 
 
 def bench_training_step_of_the_language_model(race: Race) -> None:
-    ids = torch.randint(4, CONFIG.vocabulary, (COLUMNS, BPTT + 1), generator=torch.Generator().manual_seed(0))
+    config = replace(CONFIG, vocabulary=64) if race.tiny else CONFIG
+    ids = torch.randint(4, config.vocabulary, (COLUMNS, BPTT + 1), generator=torch.Generator().manual_seed(0))
     ids = ids.to(race.device)
     data, target = (ids[:, s : s + BPTT].t().contiguous() for s in (0, 1))  # [T, B]
     lengths = torch.full((COLUMNS,), BPTT)
     batch = LanguageBatch(ids[:, :-1].flatten(), ids[:, 1:].flatten(), lengths)
-    model = LanguageModel(CONFIG).to(race.device)
+    model = LanguageModel(config).to(race.device)
     competitor = TutorialLanguageModel(model).to(race.device)
     ours: Callable[[], Tensor] = lambda: language_model_loss(model, batch) / batch.tokens  # noqa: E731
     theirs: Callable[[], Tensor] = lambda: competitor.loss(data, target)  # noqa: E731
@@ -83,13 +85,13 @@ def bench_training_step_of_the_language_model(race: Race) -> None:
         values[-1].backward()  # type: ignore[no-untyped-call]
         net.train()
     race.gate("loss", values[0], values[1], 1e-5)
-    expected = dict(competitor.encoder.named_parameters(prefix="decoder"))
+    expected: dict[str, Tensor] = dict(competitor.encoder.named_parameters(prefix="decoder"))
     expected |= {"output.weight": competitor.output.weight, "output.bias": competitor.output.bias}
     expected["embedding.tokens.weight"] = competitor.tokens.weight
     parameters = dict(model.named_parameters())
     assert parameters.keys() == expected.keys()
     # fp32: rounding decides on which side of ReLU's kink some activations fall.
-    race.gate("gradients", *(flat_gradients(p[name] for name in parameters) for p in (parameters, expected)), 5e-4)
+    race.gate("gradients", flat_gradients(parameters.values()), flat_gradients(expected[n] for n in parameters), 5e-4)
     race(
         "training step of a word-level language model, d200 2 layers",
         Side("fastformer", _our_step(model, ours), batch.tokens),

@@ -139,22 +139,19 @@ def bench_module(race: Race, case: str, mode: Literal["eval", "train"]) -> None:
             return out
 
         run: Callable[[nn.Module], Tensor] = torch.no_grad()(call) if mode == "eval" else backward
+        saved = None
         outputs = [run(module.eval())[~padding] for module in (ours, theirs)]
         race.gate("output", outputs[0], outputs[1], TOLERANCE)
         if mode == "train":
             race.gate("gradients", flat_gradients(ours.parameters()), flat_gradients(theirs.parameters()), TOLERANCE)
             for module in (ours, theirs):
                 module.train()
-            race.note(
-                saved_for_backward_bytes={
-                    "ours": saved_for_backward(lambda: call(ours), ours.parameters()),
-                    "theirs": saved_for_backward(lambda: call(theirs), theirs.parameters()),
-                }
-            )
+            saved = tuple(saved_for_backward(lambda m=m: call(m), m.parameters()) for m in (ours, theirs))  # type: ignore[misc]
         race(
             f"{case}, {mode}",
             Side("fastformer", lambda: run(ours)),
             Side(f"torch.nn.{name}", lambda: run(theirs)),
             rounds=ROUNDS,
             goal=0.95,
+            saved_bytes=saved,
         )

@@ -24,8 +24,9 @@ from benchmarks.clock import saved_for_backward
 from benchmarks.lengths import typical_batch
 from benchmarks.race import Race, Side, flat_gradients
 
-WIDTH, HEADS, HIDDEN, LAYERS = 512, 8, 2048, 6
-SEQUENCES, LONGEST = 32, 64
+WIDTH, LAYERS, SEQUENCES, LONGEST = 512, 6, 32, 64  # of the encoder
+TINY_WIDTH, TINY_LONGEST = 64, 12
+HEAD = 64  # width of a head; feed-forward layers are 4 times as wide as the model
 TOLERANCE = 1e-5  # of the loss, fp32
 # Rounding decides on which side of ReLU's kink one activation in some millions falls; each time, one of some thousand
 # tokens has another gradient. Against fp64 (nn.Transformer d256 3+3, two seeds) torch's gradients are off by 2e-4 and
@@ -54,18 +55,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _lengths(share: float) -> Tensor:
-    """Lengths of which `share` of `[SEQUENCES, LONGEST]` is padding: one is the longest, the others spread evenly."""
-    lengths = torch.full((SEQUENCES,), LONGEST)
-    mean = ((1 - share) * SEQUENCES * LONGEST - LONGEST) / (SEQUENCES - 1)
-    spread = min(LONGEST - mean, mean - 1)
+def _lengths(share: float, longest: int) -> Tensor:
+    """Lengths of which `share` of `[SEQUENCES, longest]` is padding: one is the longest, the others spread evenly."""
+    lengths = torch.full((SEQUENCES,), longest)
+    mean = ((1 - share) * SEQUENCES * longest - longest) / (SEQUENCES - 1)
+    spread = min(longest - mean, mean - 1)
     lengths[1:] = torch.linspace(mean - spread, mean + spread, SEQUENCES - 1).round().long()
     return lengths
 
 
-def _encoder_task(share: float, device: torch.device) -> Task:
-    hidden = (torch.arange(LONGEST) >= _lengths(share)[:, None]).to(device)
-    x = torch.randn(SEQUENCES, LONGEST, WIDTH, device=device)
+def _encoder_task(share: float, width: int, longest: int, device: torch.device) -> Task:
+    hidden = (torch.arange(longest) >= _lengths(share, longest)[:, None]).to(device)
+    x = torch.randn(SEQUENCES, longest, width, device=device)
     return Task(lambda m: m(x, src_key_padding_mask=hidden), ~hidden, float(hidden.float().mean()))
 
 
@@ -99,7 +100,8 @@ def _race(race: Race, case: str, theirs: nn.Module, task: Task, mode: str, goal:
     ours = copy.deepcopy(theirs)
     report = fastformer.convert(ours)
     assert not report.padded, str(report)
-    direction = torch.randn(*task.real.shape, WIDTH if "Encoder" in case else _width(theirs), device=race.device)
+    with torch.no_grad():
+        direction = torch.randn_like(task.call(theirs))
     direction = direction * task.real[..., None] / task.tokens
 
     def step(model: nn.Module) -> Tensor:
@@ -108,6 +110,7 @@ def _race(race: Race, case: str, theirs: nn.Module, task: Task, mode: str, goal:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
+    saved = None
     run = step if mode == "training step" else torch.no_grad()(task.call)
     for model in (ours, theirs):
         model.eval()
@@ -118,8 +121,7 @@ def _race(race: Race, case: str, theirs: nn.Module, task: Task, mode: str, goal:
         race.gate("gradients", a, b, GRADIENT_TOLERANCE)
         for model in (ours, theirs):
             model.train()
-        saved = [saved_for_backward(lambda m=m: task.call(m), m.parameters()) for m in (ours, theirs)]  # type: ignore[misc]
-        race.note(saved_for_backward_bytes={"ours": saved[0], "theirs": saved[1]})
+        saved = tuple(saved_for_backward(lambda m=m: task.call(m), m.parameters()) for m in (ours, theirs))  # type: ignore[misc]
     else:
         a, b = (run(model)[task.real] for model in (ours, theirs))
         race.gate("output", a, b, TOLERANCE)
@@ -130,22 +132,22 @@ def _race(race: Race, case: str, theirs: nn.Module, task: Task, mode: str, goal:
         Side(f"torch.nn.{type(theirs).__name__}", lambda: run(theirs), task.tokens),
         rounds=rounds,
         goal=goal,
+        at={"padding": task.share},
+        saved_bytes=saved,
     )
-
-
-def _width(model: nn.Module) -> int:
-    return int(model.d_model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["training step", "inference"])
 @pytest.mark.parametrize(("share", "goal"), [(0.55, 1.8), (0.065, 1.0)])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 def bench_encoder(race: Race, norm_first: bool, share: float, goal: float, mode: str) -> None:
+    width, layers, longest = (TINY_WIDTH, 1, TINY_LONGEST) if race.tiny else (WIDTH, LAYERS, LONGEST)
     with _quiet():
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.1, batch_first=True, norm_first=norm_first)
-        theirs = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH) if norm_first else None).to(race.device)
-        task = _encoder_task(share, race.device)
-        case = f"TransformerEncoder d{WIDTH} x{LAYERS}, {'pre' if norm_first else 'post'}-norm"
+        heads, hidden = width // HEAD, 4 * width
+        layer = nn.TransformerEncoderLayer(width, heads, hidden, 0.1, batch_first=True, norm_first=norm_first)
+        theirs = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
+        task = _encoder_task(share, width, longest, race.device)
+        case = f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm"
         _race(race, case, theirs, task, mode, goal, rounds=5 if mode == "inference" else 3)
 
 
@@ -157,10 +159,10 @@ def bench_encoder(race: Race, norm_first: bool, share: float, goal: float, mode:
 def bench_transformer(
     race: Race, batches: str, goal: float, mode: str, norm_first: bool, size: Literal["quick", "full"]
 ) -> None:
-    width, layers = (256, 3) if size == "quick" else (WIDTH, LAYERS)
+    width, layers = (TINY_WIDTH, 1) if race.tiny else (256, 3) if size == "quick" else (WIDTH, LAYERS)
     settings = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
     with _quiet():
-        theirs = nn.Transformer(width, width // 64, layers, layers, 4 * width, **settings).to(race.device)  # type: ignore[arg-type]
+        theirs = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)  # type: ignore[arg-type]
         task = _transformer_task(batches, width, race.device)
         case = f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches"
         rounds = (5 if mode == "inference" else 3) if size == "quick" else 2

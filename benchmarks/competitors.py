@@ -37,6 +37,12 @@ def _compiler(device: torch.device) -> Reason:
     return _gpu(device)
 
 
+def _chunked(device: torch.device) -> Reason:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return f"torch {torch.__version__} has no chunked linear_cross_entropy"
+    return _gpu(device)
+
+
 COMPETITORS = {
     "eager": Competitor("PyTorch's ops one after another"),
     "compile": Competitor("torch.compile of the same", _compiler),
@@ -52,6 +58,8 @@ COMPETITORS = {
     "flex-per-batch": Competitor("flex_attention, compiled, its block mask made for each batch", _compiler),
     "varlen": Competitor("torch.nn.attention.varlen, unpadding and padding included", _gpu),
     "liger": Competitor("Liger-Kernel", _package("liger_kernel")),
+    "liger-fp32": Competitor("Liger-Kernel, gradients of weights added up in fp32", _package("liger_kernel")),
+    "torch-chunked": Competitor("torch's linear_cross_entropy by chunks, from 2.13 on", _chunked),
     "flash-attn": Competitor("the flash-attn package", _package("flash_attn")),
     "xformers": Competitor("xformers", _package("xformers")),
     "transformers": Competitor("Hugging Face transformers", _package("transformers", gpu=False)),
@@ -61,7 +69,12 @@ COMPETITORS = {
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch.compile for one shape, so that its backward can be timed alone: it keeps what it saved."""
+    import torch._dynamo
+    import torch._functorch.config
+
     torch._functorch.config.donated_buffer = False
+    # Dynamo counts compilations by code object, which the cases of a file share; after 8 of them it runs eager code.
+    torch._dynamo.reset()
     done: Callable[..., Tensor] = torch.compile(function, dynamic=False)
     return done
 

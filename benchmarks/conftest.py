@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import competitors, environment
+from benchmarks import competitors, environment, stand_in
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
 from benchmarks.race import Race, Record, Row
@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    stand_in.install(config)
     names = config.getoption("--competitor")
     if names is not None:
         try:
@@ -100,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left]
     for item in ours:
         item.add_marker(pytest.mark.benchmark(timer=clock))
-        # A case that fails its gate has said so already.
+        # A warning of a competitor (as Inductor's about TF32) is no error; a case that fails its gate has said so.
+        item.add_marker(pytest.mark.filterwarnings("default"))
         item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
         if item.get_closest_marker("gpu") and not gpu and not dry:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

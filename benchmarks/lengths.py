@@ -9,14 +9,18 @@ joint, because bucketing lives on the two sides of a pair being about as long. T
 import argparse
 import json
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastformer.text import Batch, Batches, EncodedPairs, Sequences, SpecialIds, collate
 
+Lengths = NDArray[np.int64]
 HISTOGRAM = Path(__file__).with_name("multi30k_lengths.json")
 VOCABULARY = 8000
 SPECIAL = SpecialIds()
+_LOG_SPREAD = 0.33  # standard deviation of the logarithm of Multi30k's target lengths, eos counted
 
 
 def count(folder: Path) -> dict[str, object]:
@@ -56,12 +60,22 @@ def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
 
 
 def typical_batch(kind: str) -> tuple[Batch, Batch, float]:
-    """One batch whose share of padding is nearest to that of an epoch: packed, the same padded, and the epoch's share.
+    """`typical_pairs` as a batch: packed, the same padded, and the epoch's share of padding."""
+    chosen, share = _typical(kind)
+    return collate(chosen, packed=True), collate(chosen, packed=False), share
+
+
+def typical_pairs(kind: str) -> EncodedPairs:
+    """The pairs of one batch whose share of padding is nearest to that of an epoch.
 
     Args:
         kind: "random" = 128 sentences in random order; "bucketed" = 4,096 positions a side, padding counted, of pairs
             sorted by (target, source) length.
     """
+    return _typical(kind)[0]
+
+
+def _typical(kind: str) -> tuple[EncodedPairs, float]:
     pairs = random_pairs()
     if kind == "random":
         batches = Batches(pairs, sentences=128, bucket=False, packed=False)
@@ -75,8 +89,59 @@ def typical_batch(kind: str) -> tuple[Batch, Batch, float]:
         return 1 - int(source[indices].sum() + target[indices].sum()) / positions
 
     share = batches.padding_share()
-    chosen = pairs.take(min(plan, key=lambda indices: abs(padding(indices) - share)))
-    return collate(chosen, packed=True), collate(chosen, packed=False), share
+    return pairs.take(min(plan, key=lambda indices: abs(padding(indices) - share))), share
+
+
+def uniform_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
+    """Lengths spread evenly, so that `share` of `[number, longest]` is padding; one is the longest, none is empty.
+
+    Raises:
+        ValueError: no such lengths have that share.
+    """
+    mean = _mean_of_others(number, longest, share)
+    spread = min(longest - mean, mean - 1)
+    return _with_longest(mean + spread * (2 * _quantiles(number - 1) - 1), longest, seed)
+
+
+def lognormal_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
+    """The same, many short and few long: the logarithm is normal, and what would exceed the longest is cut to it.
+
+    Raises:
+        ValueError: no such lengths have that share.
+    """
+    mean = _mean_of_others(number, longest, share)
+    normal = NormalDist(0, _LOG_SPREAD)
+    shape = np.exp([normal.inv_cdf(p) for p in _quantiles(number - 1)])
+    low, high = 1.0, longest / shape.min(initial=1.0)
+    for _ in range(60 if number > 1 else 0):  # the scale at which the cut lengths have the mean
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(middle * shape, 1, longest).mean() < mean else (low, middle)
+    return _with_longest(np.clip(high * shape, 1, longest), longest, seed)
+
+
+def multi30k_lengths(number: int = 128) -> Lengths:
+    """Target lengths, eos counted, of the first sentences of `typical_pairs` in random order; 128: the whole batch."""
+    lengths: Lengths = typical_pairs("random").target.lengths[:number].astype(np.int64) + 1
+    return lengths
+
+
+def _mean_of_others(number: int, longest: int, share: float) -> float:
+    """The mean length of all but the longest."""
+    if number < 1 or longest < 1:
+        raise ValueError(f"number and longest must be 1 or more: {number}, {longest}")
+    at_most = 1 - (longest + number - 1) / (number * longest)  # all others have length 1
+    if not 0 <= share <= at_most:
+        raise ValueError(f"share must be from 0 to {at_most:.3f} for {number} sequences of up to {longest}: {share}")
+    return longest if number == 1 else ((1 - share) * number - 1) * longest / (number - 1)
+
+
+def _quantiles(number: int) -> NDArray[np.float64]:
+    return (np.arange(number) + 0.5) / max(number, 1)
+
+
+def _with_longest(others: NDArray[np.float64], longest: int, seed: int) -> Lengths:
+    lengths = np.append(np.maximum(np.round(others), 1).astype(np.int64), longest)
+    return np.random.default_rng(seed).permutation(lengths)
 
 
 def main() -> None:

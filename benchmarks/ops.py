@@ -15,6 +15,7 @@ from benchmarks.floors import Work
 from benchmarks.race import Direction, Op, Race
 
 Function = Callable[..., Tensor]
+TimedFunctions = tuple[Mapping[str, Callable[..., Any]], Any]  # by competitor, and the gradients of their outputs
 
 
 def leaves(race: Race, *shapes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -43,6 +44,7 @@ def race_functions(
     upstream: Tensor | None = None,
     expected: Sequence[Tensor] | None = None,
     goals: Mapping[tuple[str, Direction], float] | None = None,
+    timed: TimedFunctions | None = None,
     **kept: Any,
 ) -> None:
     """Compare `functions["ours"]` with `functions[competitor]`, both of the same inputs.
@@ -60,6 +62,7 @@ def race_functions(
         upstream: gradient of the output; unset: random, and one for all positions of it.
         expected: output and gradients, where fp64 of the whole would be too much; unset: from `formula`.
         goals: (competitor, direction) -> ratio.
+        timed: other functions to time, see `Race.op`; unset: those that are compared.
         kept: see `Race.op`.
     """
     require(competitor, race.device)
@@ -67,21 +70,26 @@ def race_functions(
     if upstream is None:
         with torch.no_grad():
             upstream = torch.randn_like(truth(*inputs))
-    theirs = compiled(functions["eager"]) if competitor == "compile" else functions[competitor]
 
-    def fused() -> Tensor:
-        with fastformer.backend("triton"):
-            return functions["ours"](*inputs)
+    def sides(by_name: Mapping[str, Callable[..., Any]]) -> tuple[Op, Op]:
+        theirs = compiled(by_name["eager"]) if competitor == "compile" else by_name[competitor]
 
+        def fused() -> Any:
+            with fastformer.backend("triton"):
+                return by_name["ours"](*inputs)
+
+        return Op("fastformer", fused, inputs), Op(competitor, lambda: theirs(*inputs), inputs)
+
+    replaced = None if timed is None else (*sides(timed[0]), timed[1])
     race.op(
         case,
-        Op("fastformer", fused, inputs),
-        Op(competitor, lambda: theirs(*inputs), inputs),
+        *sides(functions),
         upstream=upstream,
         expected=fp64_results(truth, inputs, upstream) if expected is None else expected,
         tolerance=tolerance,
         direction=direction,
         work=work[direction],
         goal=(goals or {}).get((competitor, direction)),
+        timed=replaced,
         **kept,
     )

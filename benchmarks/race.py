@@ -47,8 +47,13 @@ class Op:
     """One side of a comparison of a differentiable op: its output, and what gradients are taken for."""
 
     name: str
-    run: Callable[[], Tensor]
+    run: Callable[[], Any]  # a tensor; where it is timed only, several will do
     inputs: Sequence[Tensor]
+    compared: Callable[[Tensor], Tensor] = lambda x: x  # what of output and gradients there are fp64 ones of
+    upstream: Tensor | None = None  # gradient of its output, where that has another layout than the other side's
+
+
+Timed = tuple[Op, Op, Any]  # ours, theirs, and the gradients of their outputs
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,7 @@ class Race:
         rounds: int = 30,
         goal: float | None = None,
         at: Mapping[str, float] | None = None,
+        timed: Timed | None = None,
     ) -> None:
         """Compare an op with a competitor's: output and gradients with fp64 ones, then time, memory and floor.
 
@@ -170,21 +176,25 @@ class Race:
             ours: the output is compared and differentiated where `upstream` is not 0.
             theirs: the same of the competitor, with as many inputs.
             upstream: gradient of the output, 0 where the output has no meaning (at padding).
-            expected: output and gradients of all inputs in fp64.
+            expected: output and gradients of all inputs in fp64, of what `Op.compared` leaves.
             tolerance: of each, as a share of its norm.
             direction: what is timed.
             work: what the direction must do at least.
             rounds: to time.
             goal: of the ratio.
             at: axes of the scaling plots.
+            timed: what is timed in place of what was compared, where that cannot be compared as it is: with dropout,
+                whose masks differ, or with several outputs.
         """
-        real = upstream != 0
+        real = ours.compared(upstream if ours.upstream is None else ours.upstream) != 0
         dtype = ours.inputs[0].dtype
 
         def results(op: Op) -> list[Tensor]:
-            out = op.run()
-            assert out.shape == upstream.shape, f"{op.name} returns {tuple(out.shape)} for {tuple(upstream.shape)}"
-            return [torch.where(real, out, 0), *torch.autograd.grad(out, op.inputs, upstream)]
+            out, dout = op.run(), upstream if op.upstream is None else op.upstream
+            assert out.shape == dout.shape, f"{op.name} returns {tuple(out.shape)} for {tuple(dout.shape)}"
+            found = [out.detach(), *torch.autograd.grad(out, op.inputs, dout)]
+            out, *gradients = map(op.compared, found)
+            return [torch.where(real, out, 0), *gradients]
 
         names = ["output", *(f"gradient {i}" for i in range(len(expected) - 1))]
         wanted = [torch.where(real, expected[0], 0), *expected[1:]]
@@ -203,13 +213,20 @@ class Race:
                 if not error <= tolerance:
                     self.fault = f"wrong: {name} is off by {error:.1e}"
                     break
+        gradient: Any = upstream
+        if timed is not None:
+            ours, theirs, gradient = timed
         peak = saved = None
         if self.fault is None:
             with self.competitor():
                 saved = tuple(saved_for_backward(op.run, op.inputs) for op in (ours, theirs))
-                sides = [self.watch.peak_memory(lambda op=op: results(op)) for op in (ours, theirs)]  # type: ignore[misc]
+                whole = [_call(op, "both", gradient) for op in (ours, theirs)]
+                if timed is not None:
+                    for run in whole:  # compiles, and lets libraries allocate; else the comparison has done that
+                        run()
+                sides = [self.watch.peak_memory(run) for run in whole]
                 peak = None if sides[0] is None else tuple(sides)
-        calls = [_call(op, direction, upstream) for op in ((ours,) if self.fault else (ours, theirs))]
+        calls = [_call(op, direction, gradient) for op in ((ours,) if self.fault else (ours, theirs))]
         self(
             f"{case}, {_DIRECTION[direction]}",
             Side("fastformer", calls[0]),
@@ -250,7 +267,7 @@ class Race:
         Raises:
             AssertionError: no gate was passed; or, with --enforce-goals, the ratio is below the goal.
         """
-        assert self.gates, "a speed counts only after a gate"
+        assert self.gates or self.fault, "a speed counts only after a gate"
         watch = self.watch
         rounds = 1 if self.tiny else rounds
         calls = 1
@@ -323,7 +340,8 @@ class Race:
 _DIRECTION = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
 
 
-def _call(op: Op, direction: Direction, upstream: Tensor) -> Call:
+def _call(op: Op, direction: Direction, upstream: Any) -> Call:
+    upstream = upstream if op.upstream is None else op.upstream
     if direction == "forward":
         return torch.no_grad()(op.run)
     if direction == "both":

@@ -51,11 +51,11 @@ def _copy_embeddings(to: _Embeddings, model: TranslationModel) -> None:
 class TorchTranslation(nn.Module):
     """torch.nn.Transformer, batch first and pre-norm, between tied embeddings; parameters copied from `model`."""
 
-    def __init__(self, model: TranslationModel) -> None:
+    def __init__(self, model: TranslationModel, positions: int = 512) -> None:
         super().__init__()
         c = model.config
         self.pad_id = c.pad_id
-        self.embeddings = _Embeddings(c, 512)
+        self.embeddings = _Embeddings(c, positions)
         with warnings.catch_warnings():
             # torch says that its nested-tensor path does not support pre-norm layers.
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")

@@ -1,0 +1,281 @@
+"""Attention against every way that PyTorch has, on a GPU: dense, causal, padded, packed, with dropout, in fp32.
+
+Useful work is counted, of real positions and allowed pairs alone: 4 D operations a pair forward, 10 D backward; bytes
+of q, k, v and the output, and backward those again with four gradients. Ours is told lengths and causality and makes no
+mask. fp64 results are of all heads where that is 0.5 GiB of scores, else of some.
+
+325 cases, 12 of them of packages that are rarely there. An estimate, not measured on a GPU: a third of a second a case,
+half a minute for the kernels of ours and as long for those of flex_attention, 3 minutes together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastformer
+from benchmarks.attention_competitors import ALONE, KEY_MASK, MASK, packed, rival
+from benchmarks.attention_problem import Problem, Shape, case_name, problem
+from benchmarks.competitors import require
+from benchmarks.race import DIRECTIONS, Direction, Op, Race, relative_error
+from fastformer import functional
+from fastformer.packing import pack, unpack
+
+# What a competitor warns of is no error of ours.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+# A wrong formula is off by more than 1e-1. bf16 rounds inputs of the second product to 4e-3.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+DROPOUT = 0.1
+_PROVEN: set[object] = set()
+Goals = tuple[float, float] | None  # forward; forward and backward
+Rivals = Sequence[tuple[str, str | None]]  # competitors, and how they are told of padding
+
+
+CAUSAL = [
+    Shape(128, 8, 40),
+    Shape(128, 12, 128),
+    Shape(32, 12, 512),
+    Shape(16, 12, 1024),
+    Shape(8, 12, 2048),
+    Shape(4, 12, 4096),
+    Shape(1, 16, 16384),
+    Shape(16, 12, 1024, 128),
+    Shape(8, 12, 2048, 128),
+    Shape(1, 16, 16384, 128),
+]
+DENSE = [Shape(16, 12, 1024, causal=False), Shape(8, 12, 2048, 128, causal=False)]
+QUICK = Shape(16, 12, 1024)
+PADDED = [replace(shape, kind="uniform") for shape in CAUSAL[2:6]]
+WIDE = replace(CAUSAL[8], kind="lognormal")
+MULTI30K = Shape(128, 8, 36, kind="multi30k", share=0.55)
+SHARES = [replace(CAUSAL[4], kind="uniform", share=share) for share in (0.0, 0.2, 0.7)]
+
+BACKENDS: Rivals = [(name, None) for name in ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient")]
+MAIN: Rivals = [
+    ("sdpa-efficient", MASK),
+    ("sdpa-cudnn", MASK),
+    ("sdpa-efficient", KEY_MASK),
+    ("sdpa-flash", ALONE),
+    ("varlen", None),
+]
+FURTHER: Rivals = [
+    ("sdpa-cudnn", KEY_MASK),
+    ("sdpa-cudnn", ALONE),
+    ("sdpa-math", MASK),
+    ("flash-attn", None),
+    ("xformers", None),
+]
+FLEX: Rivals = [("flex", None), ("flex-per-batch", None)]
+NOT_CAUSAL: Rivals = [("sdpa-efficient", KEY_MASK), ("sdpa-cudnn", KEY_MASK), ("varlen", None)]
+PACKED: Rivals = [
+    ("sdpa-efficient", MASK),
+    ("sdpa-cudnn", MASK),
+    ("sdpa-flash", ALONE),
+    ("varlen", None),
+    ("flash-attn", None),
+]
+CAUSAL_GOALS: dict[str, Goals] = {
+    MASK: (3.0, 2.5),
+    KEY_MASK: (1.7, 1.5),
+    "flex": (1.1, 1.1),
+    "flex-per-batch": (2.0, 1.5),
+    "varlen": (1.2, 1.2),
+}
+
+
+def _cases(*combinations: tuple[str, Sequence[Shape], Rivals]) -> pytest.MarkDecorator:
+    """Shapes against rivals, each as (shape, competitor, way); first "quick" or "full"."""
+    found = []
+    for size, shapes, rivals in combinations:
+        for shape in shapes:
+            for name, way in rivals:
+                parts = size, shape.name, name, *(() if way is None else (way.partition(" (")[0].replace(" ", "_"),))
+                found.append(pytest.param(shape, name, way, id="-".join(parts)))
+    return pytest.mark.parametrize(("shape", "competitor", "way"), found)
+
+
+def _label(name: str, way: str | None) -> str:
+    return name if way is None else f"{name}, {way}"
+
+
+def _take(race: Race, op: str, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+    """Take a competitor or skip; in a dry run, skip what differs from an earlier case in sizes only.
+
+    There padded tensors are not tried in all directions.
+    """
+    if not (race.tiny and competitor.startswith("flex")):  # not compiled, it shows there that its mask can be made
+        require(competitor, race.device)
+    if race.tiny:
+        kind = "padded" if shape.kind in ("uniform", "lognormal", "multi30k") else shape.kind
+        case = op, kind, shape.causal, competitor, way, None if kind == "padded" and op != "packed" else direction
+        if case in _PROVEN:
+            pytest.skip("another case has proven it")
+        _PROVEN.add(case)
+
+
+def _goal(goals: Goals, direction: Direction) -> float | None:
+    return None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
+
+
+def _ours(p: Problem, inputs: Sequence[Tensor]) -> Tensor:
+    ends = p.lengths_on_device if p.padded else None
+    with fastformer.backend("triton"):
+        return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_lengths=ends, dropout_p=p.dropout)
+
+
+def _race(
+    race: Race, shape: Shape, p: Problem, competitor: str, way: str | None, direction: Direction, goals: Goals
+) -> None:
+    """Compare attention of padded tensors."""
+    op = f"attention {p.dropout} {p.dtype}"
+    _take(race, op, shape, competitor, way, direction)
+    inputs, upstream = p.leaves(), p.random()
+
+    def sides(of: Problem) -> tuple[Op, Op]:
+        ours = Op("fastformer", lambda: _ours(of, inputs), inputs, p.compared)
+        theirs = Op(_label(competitor, way), lambda: rival(of, competitor, way)(*inputs), inputs, p.compared)
+        return ours, theirs
+
+    exact, timed = p, None
+    if p.dropout:
+        exact, timed = replace(p, dropout=0.0), (*sides(p), upstream)
+        _check_dropout(race, p, inputs, sides(p), sides(exact))
+    race.op(
+        case_name("attention", shape, p),
+        *sides(exact),
+        upstream=upstream,
+        expected=exact.expected(inputs, upstream),
+        tolerance=TOLERANCE[p.dtype],
+        direction=direction,
+        work=p.work(direction),
+        goal=_goal(goals, direction),
+        at=p.at,
+        timed=timed,
+    )
+
+
+def _check_dropout(race: Race, p: Problem, inputs: list[Tensor], dropping: tuple[Op, Op], exact: tuple[Op, Op]) -> None:
+    """Dropout, whose masks differ, must change the output by as much as it does on average, squared and summed."""
+    tolerance = 0.9 if race.tiny else 0.1  # hundreds of weights against millions
+    real = p.compared(p.real[:, None, :, None].expand(-1, p.heads, -1, p.head_size))
+    expected = torch.where(real, p.dropped(inputs), 0).sum()
+
+    @torch.no_grad()
+    def added(side: int) -> Tensor:
+        outputs = (p.compared(op.run()).double() for op in (dropping[side], exact[side]))
+        return torch.where(real, next(outputs) - next(outputs), 0).square().sum()
+
+    race.gate("dropout", added(0), expected, tolerance)
+    with race.competitor():
+        error = relative_error(added(1), expected)
+        if not error <= tolerance:
+            race.fault = f"wrong: dropout changes the output by a square that is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(
+    ("quick", [QUICK], [*BACKENDS, ("sdpa-math", None)]),
+    ("full", [shape for shape in CAUSAL if shape != QUICK] + DENSE, BACKENDS),
+    ("full", CAUSAL[:1], [("sdpa-math", None)]),
+)
+def bench_attention(race: Race, shape: Shape, competitor: str, way: None, direction: Direction) -> None:
+    goals = None
+    if shape.causal and shape.head_size == 64 and shape.length <= 8192:
+        goals = (1.1, 1.0) if shape.length <= 512 else (1.0, 0.9)
+    elif shape.causal and shape.head_size == 128 and shape.length >= 2048:
+        goals = 0.85, 0.75
+    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(("full", [replace(CAUSAL[4], causal=causal) for causal in (True, False)], [("tutorial", None)]))
+def bench_tutorial(race: Race, shape: Shape, competitor: str, way: None, direction: Direction) -> None:
+    goals = (15.0, 8.0) if shape.causal else (5.0, 3.5)
+    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(
+    ("quick", PADDED[1:2], MAIN),
+    ("full", [MULTI30K, PADDED[0], *PADDED[2:], WIDE], MAIN),
+    ("full", PADDED[1:2], FURTHER),
+    ("full", SHARES, [("sdpa-efficient", MASK), ("sdpa-flash", ALONE)]),
+    ("full", [PADDED[1], WIDE], FLEX),
+)
+def bench_padding_causal(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+    goals = CAUSAL_GOALS.get(way or competitor) if shape.length >= 1024 and shape.share == 0.45 else None
+    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(("full", [replace(shape, causal=False) for shape in (PADDED[0], PADDED[2])], NOT_CAUSAL))
+def bench_padding(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+    goals = (1.2, 1.2) if competitor == "varlen" else (1.8, 1.6)
+    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("variant", ["dropout", "fp32"])
+@_cases(
+    (
+        "full",
+        [replace(PADDED[1], causal=False, share=0.69)],
+        [(name, KEY_MASK) for name in ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")],
+    )
+)
+def bench_dropout_and_fp32(
+    race: Race, shape: Shape, competitor: str, way: str, variant: str, direction: Direction
+) -> None:
+    settings = {"dropout": DROPOUT} if variant == "dropout" else {"dtype": torch.float32}
+    p = problem(race, shape, **settings)
+    _race(race, shape, p, competitor, way, direction, (5.0, 4.0))
+
+
+@_cases(
+    (
+        "full",
+        [replace(PADDED[0], kind="empty")],
+        [*((name, MASK) for name in ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")), ("sdpa-flash", ALONE)],
+    )
+)
+def bench_empty_sequence(race: Race, shape: Shape, competitor: str, way: str) -> None:
+    """One sequence of length 0, of which a mask leaves nothing: not a number, if a competitor does not see to it."""
+    _race(race, shape, problem(race, shape), competitor, way, "both", None)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(("quick", PADDED[1:2], PACKED), ("full", [MULTI30K], PACKED))
+def bench_packed_attention(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+    """Ours of packed tensors; theirs of padded ones, or of packed ones where they take them."""
+    _take(race, "packed", shape, competitor, way, direction)
+    p = problem(race, shape)
+    inputs, upstream = p.leaves(), p.random()
+
+    def compared(x: Tensor) -> Tensor:
+        return p.compared(unpack(x, p.layout).transpose(1, 2))
+
+    tokens = q, k, v = [pack(x.detach().transpose(1, 2), p.layout).requires_grad_() for x in inputs]
+    dout = pack(upstream.transpose(1, 2), p.layout)
+
+    def ours() -> Tensor:
+        with fastformer.backend("triton"):
+            return functional.packed_attention(q, k, v, p.layout, causal=p.causal)
+
+    if way is None:
+        theirs = Op(competitor, lambda: packed(p, competitor)(*tokens), tokens, compared, dout)
+    else:
+        theirs = Op(_label(competitor, way), lambda: rival(p, competitor, way)(*inputs), inputs, p.compared)
+    race.op(
+        case_name("packed attention", shape, p),
+        Op("fastformer", ours, tokens, compared, dout),
+        theirs,
+        upstream=upstream,
+        expected=p.expected(inputs, upstream),
+        tolerance=TOLERANCE[p.dtype],
+        direction=direction,
+        work=p.work(direction),
+        at=p.at,
+    )

@@ -1,0 +1,129 @@
+"""Output projection + cross entropy in bf16, on a GPU: label smoothing 0.1, and a fifth of the targets ignored.
+
+Operations counted, of the rows that count: 2 T D V for the logits, and as many for the gradient of x and for that of
+the weight. Bytes counted: forward reads x, weight and targets; with backward it writes the gradients of x and weight,
+too. The logits are not counted: against the time of a call that never had them in memory the floor is measured.
+
+A call computes the gradients with the loss, as there is nothing else to do with it, so that backward is not timed by
+itself. The upstream gradient is 1, as `loss.backward()` has it. Peak memory, which every row has, is to be at most 0.1
+times eager's.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.floors import Work
+from benchmarks.ops import Function, race_functions
+from benchmarks.race import Direction, Race
+from fastformer import functional
+
+pytestmark = pytest.mark.gpu
+
+SMOOTHING = 0.1
+IGNORED = 0.2  # of the targets
+# bf16 logits, their gradient in bf16, and in Liger-Kernel's first mode a bf16 sum over up to 64 chunks: sqrt(32) 1e-3.
+TOLERANCE = 2e-2
+TINY = (10, 16, 40)
+_TRUTH_ROWS = 4096  # at once in fp64: 1.6 GB of logits
+
+GOALS: dict[tuple[str, int], float] = {  # by D; at 768 between those of 512 and 1024
+    ("eager", 512): 1.6,
+    ("eager", 768): 1.3,
+    ("eager", 1024): 1.3,
+    **{("compile", D): 1.3 for D in (512, 768, 1024)},
+    **{(name, D): 2.0 for name in ("liger", "liger-fp32") for D in (512, 768, 1024)},
+}
+QUICK = (16384, 512, 32000)
+COMPARED = [QUICK, (4096, 512, 16384), (16384, 1024, 50304), (16384, 768, 32000)]  # with every competitor
+GRID = [(T, D, V) for T in (4096, 16384) for D in (512, 768, 1024) for V in (16384, 32000, 50304)]
+RUNS: list[tuple[tuple[int, int, int], str, Direction]] = [
+    *((shape, "eager", "both") for shape in GRID),
+    *((shape, name, "both") for shape in COMPARED for name in ("compile", "liger", "liger-fp32", "torch-chunked")),
+    (QUICK, "eager", "forward"),
+    (QUICK, "compile", "forward"),
+]
+
+
+def _id(shape: tuple[int, int, int], competitor: str, direction: Direction) -> str:
+    return f"{'quick' if shape == QUICK else 'full'}-{'x'.join(map(str, shape))}-{competitor}-{direction}"
+
+
+def _functions(target: Tensor, smoothing: float) -> dict[str, Function]:
+    def liger(x: Tensor, w: Tensor, accum_dtype: torch.dtype | None = None) -> Tensor:
+        # Written for Liger-Kernel 0.8.5. Both modes: the gradient of the weight is added up over the chunks in the
+        # weight's dtype, or in fp32. Its fp32 gradient is cast on the way out, as ours is.
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        loss: Tensor = liger_fused_linear_cross_entropy(
+            x, w, target, label_smoothing=smoothing, reduction="mean", accum_dtype=accum_dtype
+        )
+        return loss
+
+    def chunked(x: Tensor, w: Tensor) -> Tensor:
+        # Of torch 2.13, which takes chunks only where nothing is smoothed.
+        options = torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(x, w, target, label_smoothing=smoothing, options=options)
+
+    return {
+        "ours": lambda x, w: functional.linear_cross_entropy(x, w, target, label_smoothing=smoothing),
+        "eager": lambda x, w: F.cross_entropy(F.linear(x, w), target, label_smoothing=smoothing),
+        "liger": liger,
+        "liger-fp32": lambda x, w: liger(x, w, torch.float32),
+        "torch-chunked": chunked,
+    }
+
+
+def truth(x: Tensor, w: Tensor, target: Tensor, smoothing: float) -> list[Tensor]:
+    """Loss and gradients of x and w in fp64, some rows at a time, since the logits of all might not fit."""
+    wide = w.detach().double().requires_grad_()
+    loss, dw = x.new_zeros((), dtype=torch.float64), torch.zeros_like(wide)
+    dx = torch.empty_like(x, dtype=torch.float64)
+    counted = (target != -100).sum()
+    for start in range(0, len(x), _TRUTH_ROWS):
+        rows = slice(start, start + _TRUTH_ROWS)
+        part = x[rows].detach().double().requires_grad_()
+        total = F.cross_entropy(F.linear(part, wide), target[rows], label_smoothing=smoothing, reduction="sum")
+        total = total / counted
+        dx[rows], added = torch.autograd.grad(total, (part, wide))
+        dw += added
+        loss += total.detach()
+    return [loss, dx, dw]
+
+
+def work(T: int, D: int, V: int) -> dict[Direction, Work]:
+    """What each direction must do at least; see the module."""
+    products = 2.0 * T * D * V * (1 - IGNORED)
+    read, gradients = 2.0 * (T * D + V * D) + 8.0 * T, 2.0 * (T * D + V * D)
+    both = Work(3 * products, read + gradients)
+    return {"forward": Work(products, read), "backward": Work(2 * products, gradients), "both": both}
+
+
+@pytest.mark.parametrize(("shape", "competitor", "direction"), RUNS, ids=[_id(*run) for run in RUNS])
+def bench_linear_cross_entropy(race: Race, shape: tuple[int, int, int], competitor: str, direction: Direction) -> None:
+    T, D, V = TINY if race.tiny else shape
+    x = torch.randn(T, D, device=race.device)
+    w = torch.randn(V, D, device=race.device) * D**-0.5  # logits of unit variance, as those of an untrained model
+    inputs = [x.to(torch.bfloat16).requires_grad_(), w.to(torch.bfloat16).requires_grad_()]
+    target = torch.randint(V, (T,), device=race.device)
+    target[torch.rand(T, device=race.device) < IGNORED] = -100
+    target[0], target[-1] = -100, 0
+    if (competitor, direction) == ("eager", "both"):
+        race.note(peak_goal=0.1)
+    smoothing = 0.0 if competitor == "torch-chunked" else SMOOTHING
+    goal = GOALS.get((competitor, shape[1]))
+    race_functions(
+        race,
+        f"linear + cross entropy {T:,} x {D:,} x {V:,}" + ("" if smoothing else ", not smoothed"),
+        competitor,
+        _functions(target, smoothing),
+        inputs,
+        direction=direction,
+        work=work(T, D, V),
+        tolerance=TOLERANCE,
+        upstream=torch.ones((), device=race.device),
+        expected=truth(inputs[0], inputs[1], target, smoothing),
+        goals={} if goal is None else {(competitor, "both"): goal},
+        at={"tokens": T, "width": D, "vocabulary": V},
+    )

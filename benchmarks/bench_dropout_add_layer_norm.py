@@ -1,0 +1,85 @@
+"""Dropout + residual + layer norm over bf16 rows, on a GPU: the step between two sublayers, with both its results.
+
+Bytes counted for the floor: forward reads x and the residual, writes their sum and its norm; backward reads the
+gradients of both results and the sum, writes the gradients of residual and x; all else is small beside them.
+
+Both sides draw dropout masks of their own, so that values are compared at p = 0 (the two results as one tensor), and
+time is measured at p, with the results as they are. Saved bytes are to be at most 0.67 times eager's.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.floors import Work
+from benchmarks.ops import Function, leaves, race_functions
+from benchmarks.race import Direction, Race
+from fastformer import functional
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-5
+DROPOUT = 0.1
+TOLERANCE = 1e-2  # bf16 rounds to 4e-3; a wrong formula is off by more than 1e-1
+SHAPES = {
+    "quick-8192x1024": (8192, 1024),
+    "full-16384x512": (16384, 512),
+    "full-32768x768": (32768, 768),
+    "full-32768x4096": (32768, 4096),
+}
+TINY = (6, 40)
+GOALS: dict[tuple[str, Direction], float] = {("eager", "both"): 2.0, ("compile", "both"): 1.1}
+RUNS: list[tuple[str, str, Direction]] = [
+    *((shape, "eager", direction) for shape in SHAPES for direction in ("forward", "both")),
+    ("quick-8192x1024", "compile", "both"),
+    ("full-32768x4096", "compile", "both"),
+]
+
+Results = tuple[Tensor, Tensor]
+
+
+def _functions(N: int, dropout_p: float) -> dict[str, Callable[..., Results]]:
+    def eager(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Results:
+        s = residual + (F.dropout(x, dropout_p) if dropout_p > 0.0 else x)
+        return F.layer_norm(s, (N,), w, b, EPS), s
+
+    def ours(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Results:
+        return functional.dropout_add_layer_norm(x, residual, N, w, b, eps=EPS, dropout_p=dropout_p)
+
+    return {"ours": ours, "eager": eager}
+
+
+def _as_one(results: Callable[..., Results]) -> Function:
+    return lambda *inputs: torch.stack(results(*inputs))
+
+
+def work(elements: int) -> dict[Direction, Work]:
+    """No matrix products; passes over tensors of so many bf16 elements."""
+    passes: dict[Direction, int] = {"forward": 4, "backward": 5, "both": 9}
+    return {direction: Work(0.0, 2.0 * elements * n) for direction, n in passes.items()}
+
+
+@pytest.mark.parametrize(("shape", "competitor", "direction"), RUNS, ids=["-".join(run) for run in RUNS])
+def bench_dropout_add_layer_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
+    M, N = TINY if race.tiny else SHAPES[shape]
+    upstream = torch.randn(2, M, N, device=race.device).to(torch.bfloat16)
+    race.note(compared_at_dropout=0.0, timed_at_dropout=DROPOUT)
+    if competitor == "eager":
+        race.note(saved_goal=0.67)
+    race_functions(
+        race,
+        f"dropout + residual + layer norm {M:,} x {N:,}",
+        competitor,
+        {name: _as_one(function) for name, function in _functions(N, 0.0).items()},
+        leaves(race, (M, N), (M, N), (N,), (N,)),
+        direction=direction,
+        work=work(M * N),
+        tolerance=TOLERANCE,
+        upstream=upstream,
+        goals=GOALS,
+        timed=(_functions(N, DROPOUT), upstream.unbind()),
+        at={"rows": M, "width": N},
+    )

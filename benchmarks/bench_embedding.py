@@ -1,0 +1,94 @@
+"""Word embedding, scaled, plus a table of positions, with dropout, in bf16, on a GPU.
+
+No matrix product. Bytes counted: forward reads ids and positions (8 each) and a row of the weight a token, and writes
+a row; the table is small and read once. Backward reads the gradient of the output and writes those of weight and table
+whole, which both sides do.
+
+With dropout both sides draw masks of their own, so that their values are compared at p = 0, and their time at p.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.floors import Work
+from benchmarks.ops import Function, leaves, race_functions
+from benchmarks.race import Direction, Race
+from fastformer import functional
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-2  # bf16 rounds to 4e-3; a wrong formula is off by more than 1e-1
+
+
+class Case(NamedTuple):
+    """A batch of sentences, and the two tables."""
+
+    sentences: int
+    length: int
+    width: int
+    vocabulary: int
+    dropout_p: float
+
+
+CASES = {
+    "quick-512": Case(128, 128, 512, 32000, 0.1),
+    "full-512-no-dropout": Case(128, 128, 512, 32000, 0.0),
+    "full-1024": Case(8, 2048, 1024, 50304, 0.1),
+}
+TINY = Case(2, 5, 24, 16, 0.1)
+RUNS: list[tuple[str, str, Direction]] = [
+    *((name, "eager", direction) for name in CASES for direction in ("forward", "both")),
+    ("quick-512", "compile", "both"),
+]
+
+
+def work(case: Case) -> dict[Direction, Work]:
+    """What each direction must do at least; see the module."""
+    T, D = case.sentences * case.length, case.width
+    forward = 16.0 * T + 2.0 * D * (2 * T + case.length)
+    backward = 2.0 * D * (T + case.vocabulary + case.length)
+    return {
+        "forward": Work(0.0, forward),
+        "backward": Work(0.0, backward),
+        "both": Work(0.0, forward + backward),
+    }
+
+
+@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS, ids=["-".join(run) for run in RUNS])
+def bench_embedding(race: Race, case: str, competitor: str, direction: Direction) -> None:
+    chosen = CASES[case]
+    if race.tiny:
+        chosen = TINY._replace(dropout_p=chosen.dropout_p)
+    B, L, D, V, p = chosen
+    ids = torch.randint(V, (B, L), device=race.device)
+    positions = torch.arange(L, device=race.device).expand(B, L)
+    scale = D**0.5
+
+    def functions(dropout_p: float) -> dict[str, Function]:
+        def eager(w: Tensor, table: Tensor) -> Tensor:
+            out = F.embedding(ids, w) * scale + F.embedding(positions, table)
+            return F.dropout(out, dropout_p) if dropout_p > 0.0 else out
+
+        def ours(w: Tensor, table: Tensor) -> Tensor:
+            return functional.embedding(ids, w, table, positions, scale=scale, dropout_p=dropout_p)
+
+        return {"ours": ours, "eager": eager}
+
+    if p > 0.0:
+        race.note(compared_at_dropout=0.0, timed_at_dropout=p)
+    race_functions(
+        race,
+        f"embedding {B} x {L:,} x {D:,} of {V:,}" + (f", dropout {p:g}" if p > 0.0 else ""),
+        competitor,
+        functions(0.0),
+        leaves(race, (V, D), (L, D)),
+        direction=direction,
+        work=work(chosen),
+        tolerance=TOLERANCE,
+        timed=(functions(p), torch.randn(B, L, D, device=race.device).to(torch.bfloat16)) if p > 0.0 else None,
+        at={"tokens": B * L, "width": D},
+    )

@@ -1,0 +1,167 @@
+"""The feed-forward layer in bf16, on a GPU: two matrix products, and what stands between them.
+
+Operations counted, of the products alone: 2 T D F for each of the two, as many again for the gradient of each input
+and of each weight; a gated layer's first product is twice as wide. Bytes counted: forward reads x and both weights and
+writes y; backward reads x, dy and both weights and writes dx and the gradients of the weights. Hidden activations are
+not counted: a layer that kept them on the chip would move none, and against that the floor is measured.
+
+With dropout both sides draw masks of their own, so that their values are compared at p = 0, and their time at p.
+Peak and saved bytes, which every row has, are to be at most 0.45 times eager's where a mask is saved, and 0.09 times
+with `recompute`.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.floors import Work
+from benchmarks.ops import race_functions
+from benchmarks.race import Direction, Race
+from fastformer import functional
+from fastformer.arguments import Activation
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 2e-2  # a chain of three bf16 roundings of 4e-3; a wrong activation is off by more than 1e-1
+
+
+class Case(NamedTuple):
+    """A layer, and how it is called."""
+
+    tokens: int
+    width: int
+    hidden: int
+    activation: Activation = "gelu"
+    dropout_p: float = 0.0
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the tables have it."""
+        extra = [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
+        extra += ["recompute"] if self.recompute else []
+        sizes = f"{self.tokens:,} x ({self.width:,}, {self.hidden:,})"
+        return ", ".join([f"feed-forward {self.activation} {sizes}", *extra])
+
+
+SIZES = [(512, 2048), (768, 3072), (1024, 4096), (2048, 8192), (4096, 16384)]
+GOALS = {  # by width, from eager and from torch.compile
+    512: (1.30, 1.10),
+    768: (1.25, 1.07),
+    1024: (1.15, 1.03),
+    2048: (1.05, 1.0),
+    4096: (1.0, 1.0),
+}
+TINY = (6, 16, 24)
+
+CASES = {
+    "quick-gelu": Case(16384, 512, 2048),
+    "quick-relu-dropout": Case(16384, 1024, 4096, "relu", 0.1),
+    **{f"full-gelu-4096-{d}": Case(4096, d, f) for d, f in SIZES},
+    **{f"full-gelu-16384-{d}": Case(16384, d, f) for d, f in SIZES[1:]},
+    **{f"full-relu-dropout-{t}-512": Case(t, 512, 2048, "relu", 0.1) for t in (4096, 16384)},
+    "full-relu-dropout-4096-4096": Case(4096, 4096, 16384, "relu", 0.1),
+    "full-relu": Case(16384, 512, 2048, "relu"),
+    "full-gelu_tanh": Case(16384, 512, 2048, "gelu_tanh"),
+    "full-gelu-dropout": Case(16384, 512, 2048, "gelu", 0.1),
+    "full-gelu-dropout-recompute": Case(16384, 512, 2048, "gelu", 0.1, recompute=True),
+    "full-swiglu": Case(16384, 1024, 4096, "swiglu"),
+}
+# A compilation takes seconds and each case costs one, with dropout two.
+COMPILED = [name for name in CASES if name in ("quick-gelu", "quick-relu-dropout", "full-swiglu")]
+COMPILED += [f"full-gelu-16384-{d}" for d, _ in SIZES[1:]]
+RUNS: list[tuple[str, str, Direction]] = [
+    *((name, "eager", "both") for name in CASES),
+    *((name, "compile", "both") for name in COMPILED),
+    ("full-swiglu", "liger", "both"),
+    ("quick-gelu", "eager", "forward"),
+    ("full-swiglu", "eager", "forward"),
+    ("full-swiglu", "liger", "forward"),
+]
+
+
+def _activate(h: Tensor, activation: Activation) -> Tensor:
+    if activation == "swiglu":
+        gate, value = h.chunk(2, -1)
+        return F.silu(gate) * value
+    if activation == "relu":
+        return F.relu(h)
+    return F.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _liger_swiglu(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    # Written for Liger-Kernel 0.8.5. Its kernel takes gate and value as two matrices, which two products make, as its
+    # own layer has them. Its backward pass writes over what forward kept, so it is never timed alone. Its GEGLU is the
+    # tanh form, ours the exact one: no comparison.
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    half = w1.shape[0] // 2
+    gate, value = F.linear(x, w1[:half], b1[:half]), F.linear(x, w1[half:], b1[half:])
+    return F.linear(liger_swiglu(gate, value), w2, b2)
+
+
+def _functions(case: Case, dropout_p: float) -> dict[str, Any]:
+    def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        a = _activate(F.linear(x, w1, b1), case.activation)
+        return F.linear(F.dropout(a, dropout_p) if dropout_p > 0.0 else a, w2, b2)
+
+    def ours(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return functional.feed_forward(
+            x, w1, b1, w2, b2, activation=case.activation, dropout_p=dropout_p, recompute=case.recompute
+        )
+
+    return {"ours": ours, "eager": eager, "liger": _liger_swiglu}
+
+
+def _inputs(case: Case, device: torch.device) -> list[Tensor]:
+    """x, and both weights and biases, so scaled that no layer grows or shrinks what it gets."""
+    T, D, F_ = case.tokens, case.width, case.hidden
+    wide = 2 * F_ if case.activation == "swiglu" else F_
+    shapes = [(T, D), (wide, D), (wide,), (D, F_), (D,)]
+    scales = [1.0, D**-0.5, 0.1, F_**-0.5, 0.1]
+    drawn = [torch.randn(shape, device=device) * scale for shape, scale in zip(shapes, scales, strict=True)]
+    return [x.to(torch.bfloat16).requires_grad_() for x in drawn]
+
+
+def work(case: Case) -> dict[Direction, Work]:
+    """What each direction must do at least; see the module."""
+    T, D, F_ = case.tokens, case.width, case.hidden
+    halves = 3 if case.activation == "swiglu" else 2  # products of T x D x F
+    products = 2.0 * T * D * F_ * halves
+    ends, weights = 2.0 * T * D, 2.0 * D * F_ * halves  # bytes of x, and of both weights
+    forward = Work(products, 2 * ends + weights)
+    backward = Work(2 * products, 3 * ends + 2 * weights)
+    both = Work(3 * products, forward.bytes + backward.bytes)
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS, ids=["-".join(run) for run in RUNS])
+def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direction) -> None:
+    chosen = CASES[case]
+    goals: dict[tuple[str, Direction], float] = {}
+    if not (chosen.recompute or chosen.activation == "swiglu"):
+        goals = {("eager", "both"): GOALS[chosen.width][0], ("compile", "both"): GOALS[chosen.width][1]}
+    if race.tiny:
+        chosen = chosen._replace(tokens=TINY[0], width=TINY[1], hidden=TINY[2])
+    inputs = _inputs(chosen, race.device)
+    p = chosen.dropout_p
+    if p > 0.0:
+        race.note(compared_at_dropout=0.0, timed_at_dropout=p)
+        if competitor == "eager":
+            race.note(saved_goal=0.09 if chosen.recompute else 0.45)
+    race_functions(
+        race,
+        chosen.name,
+        competitor,
+        _functions(chosen, 0.0),
+        inputs,
+        direction=direction,
+        work=work(chosen),
+        tolerance=TOLERANCE,
+        goals=goals,
+        timed=(_functions(chosen, p), torch.randn_like(inputs[0])) if p > 0.0 else None,
+        at={"tokens": chosen.tokens, "width": chosen.width},
+    )

@@ -1,0 +1,110 @@
+"""nn.MultiheadAttention against ours of the same parameters, with padding and causality, on a GPU.
+
+Called in the same way: a bool mask `[L, L]`, True = may not attend, and a bool mask `[B, L]`, True = padding; "default"
+returns the weights too. "packed" is ours without padding, which it takes out and puts back; theirs is then called with
+`need_weights=False`.
+
+Useful work: attention's as in `bench_attention`, and four products of all real positions with `[D, D]`; backward twice
+those. Bytes: input, output and parameters, and their gradients.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastformer
+from benchmarks.attention_problem import Problem, Shape, case_name, problem
+from benchmarks.competitors import require
+from benchmarks.floors import Work
+from benchmarks.ops import fp64_results
+from benchmarks.race import DIRECTIONS, Direction, Op, Race
+from fastformer.packing import pack, unpack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # a competitor's warnings are no error of ours
+
+TOLERANCE = 2e-2  # bf16, through three products
+SHAPES = {
+    "quick-16x12x1024": Shape(16, 12, 1024, kind="uniform"),
+    "full-128x8x36": Shape(128, 8, 36, kind="multi30k", share=0.55),
+}
+GOALS = {"default": 3.0, "need_weights=False": 2.0, "packed": 2.0}
+
+
+def formula(p: Problem, x: Tensor, *parameters: Tensor) -> Tensor:
+    """Multi-head attention `[B, L, D]` -> `[B, L, D]` in plain ops (Vaswani et al. 2017, section 3.2.2)."""
+    weight, bias, out_weight, out_bias = parameters
+    mixed = F.linear(x, weight, bias).view(*x.shape[:2], 3, p.heads, p.head_size)
+    q, k, v = mixed.permute(2, 0, 3, 1, 4)  # [B, H, L, K]
+    scores = (q @ k.transpose(-1, -2)) * p.head_size**-0.5  # [B, H, L, L]
+    attended = scores.masked_fill(p.look_ahead, -torch.inf).softmax(-1) @ v
+    return F.linear(attended.transpose(1, 2).flatten(2), out_weight, out_bias)
+
+
+def expected(p: Problem, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    """Output and gradients in fp64, by the sequence: causality alone hides padding on the right from what is real."""
+    x, *parameters = inputs
+    rows = [fp64_results(partial(formula, p), [x[b : b + 1], *parameters], upstream[b : b + 1]) for b in range(p.batch)]
+    outputs, gradients, *of_parameters = zip(*rows, strict=True)
+    return [torch.cat(outputs), torch.cat(gradients), *(torch.stack(x).sum(0) for x in of_parameters)]
+
+
+def work(p: Problem, direction: Direction) -> Work:
+    """Attention's operations and those of the projections; bytes of what is read and written once."""
+    width, positions = p.heads * p.head_size, int(p.lengths.sum())
+    times = {"forward": 1, "backward": 2, "both": 3}[direction]
+    passes = {"forward": 2, "backward": 3, "both": 5}[direction]  # x, y; x, dy and dx
+    size = 4 if p.dtype == torch.float32 else 2
+    operations = p.work(direction).operations + times * 8 * positions * width**2
+    return Work(operations, size * (passes * positions * width + times * 4 * width**2))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("call", GOALS)
+@pytest.mark.parametrize("competitor", ["torch.nn"])
+@pytest.mark.parametrize("shape", SHAPES)
+def bench_multihead_attention(race: Race, shape: str, competitor: str, call: str, direction: Direction) -> None:
+    require(competitor, race.device)
+    if race.tiny and (direction != "both" or shape.startswith("full")):
+        pytest.skip("another case proves it")
+    p = problem(race, SHAPES[shape])
+    width = p.heads * p.head_size
+    settings: dict[str, Any] = {"batch_first": True, "device": race.device, "dtype": p.dtype}
+    theirs = nn.MultiheadAttention(width, p.heads, **settings)
+    ours = fastformer.MultiheadAttention(width, p.heads, **settings)
+    ours.in_proj_weight, ours.in_proj_bias, ours.out_proj = theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj
+    nn.init.normal_(theirs.in_proj_bias)
+    nn.init.normal_(theirs.out_proj.bias)
+    x = torch.randn(p.batch, p.length, width, device=race.device).to(p.dtype).requires_grad_()
+    inputs = [x, *theirs.parameters()]
+    upstream = torch.randn_like(x) * p.real[..., None]
+
+    def padded(module: nn.MultiheadAttention) -> Tensor:
+        out: Tensor = module(x, x, x, key_padding_mask=~p.real, attn_mask=p.look_ahead, need_weights=call == "default")[
+            0
+        ]
+        return out
+
+    def fused() -> Tensor:
+        with fastformer.backend("triton"):
+            return padded(ours)
+
+    def packed() -> Tensor:
+        with fastformer.backend("triton"):
+            return unpack(ours.packed(pack(x, p.layout), p.layout, causal=True), p.layout)
+
+    race.op(
+        f"{case_name('nn.MultiheadAttention', SHAPES[shape], p)}, {call}",
+        Op("fastformer", packed if call == "packed" else fused, inputs),
+        Op(competitor, lambda: padded(theirs), inputs),
+        upstream=upstream,
+        expected=expected(p, inputs, upstream),
+        tolerance=TOLERANCE,
+        direction=direction,
+        work=work(p, direction),
+        goal=None if direction == "backward" else GOALS[call],
+        at=p.at,
+    )

@@ -1,0 +1,140 @@
+"""One training step of the translation model on both sides: loss, gradients and AdamW; gates first, then time."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.clock import saved_for_backward
+from benchmarks.competitors import require
+from benchmarks.race import Race, Side, flat_gradients
+from benchmarks.tutorials import FixedLengthTranslation, TorchTranslation
+from fastformer.models import TranslationConfig, TranslationModel, translation_loss
+from fastformer.text import Batch, EncodedPairs, collate
+
+SMOOTHING = 0.1
+# bf16: matrix products round to 4e-3, which averages out over thousands of tokens.
+LOSS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+# Against fp64, where both agree to 3e-14, the gradients of ours are off by 5e-5 and torch's by 7e-5 (d256, random
+# batch): rounding decides on which side of ReLU's kink some activations fall.
+GRADIENT_TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 5e-2}
+NAMES = {
+    "torch.nn": "torch.nn.Transformer",
+    "torch.nn-compile": "torch.compile of torch.nn.Transformer",
+    "tutorial": "T1, fixed length 200",
+}
+
+Loss = Callable[[], Tensor]
+
+
+def race_training(
+    race: Race,
+    case: str,
+    config: TranslationConfig,
+    pairs: EncodedPairs,
+    *,
+    competitor: str = "torch.nn",
+    competitor_pairs: EncodedPairs | None = None,
+    dtype: torch.dtype = torch.float32,
+    rounds: int,
+    goal: float | None = None,
+    at: Mapping[str, float] | None = None,
+) -> None:
+    """Compare a step on packed pairs with a competitor's on the same pairs, padded; by the real target token.
+
+    Args:
+        race: of this case; skipped with the reason where the machine does not have the competitor.
+        case: its name.
+        config: of the model; the competitor takes its parameters.
+        pairs: the batch.
+        competitor: "torch.nn", "torch.nn-compile" or "tutorial".
+        competitor_pairs: what the competitor gets where all of `pairs` would take it minutes.
+        dtype: fp32, or bf16 by autocast on both sides.
+        rounds: to time.
+        goal: of the ratio.
+        at: axes of the scaling plots.
+    """
+    require(competitor, race.device)
+    packed = collate(pairs, packed=True).to(race.device)
+    shared = pairs if competitor_pairs is None else competitor_pairs
+    shared_packed, padded = (collate(shared, packed=form).to(race.device) for form in (True, False))
+    whole = collate(pairs, packed=False)
+    share = 1 - (packed.source.numel() + packed.target_in.numel()) / (whole.source.numel() + whole.target_in.numel())
+    model = TranslationModel(config).to(race.device)
+    longest = max(padded.source.shape[1], padded.target_in.shape[1])
+    theirs: TorchTranslation | FixedLengthTranslation = (
+        FixedLengthTranslation(model) if competitor == "tutorial" else TorchTranslation(model, longest)
+    ).to(race.device)
+    if competitor == "torch.nn-compile":
+        theirs.compile()
+
+    def autocast() -> torch.autocast | nullcontext[None]:
+        return nullcontext() if dtype == torch.float32 else torch.autocast(race.device.type, dtype)
+
+    def loss_of(net: nn.Module, batch: Batch) -> Loss:
+        def loss() -> Tensor:
+            with autocast():
+                if net is model:
+                    return translation_loss(model, batch, SMOOTHING)
+                return theirs.loss(batch, SMOOTHING)
+
+        return loss
+
+    _gate(race, (model, loss_of(model, shared_packed)), (theirs, loss_of(theirs, padded)), dtype)
+    ours, other = loss_of(model, packed), loss_of(theirs, padded)
+    steps = training_step(model, ours, packed), training_step(theirs, other, padded)
+    saved = peak = None
+    if race.fault is None and competitor_pairs is None:
+        with race.competitor():
+            saved = tuple(saved_for_backward(loss, net.parameters()) for loss, net in ((ours, model), (other, theirs)))
+            if race.device.type == "cuda":
+                for step in steps:
+                    step()  # AdamW's moments, and what compilers need, exist from here on
+                peak = tuple(race.watch.peak_memory(step) for step in steps)
+    race.note(padding_share=share)
+    race(
+        case,
+        Side("fastformer", steps[0], packed.tokens),
+        Side(NAMES[competitor], steps[1], padded.tokens),
+        rounds=rounds,
+        goal=goal,
+        at={**(at or {}), "padding": share},
+        saved_bytes=saved,
+        peak_bytes=peak,
+    )
+
+
+def _gate(race: Race, ours: tuple[nn.Module, Loss], theirs: tuple[nn.Module, Loss], dtype: torch.dtype) -> None:
+    """Without dropout both losses are the same, and so are the gradients of the parameters that have one name."""
+    losses = []
+    for model, loss in (ours, theirs):
+        model.eval()
+        with race.competitor() if model is theirs[0] else nullcontext():
+            value = loss()
+            value.backward()  # type: ignore[no-untyped-call]
+            losses.append(value)
+        model.train()
+    if race.fault is not None:
+        return
+    race.gate("loss", losses[0], losses[1], LOSS_TOLERANCE[dtype])
+    other = theirs[0]
+    if isinstance(other, TorchTranslation):
+        expected = dict(other.transformer.named_parameters())
+        pairs = [(p, expected[name]) for name, p in ours[0].named_parameters() if name in expected]
+        output = ours[0].get_parameter("output.weight")
+        pairs.append((output, other.embeddings.target.weight))
+        gradients = (flat_gradients(side) for side in zip(*pairs, strict=True))
+        race.gate("gradients", *gradients, GRADIENT_TOLERANCE[dtype])
+
+
+def training_step(model: nn.Module, loss: Loss, batch: Batch) -> Callable[[], None]:
+    """Gradients of the mean loss and a step of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (loss() / batch.tokens).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step

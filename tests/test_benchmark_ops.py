@@ -1,0 +1,107 @@
+"""The benchmarks of single ops: what they compare with, what they time, and what they count."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import bench_cross_entropy, bench_feed_forward, competitors
+from benchmarks.bench_feed_forward import CASES, Case
+from benchmarks.clock import Stopwatch
+from benchmarks.floors import Ceilings
+from benchmarks.race import Op, Race, Record
+
+CPU = torch.device("cpu")
+
+
+class Benchmark:
+    """pytest-benchmark's fixture, as much of it as a race takes."""
+
+    fullname = "benchmarks/bench_something.py::bench_it"
+
+    def __init__(self):
+        self.extra_info = {}
+
+    def pedantic(self, run, setup, rounds, iterations):
+        setup()
+        run()
+
+
+def make_race():
+    watch = Stopwatch(CPU)
+    return Race(Benchmark(), watch, Ceilings(watch, tiny=True), Record({}), enforce=False, tiny=True)
+
+
+def test_what_is_timed_may_be_another_call_than_what_is_compared():
+    x = torch.randn(3, 4, requires_grad=True)
+    ran = []
+
+    def op(name, outputs):
+        def run():
+            ran.append(name)
+            return 2 * x if outputs == 1 else (2 * x, 3 * x)
+
+        return Op(name, run, [x])
+
+    upstream = torch.ones(3, 4)
+    race = make_race()
+    race.op(
+        "case",
+        op("ours", 1),
+        op("theirs", 1),
+        upstream=upstream,
+        expected=[2 * x.detach(), 2 * upstream],
+        tolerance=1e-6,
+        direction="both",
+        timed=(op("ours, timed", 2), op("theirs, timed", 2), (upstream, upstream)),
+    )
+    assert ran[:2] == ["ours", "theirs"]
+    assert set(ran[2:]) == {"ours, timed", "theirs, timed"}
+    (row,) = race.record.rows
+    assert row.status == "dry run"
+
+
+def test_the_ninth_compilation_of_the_same_code_still_compiles(monkeypatch):
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
+    for k in range(10):
+        competitors.compiled(lambda x, k=k: x * k)(torch.ones(3))
+    assert len(compilations) == 10
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_truth_of_the_loss_is_the_same_by_chunks(smoothing, monkeypatch):
+    x, w = torch.randn(10, 6, requires_grad=True), torch.randn(12, 6, requires_grad=True)
+    target = torch.tensor([0, -100, 3, 11, 5, -100, -100, 2, 2, 7])
+    monkeypatch.setattr(bench_cross_entropy, "_TRUTH_ROWS", 3)
+    found = bench_cross_entropy.truth(x, w, target, smoothing)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    loss = F.cross_entropy(F.linear(*wide), target, label_smoothing=smoothing)
+    torch.testing.assert_close(found, [loss.detach(), *torch.autograd.grad(loss, wide)])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_feed_forward_inputs_fit_even_where_sizes_coincide(activation):
+    case = Case(8, 4, 8, activation)  # as many tokens as hidden units
+    wide = 16 if activation == "swiglu" else 8
+    shapes = [tuple(x.shape) for x in bench_feed_forward._inputs(case, CPU)]
+    assert shapes == [(8, 4), (wide, 4), (wide,), (4, 8), (4,)]
+
+
+def test_feed_forward_work_is_counted_by_hand():
+    counted = bench_feed_forward.work(Case(2, 3, 5))["both"]
+    assert counted.operations == 3 * (2 * 2 * 3 * 5 * 2)
+    # x, y, both weights; x, dy, dx, both weights and their gradients: 2 bytes each.
+    assert counted.bytes == 2 * ((2 * 6 + 30) + (3 * 6 + 2 * 30))
+    assert bench_feed_forward.work(Case(2, 3, 5, "swiglu"))["forward"].operations == 2 * 2 * 3 * 5 * 3
+
+
+def test_every_run_names_a_case_and_a_competitor():
+    names = {name for _, name, _ in [*bench_feed_forward.RUNS, *bench_cross_entropy.RUNS]}
+    assert names <= competitors.COMPETITORS.keys()
+    assert {case for case, *_ in bench_feed_forward.RUNS} == CASES.keys()

@@ -1,0 +1,199 @@
+"""The sweep over tiles: which configurations it tries, and that it reports what is wrong or fails as that."""
+
+import json
+import math
+import time
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import tuning
+from benchmarks.clock import Stopwatch
+from benchmarks.tuning_cases import Axis, Case, Site, _grid, find_cases, neighbours
+from fastformer_kernels import embedding
+
+CPU = torch.device("cpu")
+
+
+class FakeWatch(Stopwatch):
+    """Says that a call takes what it returns."""
+
+    def __call__(self, run, calls=1):
+        return run()[0].item()
+
+
+def sweep(minutes=1.0, tiny=False):
+    return tuning.Sweep(FakeWatch(CPU), time.monotonic() + 60 * minutes, tiny=tiny)
+
+
+def results(options, call, **settings):
+    """The results of a case whose configurations are the call's arguments."""
+    case = Case("kernel", "shape", lambda device: call, options=options)
+    return list(sweep(**settings).case(case, call, case.chosen(call), case.others(options[0])))
+
+
+def test_neighbours_are_one_step_away_within_the_limits():
+    axes = (Axis("BLOCK_T", 16, 64), Axis("num_warps", 1, 8), Axis("num_stages", 1, 3, adds=True), Axis("absent", 1, 2))
+    chosen = {"BLOCK_T": 64, "num_warps": 4, "num_stages": 1, "BLOCK_K": 128}
+    changes = [{k: v for k, v in config.items() if v != chosen[k]} for config in neighbours(chosen, axes)]
+    assert changes == [
+        {"BLOCK_T": 32},
+        {"num_warps": 2},
+        {"num_warps": 8},
+        {"num_stages": 2},
+        {"BLOCK_T": 32, "num_warps": 2},
+    ]
+
+
+def test_neighbours_trade_one_block_against_the_other():
+    axes = (Axis("BLOCK_M", 1, 64), Axis("BLOCK_N", 16, 64))
+    found = neighbours({"BLOCK_M": 4, "BLOCK_N": 32}, axes)
+    assert {"BLOCK_M": 8, "BLOCK_N": 16} in found
+    assert {"BLOCK_M": 2, "BLOCK_N": 64} in found
+    assert len(found) == 6
+
+
+def test_a_site_is_put_back_whatever_happens():
+    module = ModuleType("module")
+    module.tile = original = lambda n: {"BLOCK": n, "num_warps": 4}
+    site = Site(module, "tile")
+    with site.replaced({"num_warps": 8}) as seen:
+        assert module.tile(16) == {"BLOCK": 16, "num_warps": 8}
+    assert module.tile is original
+    assert seen == [{"BLOCK": 16, "num_warps": 4}]
+
+    def fail(**config):
+        with site.replaced(config):
+            raise RuntimeError("out of resource")
+
+    with pytest.raises(RuntimeError, match="out of resource"):
+        fail(num_warps=8)
+    assert module.tile is original
+
+
+def test_a_grid_never_has_more_programs_than_tiles():
+    module = ModuleType("module")
+    module.backward_tile = lambda x: ((10, 2), {"BLOCK_M": 4, "num_warps": 4})
+    site, x = _grid(module), torch.empty(80, 8)
+    with site.replaced({}) as seen:
+        module.backward_tile(x)
+    assert seen == [{"programs": 10, "BLOCK_M": 4, "num_warps": 4}]
+    with site.replaced({**seen[0], "BLOCK_M": 16}):
+        assert module.backward_tile(x) == ((5, 2), {"BLOCK_M": 16, "num_warps": 4})
+    with site.replaced({**seen[0], "programs": 20}):
+        assert module.backward_tile(x) == ((20, 2), {"BLOCK_M": 4, "num_warps": 4})
+
+
+def test_the_kernels_see_the_configuration_that_is_tried(monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(options)
+
+    monkeypatch.setattr(embedding, "embedding_kernel", Kernel())
+    case = next(case for case in find_cases(tiny=True) if case.kernel == "embedding")
+    call = case.prepare(CPU)
+    chosen = case.chosen(call)
+    assert launched.pop().items() >= chosen.items()
+    for config in case.others(chosen):
+        case.run(call, config)
+        assert config != chosen
+        assert launched.pop().items() >= config.items()
+
+
+def test_what_is_wrong_or_fails_is_no_figure(monkeypatch):
+    monkeypatch.setattr(tuning.Sweep, "_race", lambda self, base, other: (1.0, 2.0))
+
+    def call(n):
+        if n == 2:
+            raise ValueError("out of resource: shared memory\nand more")
+        return [torch.tensor([1.0 if n != 3 else 1.5]), torch.tensor([math.nan if n == 4 else 0.0])]
+
+    found = results(tuple({"n": n} for n in range(5)), call)
+    assert [(result.config["n"], result.status) for result in found] == [
+        (1, "measured"),
+        (2, "fails: ValueError: out of resource: shared memory"),
+        (3, "wrong: off by 5.0e-01"),
+        (4, "wrong: off by nan"),
+    ]
+    assert [result.ratio for result in found] == [2.0, None, None, None]
+
+
+def test_the_ratio_says_how_much_faster_the_neighbour_is(monkeypatch):
+    monkeypatch.setattr(tuning.Sweep, "_fault", lambda *_: None)
+    (found,) = results(({"n": 8}, {"n": 2}), lambda n: [torch.tensor([float(n)])])
+    assert (found.seconds, found.ratio) == (2.0, 4.0)
+
+
+def test_a_case_whose_own_configuration_fails_does_not_end_the_sweep():
+    def prepare(device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    good = Case("good", "shape", lambda device: lambda n: [torch.ones(1)], options=({"n": 1}, {"n": 2}))
+    bad = Case("bad", "shape", prepare, options=good.options)
+    found = list(tuning.sweep_all(sweep(tiny=True), [(0, bad), (1, good)]))
+    assert {(result.kernel, result.status) for result in found} == {
+        ("bad", "fails: OutOfMemoryError: CUDA out of memory. Tried"),
+        ("good", "dry run"),
+    }
+    late = tuning.sweep_all(sweep(minutes=-1), [(0, bad), (1, good)])
+    assert [(result.kernel, result.status) for result in late] == [("bad", "no time left"), ("good", "no time left")]
+
+
+def test_late_and_dry_configurations_have_no_figures():
+    (late,) = results(({"n": 1}, {"n": 1}), lambda n: [torch.ones(1)], minutes=-1)
+    assert (late.status, late.ratio) == ("no time left", None)
+    (dry,) = results(({"n": 1}, {"n": 1}), lambda n: [torch.ones(1)], tiny=True)
+    assert (dry.status, dry.ratio) == ("dry run", None)
+
+
+def test_the_table_names_what_is_faster_than_the_choice():
+    chosen = {"BLOCK": 32, "num_warps": 4}
+    rows = [
+        tuning.Result("a", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "measured", 1e-3, 1.25),
+        tuning.Result("a", "x", chosen, {"BLOCK": 16, "num_warps": 4}, "measured", 1e-3, 1.10),
+        tuning.Result("a", "x", chosen, {"BLOCK": 32, "num_warps": 8}, "fails: no", None, None),
+        tuning.Result("b", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "measured", 1e-3, 0.9),
+        tuning.Result("c", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "dry run", None, None),
+    ]
+    cells = [[cell for cell in line.split("  ") if cell] for line in tuning.table(rows)[1:]]
+    cells = [[cell.strip() for cell in line] for line in cells]
+    assert cells == [
+        ["a", "x", "BLOCK 32, num_warps 4", "BLOCK 64", "1.25", "1"],
+        ["b", "x", "BLOCK 32, num_warps 4", "chosen", "0.90", "0"],
+        ["c", "x", "BLOCK 32, num_warps 4", "-", "-", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--dry-run", "--minutes", "0"], "--minutes must be a number above 0, not 0"),
+        (["--dry-run", "--minutes", "nan"], "--minutes must be a number above 0, not nan"),
+        (["--dry-run", "--workers", "-1"], "--workers must be 0 or more, not -1"),
+        (["--dry-run", "--out", "/no/such/file"], "/no/such is no directory"),
+        (["--dry-run", "--only", "nothing"], "no kernel of that name; there are RMS norm backward, "),
+    ],
+)
+def test_bad_arguments_end_with_one_line_and_code_2(argv, message, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit) as stopped:
+        tuning.main(argv)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_a_dry_run_writes_every_result_and_no_figure(tmp_path, capsys):
+    out = tmp_path / "tuning.jsonl"
+    assert tuning.main(["--dry-run", "--only", "embedding*", "--out", str(out)]) == 0
+    head, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert head["format"] == tuning.FORMAT
+    assert len(rows) == 2 * tuning.DRY_NEIGHBOURS
+    assert {row["tuning"]["status"] for row in rows} == {"dry run"}
+    assert all(row["tuning"]["ratio"] is row["tuning"]["seconds"] is None for row in rows)
+    assert "Nothing was timed" in capsys.readouterr().out

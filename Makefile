@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: check test notebook
+.PHONY: check test notebook dist
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -12,3 +12,6 @@ test:
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py
+
+dist:  ## build sdist and wheel, look into both, use the wheel in a clean environment
+	$(PYTHON) tests/check_distribution.py

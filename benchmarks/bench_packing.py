@@ -139,8 +139,8 @@ def _race(race: Race, case: str, theirs: nn.Module, task: Task, mode: str, goal:
 
 @pytest.mark.parametrize("mode", ["training step", "inference"])
 @pytest.mark.parametrize(("share", "goal"), [(0.55, 1.8), (0.065, 1.0)])
-@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
-def bench_encoder(race: Race, norm_first: bool, share: float, goal: float, mode: str) -> None:
+@pytest.mark.parametrize(("size", "norm_first"), [("quick", True), ("full", False)], ids=["quick-pre", "full-post"])
+def bench_encoder(race: Race, size: str, norm_first: bool, share: float, goal: float, mode: str) -> None:
     width, layers, longest = (TINY_WIDTH, 1, TINY_LONGEST) if race.tiny else (WIDTH, LAYERS, LONGEST)
     with _quiet():
         heads, hidden = width // HEAD, 4 * width

@@ -61,7 +61,7 @@ class Stopwatch:
         Raises:
             RuntimeError: the call waits for the device, or does something else that a graph cannot hold.
         """
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compiles, and lets libraries allocate

@@ -254,8 +254,14 @@ def compile_job(job: Job) -> Resources:
 def end_with_parent() -> None:
     """Let this process end when the one that started it has: killed, that one cannot say so."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def compile_all(

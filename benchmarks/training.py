@@ -121,11 +121,12 @@ def _gate(race: Race, ours: tuple[nn.Module, Loss], theirs: tuple[nn.Module, Los
     other = theirs[0]
     if isinstance(other, TorchTranslation):
         expected = dict(other.transformer.named_parameters())
-        pairs = [(p, expected[name]) for name, p in ours[0].named_parameters() if name in expected]
+        named = ours[0].named_parameters()
+        pairs: list[tuple[Tensor, Tensor]] = [(p, expected[name]) for name, p in named if name in expected]
         output = ours[0].get_parameter("output.weight")
         pairs.append((output, other.embeddings.target.weight))
-        gradients = (flat_gradients(side) for side in zip(*pairs, strict=True))
-        race.gate("gradients", *gradients, GRADIENT_TOLERANCE[dtype])
+        a, b = (flat_gradients(side) for side in zip(*pairs, strict=True))
+        race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
 
 
 def training_step(model: nn.Module, loss: Loss, batch: Batch) -> Callable[[], None]:

@@ -28,8 +28,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def heads(T: int, K: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of one projection."""
-    q = meta(B, T, H, K, dtype=dtype).transpose(1, 2)
-    return q, *(meta(B, T, H // groups, K, dtype=dtype).transpose(1, 2) for _ in range(2))
+    q, k, v = (meta(B, T, n, K, dtype=dtype).transpose(1, 2) for n in (H, H // groups, H // groups))
+    return q, k, v
 
 
 def light(T: int) -> tuple[Any, ...]:
@@ -114,12 +114,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for K in (64, 128):
         yield f"backward K {K} fast", backward_case(1024, K, torch.bfloat16, light, fast=True)
     yield "forward K 72, no power of two", forward_case(400, 72, torch.bfloat16, light)
-    lengths = meta(B, dtype=torch.int64)
+    each = meta(B, dtype=torch.int64)
     yield (
         "bounds",
-        lambda: attention_bounds.bounds(
-            lengths, lengths, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, lengths
-        ),
+        lambda: attention_bounds.bounds(each, each, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, each),
     )
     offsets = meta(B + 1, dtype=torch.int64)
     yield "bounds packed", lambda: attention_bounds.bounds(offsets, offsets, None, B, 512, 512, True, False, offsets)

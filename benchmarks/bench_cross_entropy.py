@@ -110,7 +110,7 @@ def bench_linear_cross_entropy(race: Race, shape: tuple[int, int, int], competit
     target[torch.rand(T, device=race.device) < IGNORED] = -100
     target[0], target[-1] = -100, 0
     if (competitor, direction) == ("eager", "both"):
-        race.note(peak_goal=0.1)
+        race.memory_goals(peak=0.1)
     smoothing = 0.0 if competitor == "torch-chunked" else SMOOTHING
     goal = GOALS.get((competitor, shape[1]))
     race_functions(

@@ -68,7 +68,7 @@ def bench_dropout_add_layer_norm(race: Race, shape: str, competitor: str, direct
     upstream = torch.randn(2, M, N, device=race.device).to(torch.bfloat16)
     race.note(compared_at_dropout=0.0, timed_at_dropout=DROPOUT)
     if competitor == "eager":
-        race.note(saved_goal=0.67)
+        race.memory_goals(saved=0.67)
     race_functions(
         race,
         f"dropout + residual + layer norm {M:,} x {N:,}",

@@ -151,7 +151,7 @@ def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direct
     if p > 0.0:
         race.note(compared_at_dropout=0.0, timed_at_dropout=p)
         if competitor == "eager":
-            race.note(saved_goal=0.09 if chosen.recompute else 0.45)
+            race.memory_goals(saved=0.09 if chosen.recompute else 0.45)
     race_functions(
         race,
         chosen.name,

@@ -6,6 +6,7 @@ and against T1's fixed length of 200, which gets 8 of the sentences because 128 
 tokens a second. "quick" is d256 with 3+3 layers and fp32, "full" d512 with 6+6, fp32 and bf16 by autocast.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -38,15 +39,21 @@ GOALS = {
 }
 
 
-@pytest.mark.parametrize(("size", "dtype"), [("quick", "fp32"), ("full", "fp32"), ("full", "bf16")])
+@pytest.mark.parametrize(
+    ("size", "dtype", "vocabulary"),
+    [("quick", "fp32", 8000), ("full", "fp32", 8000), ("full", "bf16", 8000), ("full", "bf16", 32000)],
+)
 @pytest.mark.parametrize("competitor", ["torch.nn", "torch.nn-compile"])
 @pytest.mark.parametrize("batches", ["random", "bucketed"])
-def bench_training_step(race: Race, batches: str, competitor: str, size: Size, dtype: str) -> None:
+def bench_training_step(race: Race, batches: str, competitor: str, size: Size, dtype: str, vocabulary: int) -> None:
     on_cpu, on_gpu, compiled = GOALS[batches, dtype]
+    config = TINY if race.tiny else CONFIGS[size]
+    if vocabulary > VOCABULARY:
+        race.memory_goals(peak=0.5)
     race_training(
         race,
-        f"training step, {batches} batches, {_name(size)}, {dtype}",
-        TINY if race.tiny else CONFIGS[size],
+        f"training step, {batches} batches, {_name(size)}, V {vocabulary:,}, {dtype}",
+        replace(config, source_vocabulary=vocabulary, target_vocabulary=vocabulary),
         random_pairs(4) if race.tiny else typical_pairs(batches),
         competitor=competitor,
         dtype=DTYPES[dtype],
@@ -62,7 +69,7 @@ def bench_training_step_fixed_length(race: Race, competitor: str, size: Size) ->
     goal = {True: 16.0, False: 30.0}[on_cpu] if size == "full" else None
     race_training(
         race,
-        f"training step, random batches, {_name(size)}, fp32",
+        f"training step, random batches, {_name(size)}, V {VOCABULARY:,}, fp32",
         TINY if race.tiny else CONFIGS[size],
         random_pairs(4) if race.tiny else typical_pairs("random"),
         competitor=competitor,

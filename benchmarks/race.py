@@ -82,6 +82,8 @@ class Row:
     bytes_per_second: float | None = None
     peak_bytes: tuple[int, int] | None = None
     saved_bytes: tuple[int, int] | None = None
+    peak_goal: float | None = None  # of ours / theirs, at most
+    saved_goal: float | None = None
     at: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -129,6 +131,7 @@ class Race:
         self.gates: dict[str, float] = {}
         self.fault: str | None = None  # what keeps the competitor from being timed
         self._notes: dict[str, Any] = {}
+        self._memory_goals: dict[str, float | None] = {}
 
     def gate(self, name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
         """Fail as wrong unless |ours - theirs| <= tolerance * |theirs|, in the norm over all elements."""
@@ -148,6 +151,10 @@ class Race:
         except Exception as error:
             message = str(error).strip().partition("\n")[0]
             self.fault = f"fails: {type(error).__name__}: {message[:160]}"
+
+    def memory_goals(self, *, peak: float | None = None, saved: float | None = None) -> None:
+        """State what shares of the competitor's peak memory, and of its bytes kept for backward, are ours at most."""
+        self._memory_goals = {"peak_goal": peak, "saved_goal": saved}
 
     def note(self, **info: Any) -> None:
         """Keep further numbers with the result."""
@@ -329,6 +336,7 @@ class Race:
     def _add(self, case: str, against: str, status: str, rate: float = math.nan, **fields: Any) -> Row:
         blank: dict[str, Any] = {"ours": None, "theirs": None, "ratio": None, "goal": None, "rounds": 0}
         blank |= {"tokens": (1, 1), "notes": self._notes}
+        fields |= self._memory_goals
         given = {name: value for name, value in fields.items() if value is not None}
         benchmark = Path(self.benchmark.fullname.partition("::")[0]).stem.removeprefix("bench_")
         row = Row(benchmark, case, against, status, matmul_rate=rate, **{**blank, **given})

@@ -54,10 +54,12 @@ def _goal_cell(row: Row) -> str:
     return "-" if row.goal is None else f"{row.goal:g}" + (" (missed)" if row.missed else "")
 
 
-def _share(pair: tuple[int, int] | None) -> str:
+def _share(pair: tuple[int, int] | None, goal: float | None) -> str:
     if pair is None:
         return ""
-    return f"{pair[0] / pair[1]:.2f}" if pair[1] else ("1.00" if not pair[0] else "more than none")
+    share = pair[0] / pair[1] if pair[1] else (math.inf if pair[0] else 1.0)
+    said = "" if goal is None else f" ({'missed' if share > goal else 'goal'} {goal:g})"
+    return ("more than none" if math.isinf(share) else f"{share:.2f}") + said
 
 
 _FURTHER: tuple[Column, ...] = (
@@ -66,8 +68,8 @@ _FURTHER: tuple[Column, ...] = (
     ("of the floor", lambda row: "" if row.floor is None else f"{100 * row.floor:.0f} %"),
     ("TFLOP/s", lambda row: f"{row.operations_per_second / 1e12:.3g}" if row.operations_per_second else ""),
     ("GB/s", lambda row: f"{row.bytes_per_second / 1e9:,.0f}" if row.bytes_per_second else ""),
-    ("peak memory", lambda row: _share(row.peak_bytes)),
-    ("saved for backward", lambda row: _share(row.saved_bytes)),
+    ("peak memory", lambda row: _share(row.peak_bytes, row.peak_goal)),
+    ("saved for backward", lambda row: _share(row.saved_bytes, row.saved_goal)),
 )
 
 

@@ -102,6 +102,12 @@ def test_the_whole_table(result):
     assert "| flex | wrong: output is off by 3e-01 | - |" in lines[5]
 
 
+@pytest.mark.parametrize(("goal", "said"), [(None, "0.75"), (0.75, "0.75 (goal 0.75)"), (0.5, "0.75 (missed 0.5)")])
+def test_memory_has_goals_of_its_own(goal, said):
+    both = replace(MEASURED, saved_bytes=MEASURED.peak_bytes, peak_goal=goal, saved_goal=goal)
+    assert f"| {said} | {said} |" in tables.whole_table([both])
+
+
 def test_columns_that_no_row_fills_are_left_out():
     plain = replace(MEASURED, graph=None, wall=None, floor=None, operations_per_second=None, bytes_per_second=None)
     plain = replace(plain, peak_bytes=None, saved_bytes=None)

@@ -71,7 +71,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
         k, v, extra = self._extend(k, v)
-        causal = is_causal and key_padding_mask is None and not need_weights and not extra
+        # torch takes the hint where no keys are padding only; here, kernels then skip what lies ahead, padding or not.
+        causal = is_causal and not need_weights and not extra
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
         dropout_p = self.dropout if self.training else 0.0
         weights = None

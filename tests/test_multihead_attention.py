@@ -142,6 +142,20 @@ def test_is_causal(need_weights, key_padding, mask_kind, batch_first):
     check(ours, torchs, inputs, need_weights=need_weights, **arguments)
 
 
+@pytest.mark.parametrize("key_padding", [None, "bool", "float"])
+def test_a_mask_that_is_said_to_be_causal_is_not_read(key_padding):
+    """So kernels skip what lies ahead, with padding too; torch's documentation leaves a wrong hint undefined."""
+    ours, _ = twins()
+    inputs = inputs_for("self", ours)
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    arguments = {"need_weights": False, "is_causal": True}
+    if key_padding:
+        mask = padding(T, key_padding)
+        arguments["key_padding_mask"] = mask if key_padding == "bool" else mask.double()
+    expected = ours(*inputs, attn_mask=causal, **arguments)[0]
+    assert torch.equal(ours(*inputs, attn_mask=torch.zeros_like(causal), **arguments)[0], expected)
+
+
 def test_is_causal_leaves_the_extra_keys_open():
     """torch hides them with is_causal and need_weights=False alone; ours agrees with all its other forms."""
     ours, torchs = twins(add_bias_kv=True, add_zero_attn=True)

@@ -44,7 +44,7 @@ class _Stack(nn.Module):
         """Whether there is padding to skip, and nothing against skipping it."""
         wanted = self.padding_free if padding_free is None else padding_free
         given = [mask for mask in masks if mask is not None]
-        return wanted and bool(given) and all(map(has_values, given)) and self.obstacle() is None
+        return wanted and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""

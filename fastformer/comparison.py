@@ -5,13 +5,13 @@ metrics.jsonl, its size from its checkpoint's header. Nothing is loaded into a m
 """
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastformer.train import CheckpointFolder, read_metrics
+from fastformer.train.config import read_toml
 
 VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
 _COUNTS = ("kind", "step", "epoch", "seconds")
@@ -124,12 +124,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from None
     settings = {}
-    for section, values in content.items():
+    for section, values in read_toml(path).items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             settings[f"{section}.{key}" if key else section] = value
     return settings

@@ -9,9 +9,9 @@ A run folder describes itself, so that nothing but its path is needed to resume,
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same
 """
 
+import dataclasses
 import hashlib
 import json
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastformer.text import Tokenizer, load_tokenizer
+from fastformer.text import Tokenizer, load_tokenizer, read_json
 from fastformer.train import (
     BatchSource,
     Checkpoint,
     CheckpointFolder,
+    Processes,
     Result,
     TrainConfig,
     Trainer,
@@ -33,7 +34,7 @@ from fastformer.train import (
     load_toml,
     save_toml,
 )
-from fastformer.train.config import check_values, option
+from fastformer.train.config import check_values, option, read_toml
 
 # kind -> what it is called, the command that uses such a run, and the one that trains it.
 KINDS = {
@@ -112,7 +113,11 @@ class Application:
         if kind != self.kind:
             name, use, train = KINDS[kind]
             raise ValueError(f"{folder} is a {name} run; use `{use}` (or `{train} --resume` to train it further)")
-        return self._load(Path(folder) / "config.toml")
+        sections = self._load(Path(folder) / "config.toml")
+        needed = {each.name for each in dataclasses.fields(self.model) if each.default is dataclasses.MISSING}
+        if missing := sorted(needed.difference(sections["model"])):
+            raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
+        return sections
 
     def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
         """What a user's file states, by section; nothing without a file.
@@ -177,10 +182,7 @@ def _stated_kind(path: Path) -> str | None:
     """The kind that a file states; None where it states none."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such configuration file")
-    try:
-        run = tomllib.loads(path.read_text(encoding="utf-8")).get("run", {})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    run = read_toml(path).get("run", {})
     if not isinstance(run, dict) or "kind" not in run:
         return None
     return RunConfig(run["kind"]).kind
@@ -250,6 +252,8 @@ class Run(ABC):
     ) -> Self:
         """Read the data, learn the vocabularies, and write a new run folder.
 
+        Of several processes, the first does that, and the others open what it made.
+
         Args:
             folder: must not hold a run with checkpoints; one that ended before its first is replaced.
             data: where the text comes from.
@@ -259,8 +263,21 @@ class Run(ABC):
 
         Raises:
             FileExistsError: the folder holds a run already.
+            FileNotFoundError: a process does not see the folder that the first one made.
         """
-        folder = Path(folder)
+        made: list[Self] = []
+        Processes.current().on_main(lambda: made.append(cls._create(Path(folder), data, model, train, device)))
+        if made:
+            return made[0]
+        try:
+            return cls.open(folder, device=device)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}; all processes need the run folder and the data in one place") from None
+
+    @classmethod
+    def _create(
+        cls, folder: Path, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
+    ) -> Self:
         if CheckpointFolder(folder / "checkpoints").paths():
             raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
         run = cls(folder, data, model, train, device=device)
@@ -289,7 +306,9 @@ class Run(ABC):
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
         data = application.data(**sections["data"])
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
-        before = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        before = read_json(folder / "data.json")
+        if not isinstance(before, dict) or "fingerprint" not in before:
+            raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")
         if before["fingerprint"] != run.data_report()["fingerprint"]:
             raise ValueError(f"{folder}: the training data differs from what this run was started with")
         return run

@@ -234,7 +234,7 @@ def test_a_mistake_gets_one_line_and_loses_nothing(run: Path, command: str, mess
 def test_standard_input_that_is_not_utf8(run: Path) -> None:
     done = fastformer("translate", "--run", "run", cwd=run, stdin=b"ok\n\xff\n")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "standard input: not valid UTF-8 at byte 3" in done.stderr
+    assert "standard input:2: not valid UTF-8 (byte 0xff)" in done.stderr
 
 
 def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
@@ -293,3 +293,31 @@ def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest
         2,
         "error: FASTFORMER_BACKEND is 'tritn'; it must be one of auto, triton, reference\n",
     )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 12 bytes"),
+    ],
+    ids=["host", "GPU", "torch on a CPU"],
+)
+def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def full() -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["fastformer.cli"], "app", full)
+    done = fastformer("info", cwd=run)
+    assert done.returncode == 2
+    assert done.stderr == f"error: out of memory ({error})\n"
+
+
+def test_another_runtime_error_is_a_bug_and_shows_where(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(sys.modules["fastformer.cli"], "app", broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        fastformer("info", cwd=run)

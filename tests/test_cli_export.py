@@ -49,6 +49,6 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     new = str(tmp_path / "new")
     assert "format must be one of ctranslate2, safetensors, not 'onnx'" in error("--to", new, "--format", "onnx")
     assert "is not a run folder" in error("--to", new, "--run", "nowhere")
-    assert "choose another folder" in error("--to", str(folder), "--run", "translation")
+    assert "choose another folder" in error("--to", str(folder), "--run", "translation", "--format", "safetensors")
     assert "quantization must be one of" in error("--to", new, "--run", "translation", "--quantization", "int3")
     assert not Path(new).exists()

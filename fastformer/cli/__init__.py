@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import logging
 import sys
 
+import torch
+
 try:
     from rich.console import Console
     from rich.logging import RichHandler
@@ -25,6 +27,8 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
 
 from fastformer.backend import BackendError
 from fastformer.cli import evaluation, export, generation, inspection, language, project, translation
+from fastformer.text.files import encode_text
+from fastformer.train.distributed import ProcessError, describe_process
 
 __all__ = ["evaluation", "export", "generation", "inspection", "language", "main", "project", "translation"]
 
@@ -38,10 +42,28 @@ def main() -> None:
         handlers=[RichHandler(console=Console(stderr=True), show_time=False, show_path=False)],
     )
     try:
+        for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
+            encode_text(argument, f"argument {argument!r}")
         app()
     except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_process()}{_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except ProcessError as error:
+        if not error.reported:
+            print(f"error: {describe_process()}{_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        # torch.OutOfMemoryError is a GPU's; a CPU's allocator raises a plain RuntimeError.
+        known = MemoryError, torch.OutOfMemoryError
+        if not isinstance(error, known) and "allocate memory" not in str(error):
+            raise
+        print(f"error: {describe_process()}out of memory ({_one_line(error)[:200]})", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _one_line(error: Exception) -> str:
+    """The message of an error; names of files and what was typed may hold ends of lines."""
+    return " ".join(str(error).splitlines())

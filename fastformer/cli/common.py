@@ -61,24 +61,32 @@ def train_run(
         settings: what was given as flags, by section: data, model, train.
     """
     from fastformer.plots import plot_history, save
-    from fastformer.train import read_metrics
+    from fastformer.train import join_processes, read_metrics
+    from fastformer.train.distributed import local_device
 
-    if resume:
-        if settings["data"] or settings["model"] or config:
-            raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
-        run = kind.open(folder, settings["train"], choose_device(device))
-    else:
-        application = kind.application
-        file = application.read_settings(config)
-        data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
-        run = kind.create(folder, application.data(**data), model, application.train(**train), choose_device(device))
-    report = run.data_report()
-    about = describe(run.model_config)
-    for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
-        console.print(line)
-    cpu = time.process_time()
-    result = run.fit(resume, fallback)
-    cpu = time.process_time() - cpu
+    if resume and (settings["data"] or settings["model"] or config):
+        raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
+    device = local_device(choose_device(device))
+    with join_processes(device) as processes:
+        if resume:
+            run = kind.open(folder, settings["train"], device)
+        else:
+            application = kind.application
+            file = application.read_settings(config)
+            data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
+            run = kind.create(folder, application.data(**data), model, application.train(**train), device)
+        if processes.is_main:
+            report = run.data_report()
+            about = describe(run.model_config)
+            for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
+                console.print(line)
+            if processes.world > 1:
+                console.print(f"processes: {processes.world}, {run.train_config.parallel}")
+        cpu = time.process_time()
+        result = run.fit(resume, fallback)
+        cpu = time.process_time() - cpu
+    if not processes.is_main:
+        return
     console.print(
         f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this session): "
         f"{result.reason}; run folder: {run.folder}"

@@ -23,7 +23,7 @@ from fastformer.cli.settings import with_settings
 from fastformer.describe import describe_translation
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
-from fastformer.text import TextError, read_lines, write_lines
+from fastformer.text import decode_lines, read_lines, write_lines
 from fastformer.train import TrainConfig
 from fastformer.translation import DataConfig, TranslationRun, load_translator
 
@@ -78,15 +78,8 @@ def translate(
             for line in sys.stdin:
                 _write_translations(translator, [line.strip()], search, scores, batch_size, None)
             return
-        sentences = read_lines(input) if input is not None else _standard_input()
+        sentences = read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
     _write_translations(translator, sentences, search, scores, batch_size, output)
-
-
-def _standard_input() -> list[str]:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise TextError(f"standard input: not valid UTF-8 at byte {error.start}") from None
 
 
 def _write_translations(

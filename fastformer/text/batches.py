@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .encoding import EncodedPairs, Ints, Sequences
+from .shares import rows_of, share_of
 from .special_ids import SpecialIds
 
 
@@ -54,6 +55,19 @@ class Batch:
             source=self.source.to(device, non_blocking=non_blocking),
             target_in=self.target_in.to(device, non_blocking=non_blocking),
             target_out=self.target_out.to(device, non_blocking=non_blocking),
+        )
+
+    def share(self, rank: int, world: int) -> "Batch | None":
+        """The sentence pairs of process `rank` of `world`, in the same form; None where it gets none."""
+        rows = share_of(self.source_lengths + self.target_lengths, rank, world)
+        if rows.start == rows.stop:
+            return None
+        return Batch(
+            rows_of(self.source, self.source_lengths, rows),
+            self.source_lengths[rows],
+            rows_of(self.target_in, self.target_lengths, rows),
+            rows_of(self.target_out, self.target_lengths, rows),
+            self.target_lengths[rows],
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from .files import ParallelCorpus, TextError, read_lines, read_parallel, split, write_atomic, write_lines
+from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_atomic, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
 
 SPLITS = ("train", "valid", "test")
@@ -116,7 +116,7 @@ def open_dataset(
     languages, expected = report.languages, report.lines
     if source_language == target_language or {source_language, target_language} - set(languages):
         raise ValueError(
-            f"{folder}: the languages must be two different ones of {', '.join(languages) or 'none at all'}, "
+            f"{folder}: the languages must be two different ones of {languages or 'none at all'}, "
             f"got {source_language!r} and {target_language!r}"
         )
     train, valid, test = (
@@ -162,17 +162,17 @@ def _read_report(folder: Path) -> DatasetReport:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         return DatasetReport(
             name=str(content["name"]),
             folder=str(folder),
-            languages=list(content["languages"]),
-            lines=dict(content["lines"]),
+            languages=[str(name) for name in content["languages"]],
+            lines={name: int(count) for name, count in dict(content["lines"]).items()},
             notice=str(content["notice"]),
-            tokens=dict(content["tokens"]),
+            tokens={name: int(count) for name, count in dict(content["tokens"]).items()},
             warnings=list(content["warnings"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise TextError(f"{path}: damaged ({error!r}); prepare the dataset again") from error
 
 

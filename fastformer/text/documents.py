@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .encoding import EncodedDocuments, Ints
+from .shares import rows_of, share_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class LanguageBatch:
             ids_in=self.ids_in.to(device, non_blocking=non_blocking),
             ids_out=self.ids_out.to(device, non_blocking=non_blocking),
         )
+
+    def share(self, rank: int, world: int) -> "LanguageBatch | None":
+        """The pieces of process `rank` of `world`; None where it gets none."""
+        rows = share_of(self.lengths, rank, world)
+        if rows.start == rows.stop:
+            return None
+        ids_in, ids_out = (rows_of(x, self.lengths, rows) for x in (self.ids_in, self.ids_out))
+        return LanguageBatch(ids_in, ids_out, self.lengths[rows])
 
 
 @dataclass(frozen=True)

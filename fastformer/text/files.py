@@ -8,11 +8,13 @@ end up in the vocabulary. The price is memory, about twice the file.
 
 import gzip
 import itertools
+import json
 import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +27,13 @@ class TextError(ValueError):
 
 
 def _read_bytes(path: Path) -> bytes:
-    if path.is_dir():
-        raise TextError(f"{path}: is a folder, not a text file")
     try:
+        if path.is_dir():
+            raise TextError(f"{path}: is a folder, not a text file")
         data = path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except OSError as error:
+    except OSError as error:  # a name that is too long among them
         raise TextError(f"{path}: cannot be read ({error.strerror})") from error
     if data and (path.suffix == ".gz" or data.startswith(_GZIP_MAGIC)):
         try:
@@ -48,20 +50,55 @@ def read_lines(path: str | Path) -> list[str]:
     gzip file, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
     """
     path = Path(path)
-    data = _read_bytes(path).removeprefix(_BYTE_ORDER_MARK)
-    if not data:
+    if "\0" in str(path):
+        raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
+    lines = decode_lines(_read_bytes(path), str(path))
+    if not lines:
         raise TextError(f"{path}: the file is empty")
+    return lines
+
+
+def decode_lines(data: bytes, name: str) -> list[str]:
+    """The lines of UTF-8 bytes as `read_lines` has them, none of no bytes; `name` says in errors where they are from.
+
+    Raises ``TextError`` for a line that is not UTF-8 or holds a NUL.
+    """
+    data = data.removeprefix(_BYTE_ORDER_MARK)
+    if not data:
+        return []
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise TextError(
-            f"{path}:{line}: not valid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
+            f"{name}:{line}: not valid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
         ) from None
     if (nul := text.find("\0")) >= 0:
         line = text.count("\n", 0, nul) + 1
-        raise TextError(f"{path}:{line}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
+        raise TextError(f"{name}:{line}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def encode_text(text: str, name: str) -> bytes:
+    """UTF-8 of a text; raises ``TextError``, which begins with `name`, for half of a surrogate pair.
+
+    Such halves come from JSON files and, as bytes that are no UTF-8, from the command line.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode("ascii")
+        raise TextError(
+            f"{name}: {half} at character {error.start + 1} is not text, and UTF-8 cannot hold it"
+        ) from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; raises ``TextError`` when it is none, or nested deeper than Python reads."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{path}: not a JSON file ({error})") from None
 
 
 def write_atomic(path: str | Path, data: bytes) -> None:
@@ -79,26 +116,30 @@ def write_atomic(path: str | Path, data: bytes) -> None:
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:
-    """Write lines as UTF-8 with a final newline, atomically; a line that holds a newline is a ``TextError``."""
+    """Write lines as UTF-8 with a final newline, atomically.
+
+    Raises ``TextError`` for a line that holds a newline or half of a surrogate pair.
+    """
     lines = list(lines)
     for number, line in enumerate(lines, start=1):
         if "\n" in line:
             raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode("utf-8"))
+    encoded = (encode_text(line, f"{path}:{number}") + b"\n" for number, line in enumerate(lines, start=1))
+    write_atomic(path, b"".join(encoded))
 
 
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
 
     So what was written stays when the texts end in an error or are interrupted. An earlier file is replaced when the
-    first text comes; without texts it is empty afterwards.
+    first text comes; without texts it is empty afterwards. Raises ``TextError`` for half of a surrogate pair.
     """
-    texts = iter(texts)
-    first = list(itertools.islice(texts, 1))
+    encoded = (encode_text(text, f"{path}, text {number}") + b"\n" for number, text in enumerate(texts, start=1))
+    first = list(itertools.islice(encoded, 1))
     with Path(path).open("wb", buffering=0) as file:
-        for text in itertools.chain(first, texts):
+        for whole in itertools.chain(first, encoded):
             end = file.tell()
-            data = memoryview(f"{text}\n".encode())
+            data = memoryview(whole)
             try:
                 while data:
                     data = data[file.write(data) :]

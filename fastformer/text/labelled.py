@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .encoding import Ints, Sequences
+from .shares import rows_of, share_of
 
 IGNORED = -100  # a label that counts for nothing; torch's default ignore_index
 
@@ -43,6 +44,18 @@ class LabelledBatch:
         """The batch with its ids and labels on `device`; the lengths stay on the CPU."""
         ids, labels = (x.to(device, non_blocking=non_blocking) for x in (self.ids, self.labels))
         return replace(self, ids=ids, labels=labels)
+
+    def share(self, rank: int, world: int) -> "LabelledBatch | None":
+        """The sequences of process `rank` of `world`, in the same form; None where it gets none."""
+        rows = share_of(self.lengths, rank, world)
+        each = self.labels.dim() == 1 and len(self.labels) == len(self.lengths)  # one label a sequence
+        if each and self.labels.shape == self.ids.shape and bool((self.lengths != 1).any()):
+            # As many packed tokens as sequences: the labels may be of either, so the batch stays in one piece.
+            rows = slice(0, len(self) if rank == 0 else 0)
+        if rows.start == rows.stop:
+            return None
+        labels = self.labels[rows] if each else rows_of(self.labels, self.lengths, rows)
+        return LabelledBatch(rows_of(self.ids, self.lengths, rows), labels, self.lengths[rows])
 
 
 class LabelledBatches:

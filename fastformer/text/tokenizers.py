@@ -11,13 +11,13 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import sentencepiece
 
-from .files import TextError, write_atomic
+from .files import TextError, encode_text, read_json, write_atomic
 from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
 from .vocabulary import WordTokenizer
 
@@ -177,7 +177,7 @@ def train_sentencepiece(
         "character_coverage": character_coverage,
         "num_threads": threads,
         # The default, 4,192 bytes, silently leaves longer lines out.
-        "max_sentence_length": max(4192, max(len(text.encode("utf-8")) for text in texts) + 1),
+        "max_sentence_length": max(4192, max(map(len, _encoded(texts))) + 1),
         "minloglevel": _SILENT,
         "unk_piece": UNK,
         "pad_piece": PAD,
@@ -193,6 +193,10 @@ def train_sentencepiece(
             *(f"{vocabulary_size:,}", f"{len(texts):,}", model_type, f"{tokenizer.size:,}"),
         )
     return tokenizer
+
+
+def _encoded(texts: Iterable[str]) -> Iterator[bytes]:
+    return (encode_text(text, f"line {number:,} that is not blank") for number, text in enumerate(texts, start=1))
 
 
 def _train(texts: Sequence[str], vocabulary_size: int, options: dict[str, Any]) -> bytes:
@@ -223,8 +227,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
+    content = read_json(path)
     try:
-        content = json.loads(path.read_bytes())
         kind = content["kind"]
         if kind == WordTokenizer.kind:
             return WordTokenizer.from_json(content)
@@ -232,6 +236,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         special_ids = SpecialIds(**content["special_ids"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TextError(f"{path}: not a tokenizer file, or damaged ({error!r})") from error
+    if not isinstance(lowercase, bool):
+        raise TextError(f"{path}: lowercase must be true or false, not {lowercase!r}")
     if kind != SentencePieceTokenizer.kind:
         raise TextError(f"{path}: unknown kind {kind!r}; known are sentencepiece and word")
     path = folder / _MODEL_FILE
@@ -240,7 +246,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     model = path.read_bytes()
     if hashlib.sha256(model).hexdigest() != checksum:
         raise TextError(f"{path}: damaged, or not the model that tokenizer.json was written with")
-    tokenizer = SentencePieceTokenizer(model, bool(lowercase))
+    tokenizer = SentencePieceTokenizer(model, lowercase)
     if tokenizer.special_ids != special_ids:
         raise TextError(f"{path}: its special ids {tokenizer.special_ids} are not those of tokenizer.json")
     return tokenizer

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .files import TextError, write_atomic
+from .files import TextError, encode_text, write_atomic
 from .special_ids import UNK, SpecialIds, WithSpecialIds
 
 Splitting = Literal["punctuation", "whitespace"]
@@ -55,7 +55,7 @@ class WordTokenizer(WithSpecialIds):
     """A list of words with their ids; build it with `from_lines`, on the training split only.
 
     `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` when the table does
-    not fit the special ids.
+    not fit the special ids, or a word holds half of a surrogate pair.
     """
 
     kind = "word"
@@ -70,7 +70,10 @@ class WordTokenizer(WithSpecialIds):
         if splitting not in _SPLITTINGS:
             raise ValueError(f"splitting must be one of {', '.join(_SPLITTINGS)}, got {splitting!r}")
         self.special_ids = special_ids or SpecialIds()
+        if not isinstance(lowercase, bool):
+            raise ValueError(f"lowercase must be True or False, not {lowercase!r}")
         self.words = list(words)
+        encode_text("".join(self.words), "a word")  # so that the table can be saved
         self.lowercase = lowercase
         self.splitting = splitting
         names = self.special_ids.names()

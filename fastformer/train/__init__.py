@@ -8,6 +8,7 @@ from fastformer.train.checkpoints import (
     find_checkpoint,
 )
 from fastformer.train.config import TrainConfig, load_toml, save_toml
+from fastformer.train.distributed import ProcessError, Processes, join_processes
 from fastformer.train.metrics import MetricsLog, read_metrics
 from fastformer.train.randomness import seed_everything
 from fastformer.train.schedules import Schedule
@@ -22,12 +23,15 @@ __all__ = [
     "CheckpointFolder",
     "DivergedError",
     "MetricsLog",
+    "ProcessError",
+    "Processes",
     "Result",
     "Schedule",
     "TrainConfig",
     "Trainer",
     "average_checkpoints",
     "find_checkpoint",
+    "join_processes",
     "load_toml",
     "put_weights",
     "read_metrics",

@@ -7,7 +7,11 @@ import torch
 
 
 class Batch(Protocol):
-    """What the loop asks of a batch."""
+    """What the loop asks of a batch.
+
+    With several processes it asks for `share(rank, world)`, too: the part of process `rank`, a batch or None. Every
+    sentence must be in exactly one of the parts.
+    """
 
     @property
     def tokens(self) -> int:

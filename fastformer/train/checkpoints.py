@@ -56,10 +56,14 @@ class Checkpoint:
         path = Path(path)
         try:
             meta = json.loads((path / META).read_text(encoding="utf-8"))
-            return cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), dict(meta["files"]))
+            files = {
+                name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
+                for name, file in dict(meta["files"]).items()
+            }
+            return cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), files)
         except OSError as error:
             raise CheckpointError(f"{path / META}: cannot be read ({error.strerror}); not a checkpoint") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path / META}: is damaged ({type(error).__name__}: {error})") from None
 
     def weights(self) -> dict[str, Tensor]:
@@ -204,8 +208,9 @@ class CheckpointFolder:
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
         try:
-            return {**empty, **json.loads((self.folder / INDEX).read_text(encoding="utf-8"))}
-        except (OSError, ValueError, TypeError):
+            index = {**empty, **json.loads((self.folder / INDEX).read_text(encoding="utf-8"))}
+            return index if _is_index(index) else empty
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return empty
 
     def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
@@ -245,6 +250,15 @@ class CheckpointFolder:
             if (self.folder / name).exists():  # out of the way first: a half removed folder must not look complete
                 os.replace(self.folder / name, self.folder / f".old-{name}")
                 shutil.rmtree(self.folder / f".old-{name}")
+
+
+def _is_index(index: Mapping[str, Any]) -> bool:
+    """Whether it names checkpoints and nothing else; what it lists as removed is deleted."""
+    best = index["best"]
+    names = [*index["kept"], *index["removed"], *([] if best is None else [best["name"]])]
+    return all(name == AVERAGE or _STEP.fullmatch(name) for name in names) and (
+        best is None or isinstance(best["value"], int | float)
+    )
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:

@@ -73,6 +73,9 @@ class TrainConfig:
     average: int = option(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1)
     seed: int = option(1, "seed of every random generator", at_least=0, below=2**32)
     precision: str = option("fp32", "fp32, or bf16 autocast with fp32 weights", choices=("fp32", "bf16"))
+    parallel: str = option(
+        "ddp", "torchrun: ddp, every process holds the model; fsdp: its part of it", choices=("ddp", "fsdp")
+    )
     threads: int | None = option(None, "CPU threads of torch; unset: torch's choice", at_least=1)
     log_every: int = option(50, "steps between two records of loss and speed", at_least=1)
     tensorboard: bool = option(False, "write TensorBoard event files too")
@@ -161,10 +164,7 @@ def load_toml(path: Path | str, sections: Mapping[str, type]) -> dict[str, dict[
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such configuration file")
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    content = read_toml(path)
     result: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for section, values in content.items():
         if section not in sections:
@@ -178,6 +178,14 @@ def load_toml(path: Path | str, sections: Mapping[str, type]) -> dict[str, dict[
                 raise ValueError(f"{path}: unknown key {key!r} in [{section}]{_nearest(key, names)}")
             result[section][key] = _from_toml(path, section, key, value, hints[key])
     return result
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds; a byte order mark is dropped. Raises ValueError, naming the file, when it is none."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # not all that tomllib raises is a TOMLDecodeError
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
 
 
 def _from_toml(path: Path, section: str, key: str, value: Any, hint: Any) -> Any:

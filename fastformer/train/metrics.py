@@ -130,12 +130,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     path = path / JSONL if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such metrics file")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: is not a JSON record") from None
     return records

@@ -11,6 +11,9 @@ reaches the weights; on a GPU at the next record, and always before a checkpoint
 A resumed run continues bit for bit (on the CPU, with a budget in steps or epochs): the state holds the position in the
 data, the generators and the sums since the last record. Validation draws from generators that are put back afterwards,
 so validating more or less often, and being interrupted, changes nothing. A budget in minutes depends on the clock.
+
+Under torchrun each process takes its share of every batch (`distributed.py`). Batches, steps and records stay those of
+one process, so a run may be resumed with another number of processes. Process 0 validates and writes, the others wait.
 """
 
 import math
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from fastformer.train.batch_source import BatchSource
 from fastformer.train.checkpoints import Checkpoint, CheckpointFolder, average_checkpoints
 from fastformer.train.config import TrainConfig
+from fastformer.train.distributed import Processes, part_of
 from fastformer.train.interrupt import Interrupt
 from fastformer.train.metrics import MetricsLog, RunningSums
 from fastformer.train.optimizers import build_optimizer
@@ -71,6 +75,20 @@ class _Position:
     records: int = 0
 
 
+class _Step(nn.Module):
+    """Model and loss as one module, so that all that uses parameters happens in its forward."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """The summed loss; of no batch it is 0, with gradients of 0, because every process must bring gradients."""
+        if batch is not None:
+            return self._loss(self.model, batch)
+        return torch.stack([p.flatten()[:0].sum().float() for p in self.parameters()]).sum()
+
+
 class Trainer:
     """Trains `model` in a run folder: `checkpoints/`, `metrics.jsonl`, `metrics.csv`.
 
@@ -79,6 +97,8 @@ class Trainer:
     "perplexity" is added from "loss" when absent. config: `TrainConfig`. architecture: the model's configuration
     (dataclass or mapping), stored in each checkpoint and compared on resuming. The device is that of the parameters.
     clock: seconds for budget and speed, instead of the clock that the configuration names.
+
+    Within `join_processes`, all processes make the same Trainer and call the same methods.
     """
 
     def __init__(
@@ -97,9 +117,11 @@ class Trainer:
         self.model, self.config, self.folder = model, config, Path(folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self.device = next(model.parameters()).device
-        self._loss, self._batches, self._validate, self._architecture = loss, batches, validate, architecture
+        self._batches, self._validate, self._architecture = batches, validate, architecture
+        self._processes = Processes.current()
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
-        self._progress = Progress(show)
+        self._progress = Progress(show and self._processes.is_main)
+        self._loss = self._processes.wrap(_Step(model, loss), config.parallel)
         self._optimizer = build_optimizer(model, config)
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._schedule = Schedule(
@@ -113,15 +135,14 @@ class Trainer:
         self._saved_step = -1
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        seed_everything(config.seed)
+        seed_everything(self._processes.seed(config.seed))
 
     def resume(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
         """Continue from a checkpoint of this run, the last one by default; call it before `fit`.
 
         A damaged checkpoint raises CheckpointError naming the previous good one; `fallback` takes that one instead.
         """
-        self.checkpoints.recover()
-        checkpoint = self.checkpoints.open(path, fallback)
+        checkpoint = self.checkpoints.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
         state = checkpoint.state()
         if state["optimizer_name"] != self.config.optimizer or state["schedule_name"] != self.config.schedule:
             raise CheckpointError(
@@ -130,15 +151,35 @@ class Trainer:
             )
         checkpoint.load_into(self.model, self._architecture)
         rates = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(self._part_of_optimizer(state["optimizer"]))
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group.update(rate)  # what the configuration says now, not what it said when the checkpoint was written
         self._schedule.load_state_dict(state["schedule"])
         self._sums.load_state_dict(state["sums"])
         self._at = _Position(**state["position"])
         self._metrics, self._saved_step = dict(checkpoint.metrics), checkpoint.step
-        set_random_state(state["random"])
+        generators = [state["random"], *state.get("random_of_others", [])]
+        if self._processes.rank < len(generators):
+            set_random_state(generators[self._processes.rank])
+        else:  # a process that the run did not have before
+            seed_everything(self._processes.seed(self.config.seed, checkpoint.step))
         return checkpoint
+
+    def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
+        self.checkpoints.recover()
+        return self.checkpoints.open(path, fallback).path
+
+    def _part_of_optimizer(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A saved optimiser state with this process's parts of the tensors that belong to sharded parameters."""
+        parts = {
+            index: {
+                key: part_of(x, p) if isinstance(x, Tensor) and x.dim() else x
+                for key, x in saved["state"][index].items()
+            }
+            for index, p in enumerate(self._parameters)
+            if index in saved["state"]
+        }
+        return {**saved, "state": parts}
 
     def fit(self) -> Result:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.
@@ -148,17 +189,21 @@ class Trainer:
         """
         if self._at.step == 0 and self.checkpoints.paths():
             raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
-        self._log = MetricsLog(self.folder, self._at.records, self.config.tensorboard)
+        self._log = None
+        if self._processes.is_main:
+            self._log = MetricsLog(self.folder, self._at.records, self.config.tensorboard)
+        self._processes.wait()
         self._start = self._clock() - self._at.seconds
         self._sums.start(self._clock())
         notice = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
         self.model.train()
         try:
-            with self._progress, Interrupt(lambda: self._progress.line(notice)) as interrupt:
-                reason = self._run(interrupt)
+            with self._progress, Interrupt(lambda: self._progress.line(notice)) as self._interrupt:
+                reason = self._run()
                 self._finish(reason)
         finally:
-            self._log.close()
+            if self._log is not None:
+                self._log.close()
         best = self.checkpoints.best()
         at, value = self._at, self.checkpoints.best_value()
         return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best)
@@ -169,7 +214,7 @@ class Trainer:
         checkpoint.load_into(self.model, self._architecture)
         return checkpoint
 
-    def _run(self, interrupt: Interrupt) -> str:
+    def _run(self) -> str:
         while (reason := self._end()) is None:
             batches = iter(self._batches.epoch(self._at.epoch, self._at.batch))
             while group := list(islice(batches, self.config.accumulate)):
@@ -179,8 +224,6 @@ class Trainer:
                 due = self.config.validate_every is not None and self._at.step % self.config.validate_every == 0
                 if due and not self._validate_and_save():
                     return "patience"
-                if interrupt.requested:
-                    return "interrupted"
                 if (reason := self._end()) is not None:
                     return reason
             if self._at.batch == 0:
@@ -191,8 +234,11 @@ class Trainer:
         return reason
 
     def _end(self) -> str | None:
-        self._at.seconds = self._clock() - self._start
+        seconds = self._clock() - self._start
+        self._at.seconds, interrupted = self._processes.agree(seconds, self._interrupt.requested)
         config, at = self.config, self._at
+        if interrupted:
+            return "interrupted"
         if config.steps is not None and at.step >= config.steps:
             return "steps"
         if config.minutes is not None and at.seconds >= 60 * config.minutes:
@@ -218,13 +264,17 @@ class Trainer:
             group["lr"] = rate
         tokens = sum(batch.tokens for batch in batches)
         total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self._autocast():
-                loss = self._loss(self.model, batch.to(self.device, non_blocking=True))
-            (loss / max(tokens, 1)).backward()
+        for number, batch in enumerate(batches, start=1):
+            share = self._processes.share(batch)
+            with self._processes.gradients(self._loss, last=number == len(batches)):
+                with self._autocast():
+                    loss = self._loss(None if share is None else share.to(self.device, non_blocking=True))
+                # The processes' gradients are averaged, but their sum is wanted.
+                (loss * self._processes.world / max(tokens, 1)).backward()
             total += loss.detach()
+        self._processes.sum(total)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = self._processes.total(nn.utils.get_total_norm(gradients))
         self._sums.add(total, norm, tokens, rate)
         if self.device.type == "cpu":
             self._check_finite(self._at.step + 1)
@@ -252,6 +302,8 @@ class Trainer:
     def _record(self) -> None:
         self._check_finite(self._at.step)
         record = self._write("train", self._sums.take(self._clock()))
+        if record is None:
+            return
         spent = self._spent()
         left = self._at.seconds * (1 - spent) / spent if spent else math.inf
         self._progress.step(record, spent, left)
@@ -274,6 +326,14 @@ class Trainer:
 
     def _evaluate(self, kind: str) -> float:
         """Validate, record and show the values; gives back the one that decides."""
+        with self._processes.whole(self._loss):
+            self._metrics = self._processes.on_main(self._validation_values)
+        record = self._write(kind, self._metrics)
+        if record is not None:
+            self._progress.line(f"{kind}: {describe(record)}")
+        return self._metrics[self.config.metric]
+
+    def _validation_values(self) -> dict[str, float]:
         assert self._validate is not None
         self.model.eval()
         with torch.no_grad(), preserved_randomness(), self._autocast():
@@ -284,11 +344,12 @@ class Trainer:
         if self.config.metric not in values:
             names = ", ".join(values)
             raise ValueError(f"metric={self.config.metric!r} is not among the validation's values: {names}")
-        self._metrics = values
-        self._progress.line(f"{kind}: {describe(self._write(kind, values))}")
-        return values[self.config.metric]
+        return values
 
-    def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any]:
+    def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any] | None:
+        """Write a record and give it back; None in a process that does not write."""
+        if self._log is None:
+            return None
         self._at.seconds = self._clock() - self._start
         epoch = self._at.epoch + (self._at.batch > 0)  # for people: counted from 1, the one just ended stays
         return self._log.write(kind, self._at.step, epoch=epoch, seconds=self._at.seconds, **values)
@@ -299,21 +360,27 @@ class Trainer:
         return best is None or (value < best if self.config.metric in _LOWER_IS_BETTER else value > best)
 
     def _save(self, best: float | None) -> Path:
-        self._at.seconds, self._at.records = self._clock() - self._start, self._log.count
+        if self._log is not None:
+            self._at.seconds, self._at.records = self._clock() - self._start, self._log.count
+        generators = self._processes.gather(random_state())
         state = {
             "optimizer_name": self.config.optimizer,
             "schedule_name": self.config.schedule,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._processes.full(self._optimizer.state_dict()),
             "schedule": self._schedule.state_dict(),
             "sums": self._sums.state_dict(self._clock()),
             "position": dict(vars(self._at)),
-            "random": random_state(),
+            "random": next(iter(generators), None),
+            "random_of_others": generators[1:],
         }
-        path = self.checkpoints.save(
-            self._at.step, self.model.state_dict(), state, self._architecture, self._metrics, best
-        )
         self._saved_step = self._at.step
-        return path
+        return self._write_checkpoint(state, best)
+
+    def _write_checkpoint(self, state: dict[str, Any] | None, best: float | None) -> Path:
+        weights = self._processes.weights(self.model)
+        return self._processes.on_main(
+            lambda: self.checkpoints.save(self._at.step, weights, state, self._architecture, self._metrics, best)
+        )
 
     def _finish(self, reason: str) -> None:
         """Save and validate the end of the run, without a trace in the saved state: a longer run goes on from there."""
@@ -323,11 +390,14 @@ class Trainer:
             path = self._save(None)
             if self._validate is not None:
                 value = self._evaluate("validation")
-                if self._is_better(value, self.checkpoints.best_value()):
-                    self.checkpoints.mark_best(path, value)
+                self._processes.on_main(lambda: self._mark_if_best(path, value))
         if self.config.average > 1 and reason != "interrupted":
             self._average()
         self._progress.line(f"ended at step {self._at.step:,}: {reason}")
+
+    def _mark_if_best(self, path: Path, value: float) -> None:
+        if self._is_better(value, self.checkpoints.best_value()):
+            self.checkpoints.mark_best(path, value)
 
     def _average(self) -> None:
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -337,6 +407,6 @@ class Trainer:
         if self._validate is not None:
             value = self._evaluate("average")
             best = value if self._is_better(value, self.checkpoints.best_value()) else None
-        self.checkpoints.save(self._at.step, self.model.state_dict(), None, self._architecture, self._metrics, best)
+        self._write_checkpoint(None, best)
         put_weights(self.model, weights, self.checkpoints.folder)
         self._metrics = metrics

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.train.distributed import part_of
+
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or of another model; the message is one line for the user."""
@@ -70,7 +72,7 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
     extra = next((name for name in weights if name not in expected), None)
     if extra is not None:
         raise CheckpointError(f"{origin}: holds {extra}, which this model does not have")
-    model.load_state_dict(dict(weights))
+    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
 
 
 def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], origin: Path | str) -> None:

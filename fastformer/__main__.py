@@ -1,0 +1,5 @@
+"""`python -m fastformer`, and `torchrun … -m fastformer`."""
+
+from fastformer.cli import main
+
+main()

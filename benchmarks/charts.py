@@ -226,7 +226,7 @@ def _draw_bars(bars: Sequence[Bar], title: str) -> Any:
         axes.annotate(text, (end, y), (5, 0), textcoords="offset points", va="center", fontsize="small", color=color)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    axes.set_xlim(lowest, highest * (highest / lowest) ** 0.12)
+    axes.set_xlim(lowest, highest * (highest / lowest) ** 0.2)  # room for the last number
     steps = (1.0, 2.0, 5.0) if highest / lowest > 8 else (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 8.0, 9.0)
     axes.xaxis.set_major_locator(LogLocator(subs=steps))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -236,16 +236,16 @@ def _draw_bars(bars: Sequence[Bar], title: str) -> Any:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    legend = "their time / fastformer's: right of 1 fastformer is faster"
+    legend = "their time / fastformer's: right of 1 fastformer is faster\n"
     if any(bar.goal is not None for bar in bars):
-        legend += "; black mark: goal"
+        legend += "black mark: goal"
     if any(bar.missed for bar in bars):
         legend += "; red: missed"
     if any(0 < bar.missed < bar.goals for bar in bars):
         legend += ", orange: in some cases"
     if any(bar.worst < bar.best for bar in bars):
         legend += "; thin line: worst to best"
-    axes.set_xlabel(legend, fontsize="small")
+    axes.set_xlabel(legend.rstrip().replace("\n; ", "\n"), fontsize="small")
     frames.set_title(figure, title)
     return figure
 

@@ -90,7 +90,7 @@ def allowed_pair(lengths: Tensor, causal: bool) -> Callable[[Tensor, Tensor, Ten
 def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
     # Beyond its limit of compilations, Dynamo would run the plain code without a word.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return compiled(flex_attention), torch.compile(create_block_mask, dynamic=False)
+    return compiled(flex_attention, keeps=True), torch.compile(create_block_mask, dynamic=False)
 
 
 def flex(p: Problem, per_batch: bool, plain: bool = False) -> Attention:

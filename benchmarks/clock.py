@@ -5,6 +5,7 @@ cache flushed before each call, wall time of calls in a row, and device time of 
 host's launches do not count; the GPU's side is not measured on a GPU yet.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 
@@ -12,19 +13,27 @@ import torch
 from torch import Tensor
 
 _FLUSHED_BYTES = 1 << 28  # several times the 50 MB of an H100's L2
+_FLUSHES = 4  # takes the GPU a quarter of a millisecond, longer than the host needs to queue a short call
 _WALL_CALLS = 10
 
 Call = Callable[[], object]
 
 
 class Stopwatch:
-    """Seconds that calls take on a device."""
+    """Seconds that calls take on a device.
+
+    On a GPU the thread works on a stream of its own from then on: backward runs on the stream of its forward, and the
+    default stream cannot be captured.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.kind = "CUDA events, L2 flushed" if self.on_gpu else "CPU time, 1 thread"
         self._flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device) if self.on_gpu else None
+        if self.on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Call, calls: int = 1) -> float:
         """Run `calls` times; the seconds of all together."""
@@ -35,7 +44,8 @@ class Stopwatch:
             return time.process_time() - start
         total = 0.0
         for _ in range(calls):
-            self._flushed.zero_()  # the host queues the call while this runs, so that short ones are not waited for
+            for _ in range(_FLUSHES):  # the host queues the call meanwhile, so that short ones are not waited for
+                self._flushed.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             run()
@@ -61,15 +71,25 @@ class Stopwatch:
         Raises:
             RuntimeError: the call waits for the device, or does something else that a graph cannot hold.
         """
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # compiles, and lets libraries allocate
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        for _ in range(3):  # compiles, and lets libraries allocate
             run()
+        torch.cuda.synchronize(self.device)
+        index, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool)
+        try:
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except Exception:
+            # A capture that breaks off leaves the generator refusing to draw, and the allocator in the graph's pool.
+            generator = torch.cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+            raise
         return graph.replay
 
     def peak_memory(self, run: Call) -> int | None:

@@ -67,12 +67,12 @@ COMPETITORS = {
 }
 
 
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile for one shape, so that its backward can be timed alone: it keeps what it saved."""
+def compiled(function: Callable[..., Tensor], keeps: bool = False) -> Callable[..., Tensor]:
+    """torch.compile for one shape; with `keeps`, its backward keeps what was saved, so that it can be timed alone."""
     import torch._dynamo
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False
+    torch._functorch.config.donated_buffer = not keeps
     # Dynamo counts compilations by code object, which the cases of a file share; after 8 of them it runs eager code.
     torch._dynamo.reset()
     done: Callable[..., Tensor] = torch.compile(function, dynamic=False)

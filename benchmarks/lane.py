@@ -69,7 +69,7 @@ def plan(out: Path, part: Path, dry: bool, minutes: float) -> list[Step]:
     narrow = ("--competitor", "eager") if dry else ()
     here = (python, "-m")
     steps = [
-        Step("facts", (*here, "benchmarks.lane_steps", "facts", str(out), *flag), 4),
+        Step("facts", (*here, "benchmarks.lane_steps", "facts", str(out), *flag), 8),
         Step("gpu-tests", (*pytest, "-m", "gpu", *jobs, *gpu_tests), 12, True, ("pytest",)),
         Step("fused-tests", (*pytest, *jobs, *fused), 12, True, ("pytest",)),
         Step("quick", (*race, "-k", "quick", *narrow, *chosen.values()), 25, True, ("pytest",)),

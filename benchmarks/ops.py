@@ -72,7 +72,7 @@ def race_functions(
             upstream = torch.randn_like(truth(*inputs))
 
     def sides(by_name: Mapping[str, Callable[..., Any]]) -> tuple[Op, Op]:
-        theirs = compiled(by_name["eager"]) if competitor == "compile" else by_name[competitor]
+        theirs = compiled(by_name["eager"], direction == "backward") if competitor == "compile" else by_name[competitor]
 
         def fused() -> Any:
             with fastformer.backend("triton"):

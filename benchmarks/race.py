@@ -29,6 +29,7 @@ Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 _ROUND_SECONDS = 0.05  # on a CPU, shorter work is repeated within a round until it takes this long
+_GPU_SECONDS, _GPU_ROUNDS = 0.5, 20  # on a GPU, more rounds than asked for: as many as ours has time for, at most
 _GRAPH_BELOW = 2e-4  # seconds of device time, below which the host's launches may decide
 _OUT_OF_MEMORY = "out of memory"
 
@@ -282,7 +283,10 @@ class Race:
             once = watch(ours.run)
             calls = 1 if watch.on_gpu else max(1, math.ceil(_ROUND_SECONDS / max(once, 1e-7)))
             if self.fault is None and (calls > 1 or watch.on_gpu):  # longer work was warmed up by the gate
-                watch(theirs.run, calls)
+                with self.competitor():
+                    watch(theirs.run, calls)
+            if watch.on_gpu:
+                rounds = max(rounds, min(_GPU_ROUNDS, int(_GPU_SECONDS / max(once, 1e-7))))
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
         rate = matmul_rate(watch, size=64 if self.tiny else None)
 
@@ -320,14 +324,19 @@ class Race:
         """On a GPU: by the clock on the wall, and as CUDA graphs where a call is short."""
         found = {}
         speed = ours.tokens / theirs.tokens
-        walls = [self.watch.wall(side.run) for side in (ours, theirs)]
-        if walls[0] is not None and walls[1] is not None:
-            found["wall"] = speed * walls[1] / walls[0]
+        try:
+            walls = [self.watch.wall(side.run) for side in (ours, theirs)]
+        except Exception as error:  # several calls may need more memory than one
+            self.note(no_wall=str(error).partition("\n")[0][:160])
+        else:
+            if walls[0] is not None and walls[1] is not None:
+                found["wall"] = speed * walls[1] / walls[0]
         if self.watch.on_gpu and seconds < _GRAPH_BELOW:
             try:
                 graphs = [self.watch.replay(side.run) for side in (ours, theirs)]
-            except RuntimeError as error:
-                self.note(no_graph=str(error).partition("\n")[0][:160])
+            except Exception as error:  # whatever a compiler or a driver raises
+                first = error.__context__ or error  # what broke the capture, not that its end failed
+                self.note(no_graph=str(first).partition("\n")[0][:160])
             else:
                 times = [statistics.median(self.watch(graph) for _ in range(10)) for graph in graphs]
                 found["graph"] = speed * times[1] / times[0]

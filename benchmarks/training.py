@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.clock import saved_for_backward
-from benchmarks.competitors import require
+from benchmarks.competitors import compiled, require
 from benchmarks.race import Race, Side, flat_gradients
 from benchmarks.tutorials import FixedLengthTranslation, TorchTranslation
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
@@ -66,8 +66,7 @@ def race_training(
     theirs: TorchTranslation | FixedLengthTranslation = (
         FixedLengthTranslation(model) if competitor == "tutorial" else TorchTranslation(model, longest)
     ).to(race.device)
-    if competitor == "torch.nn-compile":
-        theirs.compile()
+    their_loss = compiled(theirs.loss) if competitor == "torch.nn-compile" else theirs.loss
 
     def autocast() -> torch.autocast | nullcontext[None]:
         return nullcontext() if dtype == torch.float32 else torch.autocast(race.device.type, dtype)
@@ -77,7 +76,7 @@ def race_training(
             with autocast():
                 if net is model:
                     return translation_loss(model, batch, SMOOTHING)
-                return theirs.loss(batch, SMOOTHING)
+                return their_loss(batch, SMOOTHING)
 
         return loss
 
@@ -89,8 +88,9 @@ def race_training(
         with race.competitor():
             saved = tuple(saved_for_backward(loss, net.parameters()) for loss, net in ((ours, model), (other, theirs)))
             if race.device.type == "cuda":
-                for step in steps:
+                for step, net in zip(steps, (model, theirs), strict=True):
                     step()  # AdamW's moments, and what compilers need, exist from here on
+                    net.zero_grad()  # gradients are of what a step takes
                 peak = tuple(race.watch.peak_memory(step) for step in steps)
     race.note(padding_share=share)
     race(

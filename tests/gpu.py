@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -39,14 +39,27 @@ def no_host_sync() -> Iterator[None]:
 
 
 def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """Capture a step as torch's notes on CUDA graphs describe it: what it returns holds the results of each replay."""
+    """Capture a step as torch's notes on CUDA graphs describe it: what it returns holds the results of each replay.
+
+    Where the step cannot be captured, its own error is raised, and the process can still draw random numbers.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):  # compiles kernels, and makes the libraries allocate what they need
             step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            results = step()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            # A capture that breaks off leaves the generator refusing to draw.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
     return graph, results

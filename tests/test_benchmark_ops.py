@@ -1,14 +1,17 @@
 """The benchmarks of single ops: what they compare with, what they time, and what they count."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import bench_cross_entropy, bench_feed_forward, competitors
+from benchmarks import bench_cross_entropy, bench_feed_forward, competitors, training
 from benchmarks.bench_feed_forward import CASES, Case
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
 from benchmarks.race import Op, Race, Record
+from fastformer.models import TranslationConfig
+from fastformer.text import EncodedPairs, Sequences, SpecialIds
 
 CPU = torch.device("cpu")
 
@@ -58,6 +61,55 @@ def test_what_is_timed_may_be_another_call_than_what_is_compared():
     assert set(ran[2:]) == {"ours, timed", "theirs, timed"}
     (row,) = race.record.rows
     assert row.status == "dry run"
+
+
+def test_a_capture_that_breaks_off_leaves_the_generator_drawing(monkeypatch):
+    done = []
+
+    class Graph:
+        def capture_begin(self, pool):
+            done.append(f"begin in {pool}")
+
+        def capture_end(self):
+            raise RuntimeError("the capture was invalidated")
+
+    class Generator:
+        def clone_state(self):
+            return "a state that captures nothing"
+
+        def graphsafe_set_state(self, state):
+            done.append(state)
+
+    fakes = {"synchronize": lambda device: None, "current_device": lambda: 0, "graph_pool_handle": lambda: "pool"}
+    fakes |= {"CUDAGraph": Graph, "default_generators": (Generator(),)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("end", "release"):
+        function = "_cuda_endAllocateToPool" if name == "end" else "_cuda_releasePool"
+        monkeypatch.setattr(torch._C, function, lambda *arguments, name=name: done.append((name, *arguments)), False)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))
+    left = ["a state that captures nothing", ("end", 0, "pool"), ("release", 0, "pool")]
+    assert done == ["run"] * 3 + ["begin in pool", "run", *left]
+
+
+def test_the_compiled_model_is_compiled(monkeypatch):
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
+    monkeypatch.setattr(training, "require", lambda name, device: None)
+    race = make_race()
+    config = TranslationConfig(20, 20, 16, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=16)
+    ids = Sequences(np.arange(4, 14, dtype=np.int32), np.array([0, 6, 10]))
+    pairs = EncodedPairs(ids, ids, SpecialIds(), SpecialIds())
+    training.race_training(race, "case", config, pairs, competitor="torch.nn-compile", rounds=1)
+    assert [row.status for row in race.record.rows] == ["dry run"]
+    assert len(compilations) == 2, "in evaluation mode and in training"
 
 
 def test_the_ninth_compilation_of_the_same_code_still_compiles(monkeypatch):

@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
-    for item in ours:
+    for item in (each for each in ours if each not in left):
         item.add_marker(pytest.mark.benchmark(timer=clock))
         # A warning of a competitor (as Inductor's about TF32) is no error; a case that fails its gate has said so.
         item.add_marker(pytest.mark.filterwarnings("default"))

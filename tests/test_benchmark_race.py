@@ -1,0 +1,207 @@
+"""A competitor that is wrong, out of memory or broken is reported as that; ours, if wrong, is not timed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.clock import Stopwatch
+from benchmarks.floors import Ceilings, Work
+from benchmarks.race import Op, Race, Record, Side
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+class Benchmark:
+    """What of pytest-benchmark's fixture a race uses."""
+
+    def __init__(self):
+        self.extra_info = {}
+        self.fullname = "benchmarks/bench_thing.py::bench_thing"
+
+    def pedantic(self, target, setup, rounds, iterations):
+        for _ in range(rounds):
+            setup()
+            target()
+
+
+@pytest.fixture
+def race(tmp_path):
+    record = Record({"commit": "0"}, tmp_path / "run.jsonl")
+    watch = Stopwatch(CPU)
+    yield Race(Benchmark(), watch, Ceilings(watch, tiny=True), record, enforce=False, tiny=False)
+    record.close({})
+
+
+X = torch.randn(40, 40)
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def compare(race: Race, theirs, ours=square, **kept) -> None:
+    x = X.clone().requires_grad_()
+    upstream = torch.ones_like(X)
+    expected = [X.double() ** 2, 2 * X.double()]
+    sides = Op("fastformer", lambda: ours(x), [x]), Op("other", lambda: theirs(x), [x])
+    work = Work(2.0 * X.numel(), 8.0 * X.numel())
+    race.op(
+        "a case",
+        *sides,
+        upstream=upstream,
+        expected=expected,
+        tolerance=1e-5,
+        direction="both",
+        work=work,
+        rounds=2,
+        **kept,
+    )
+
+
+def test_both_right(race):
+    compare(race, lambda x: x**2, goal=1e9, at={"length": 40})
+    (row,) = race.record.rows
+    assert (row.benchmark, row.case, row.against) == ("thing", "a case, forward and backward", "other")
+    assert row.status == "measured"
+    assert min(row.ours, row.theirs) > 0
+    assert row.ratio == pytest.approx(row.theirs / row.ours, rel=0.9)
+    assert row.missed
+    assert row.floor > 0
+    assert row.operations_per_second == pytest.approx(2.0 * X.numel() / row.ours)
+    assert row.saved_bytes is not None
+    assert row.at == {"length": 40}
+
+
+def oom(x: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def broken(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image\nmore")
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+@pytest.mark.parametrize(
+    ("theirs", "status"),
+    [
+        (lambda x: 1.01 * x * x, "wrong: output is off by 1.0e-02"),
+        (lambda x: x * x * float("nan"), "wrong: output is off by nan"),
+        (WrongGradient.apply, "wrong: gradient 0 is off by"),
+        (oom, "out of memory"),
+        (broken, "fails: RuntimeError: no kernel image"),
+    ],
+    ids=["output", "nan", "gradient", "memory", "raises"],
+)
+def test_a_competitor_with_a_fault_is_reported_not_timed(race, theirs, status):
+    compare(race, theirs, goal=2.0)
+    (row,) = race.record.rows
+    assert row.status.startswith(status)
+    assert row.theirs is None
+    assert row.ratio is None
+    assert row.ours > 0
+    assert not row.missed
+
+
+def test_ours_wrong_fails_and_is_not_timed(race):
+    with pytest.raises(pytest.fail.Exception, match=r"wrong, not timed: output differs by 1\.0e-02"):
+        compare(race, square, ours=lambda x: 1.01 * x * x)
+    assert race.record.rows == []
+
+
+def test_ours_out_of_memory_is_a_row(race):
+    with pytest.raises(pytest.skip.Exception, match="out of memory"):
+        compare(race, square, ours=oom)
+    (row,) = race.record.rows
+    assert row.status == "fastformer is out of memory"
+    assert row.ours is None
+
+
+def test_no_time_without_a_gate(race):
+    with pytest.raises(AssertionError, match="only after a gate"):
+        race("a case", Side("fastformer", lambda: None), Side("other", lambda: None), rounds=1)
+
+
+def test_a_competitor_that_breaks_while_it_is_timed(race):
+    calls = []
+
+    def third_time_unlucky() -> None:
+        calls.append(None)
+        if len(calls) > 2:
+            oom(X)
+
+    race.gate("result", X, X, 0.0)
+    race("a case", Side("fastformer", lambda: X @ X), Side("other", third_time_unlucky), rounds=3)
+    assert race.record.rows[0].status == "out of memory"
+
+
+def test_goals_are_enforced_where_asked_for(race):
+    race.enforce = True
+    with pytest.raises(pytest.fail.Exception, match="the goal is"):
+        compare(race, square, goal=1e9)
+
+
+def test_ratios_are_by_the_token(race):
+    race.gate("result", X, X, 0.0)
+
+    def work() -> object:
+        return X @ X
+
+    race("a case", Side("fastformer", work, 100), Side("other", work, 10), rounds=5)
+    assert race.record.rows[0].ratio == pytest.approx(10, rel=0.7)
+
+
+def test_rows_are_written_when_they_exist(race, tmp_path):
+    compare(race, square)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert lines[0]["machine"] == {"commit": "0"}
+    assert lines[1]["row"]["case"] == "a case, forward and backward"
+
+
+def pytest_benchmarks(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "benchmarks/bench_layer_norm.py",
+        "--benchmark-only",
+    ]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_an_unknown_competitor_is_named_with_those_that_are_known():
+    done = pytest_benchmarks("--competitor", "eager,egaer")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--competitor: unknown competitor 'egaer'; known: eager, compile," in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_what_was_skipped():
+    done = pytest_benchmarks("--competitor", "eager")
+    assert done.returncode == 0
+    assert "27 cases need a CUDA device and were skipped" in done.stdout
+
+
+def test_a_dry_run_needs_the_interpreter():
+    done = pytest_benchmarks("--dry-run", TRITON_INTERPRET="0")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "set TRITON_INTERPRET=1" in done.stderr

@@ -136,7 +136,7 @@ def test_an_interrupted_preparation_is_not_opened(tmp_path, monkeypatch):
 def test_damaged_folders(tmp_path, monkeypatch):
     prepare("multi30k", small_multi30k(tmp_path / "from", monkeypatch), tmp_path / "to")
     for languages in (("en", "en"), ("en", "fr")):
-        with pytest.raises(ValueError, match="must be two different ones of de, en, got"):
+        with pytest.raises(ValueError, match="must be two different ones of"):
             open_dataset(tmp_path / "to", *languages)
     for language in ("en", "de"):
         write_lines(tmp_path / "to" / f"valid.{language}", ["only one"])

@@ -387,17 +387,19 @@ class Trainer:
         if self._saved_step != self._at.step:
             self._check_finite(self._at.step)
             self._metrics = {}
-            path = self._save(None)
-            if self._validate is not None:
-                value = self._evaluate("validation")
-                self._processes.on_main(lambda: self._mark_if_best(path, value))
+            self._save(None)
+        # Also where a run that ended, or was killed right here, is resumed without a longer budget.
+        if self._validate is not None and not self._metrics:
+            value = self._evaluate("validation")
+            self._processes.on_main(lambda: self._mark_if_best(value))
         if self.config.average > 1 and reason != "interrupted":
             self._average()
         self._progress.line(f"ended at step {self._at.step:,}: {reason}")
 
-    def _mark_if_best(self, path: Path, value: float) -> None:
-        if self._is_better(value, self.checkpoints.best_value()):
-            self.checkpoints.mark_best(path, value)
+    def _mark_if_best(self, value: float) -> None:
+        last = self.checkpoints.last()
+        if last is not None and self._is_better(value, self.checkpoints.best_value()):
+            self.checkpoints.mark_best(last, value)
 
     def _average(self) -> None:
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}

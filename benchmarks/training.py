@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.clock import saved_for_backward
 from benchmarks.competitors import compiled, require
+from benchmarks.floors import Work
 from benchmarks.race import Race, Side, flat_gradients
 from benchmarks.tutorials import FixedLengthTranslation, TorchTranslation
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
@@ -99,10 +100,32 @@ def race_training(
         Side(NAMES[competitor], steps[1], padded.tokens),
         rounds=rounds,
         goal=goal,
+        work=step_work(model, packed),
+        dtype=dtype,
         at={**(at or {}), "padding": share},
         saved_bytes=saved,
         peak_bytes=peak,
     )
+
+
+def step_work(model: TranslationModel, batch: Batch) -> Work:
+    """What a step on a packed batch must do at least.
+
+    Operations of the matrix products of real tokens, and of attention's real pairs, once forward and twice backward.
+    Bytes: every parameter in fp32 is read forward and backward, its gradient written and read, and AdamW reads and
+    writes it and its two moments: 10 passes. Activations are left out.
+    """
+    c = model.config
+    d, f = c.d_model, c.feed_forward
+    s, t = (lengths.double() for lengths in (batch.source_lengths, batch.target_lengths))
+    S, T = float(s.sum()), float(t.sum())
+    layer = 4 * d * d + 2 * d * f  # weights of self-attention and feed-forward
+    products = c.encoder_layers * S * layer + c.decoder_layers * (T * (layer + 2 * d * d) + S * 2 * d * d)
+    products += T * d * c.target_vocabulary
+    pairs = c.encoder_layers * float((s * s).sum())
+    pairs += c.decoder_layers * float((t * (t + 1) / 2 + s * t).sum())
+    parameters = sum(p.numel() for p in model.parameters())
+    return Work(3 * (2 * products + 4 * d * pairs), 10 * 4.0 * parameters)
 
 
 def _gate(race: Race, ours: tuple[nn.Module, Loss], theirs: tuple[nn.Module, Loss], dtype: torch.dtype) -> None:

@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_entropy, bench_feed_forward, competitors, training
 from benchmarks.bench_feed_forward import CASES, Case
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
 from benchmarks.race import Op, Race, Record
-from fastformer.models import TranslationConfig
-from fastformer.text import EncodedPairs, Sequences, SpecialIds
+from benchmarks.tutorials import TorchTranslation
+from fastformer.models import TranslationConfig, TranslationModel
+from fastformer.text import EncodedPairs, Sequences, SpecialIds, collate
 
 CPU = torch.device("cpu")
 
@@ -157,3 +160,17 @@ def test_every_run_names_a_case_and_a_competitor():
     names = {name for _, name, _ in [*bench_feed_forward.RUNS, *bench_cross_entropy.RUNS]}
     assert names <= competitors.COMPETITORS.keys()
     assert {case for case, *_ in bench_feed_forward.RUNS} == CASES.keys()
+
+
+def test_the_work_of_a_training_step_is_what_torch_counts():
+    """For one pair of sentences without padding; torch counts the pairs that causality rules out as well."""
+    config = TranslationConfig(30, 40, d_model=8, heads=2, encoder_layers=2, decoder_layers=3, feed_forward=12)
+    pairs = EncodedPairs(*(Sequences.from_lists([list(range(4, 4 + n))]) for n in (6, 4)), SpecialIds(), SpecialIds())
+    model = TranslationModel(config)
+    theirs = TorchTranslation(model)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        theirs.loss(collate(pairs, packed=False), 0.0).backward()
+    ahead = 5 * 5 - 5 * 6 / 2  # five target positions, bos counted
+    work = training.step_work(model, collate(pairs, packed=True))
+    assert counter.get_total_flops() == work.operations + 3 * 4 * 8 * 3 * ahead
+    assert work.bytes == 40 * sum(p.numel() for p in model.parameters())

@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.lengths import VOCABULARY, random_pairs
+from benchmarks.lengths import SPECIAL, VOCABULARY, random_pairs, random_sequences
 from benchmarks.race import Race
 from benchmarks.training import race_training
 from fastformer.models import TranslationConfig
-from fastformer.text import EncodedPairs, Sequences, SpecialIds
+from fastformer.text import EncodedPairs
 
 MODEL = TranslationConfig(
     VOCABULARY, VOCABULARY, d_model=256, heads=4, encoder_layers=3, decoder_layers=3, feed_forward=1024
@@ -31,9 +31,8 @@ def spread_pairs(longest: int, sentences: int) -> EncodedPairs:
     sides = []
     for _ in range(2):
         lengths = np.linspace(longest / 10, longest, sentences).round().astype(np.int64) - 1
-        offsets = np.concatenate([[0], np.cumsum(random.permutation(np.maximum(lengths, 1)))])
-        sides.append(Sequences(random.integers(4, VOCABULARY, offsets[-1], np.int32), offsets))
-    return EncodedPairs(sides[0], sides[1], SpecialIds(), SpecialIds())
+        sides.append(random_sequences(random.permutation(np.maximum(lengths, 1)), random))
+    return EncodedPairs(sides[0], sides[1], SPECIAL, SPECIAL)
 
 
 def _race(race: Race, axis: str, value: int, config: TranslationConfig, pairs: EncodedPairs) -> None:

@@ -74,7 +74,7 @@ def bench_training_step(race: Race, batches: str, competitor: str, size: Size, d
 @pytest.mark.parametrize("competitor", ["tutorial"])
 def bench_training_step_fixed_length(race: Race, competitor: str, size: Size) -> None:
     on_cpu = race.device.type == "cpu"
-    goal = {True: 16.0, False: 30.0}[on_cpu] if size == "full" else None
+    goal = (16.0 if on_cpu else 30.0) if size == "full" else None
     race_training(
         race,
         f"training step, random batches, {_name(size)}, V {VOCABULARY:,}, fp32",

@@ -52,11 +52,14 @@ def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
     table = np.array(json.loads(HISTOGRAM.read_text())["source_target_count"])  # [cells, 3]
     random = np.random.default_rng(seed)
     lengths = table[random.choice(len(table), number, p=table[:, 2] / table[:, 2].sum()), :2]  # [number, 2]
-    sides = []
-    for side in range(2):
-        offsets = np.concatenate([[0], np.cumsum(lengths[:, side])])
-        sides.append(Sequences(random.integers(4, VOCABULARY, offsets[-1], np.int32), offsets))
-    return EncodedPairs(sides[0], sides[1], SPECIAL, SPECIAL)
+    source, target = (random_sequences(side, random) for side in lengths.T)
+    return EncodedPairs(source, target, SPECIAL, SPECIAL)
+
+
+def random_sequences(lengths: np.ndarray, random: np.random.Generator) -> Sequences:
+    """Sequences of random ids, of the given lengths."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Sequences(random.integers(4, VOCABULARY, offsets[-1], np.int32), offsets)
 
 
 def typical_batch(kind: str) -> tuple[Batch, Batch, float]:

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 import pytest
 
 
+def benchmark_of(fullname: str) -> SimpleNamespace:
+    """The parts of pytest-benchmark's fixture that `Race` uses."""
+    return SimpleNamespace(fullname=fullname, extra_info={}, pedantic=_pedantic)
+
+
 class StandIn:
     """A plugin with the fixture `benchmark`."""
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> SimpleNamespace:
-        """The parts of pytest-benchmark's fixture that `Race` uses."""
-        return SimpleNamespace(fullname=request.node.nodeid, extra_info={}, pedantic=_pedantic)
+        """See `benchmark_of`."""
+        return benchmark_of(request.node.nodeid)
 
 
 def install(config: pytest.Config) -> None:

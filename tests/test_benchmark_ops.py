@@ -12,6 +12,7 @@ from benchmarks.bench_feed_forward import CASES, Case
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
 from benchmarks.race import Op, Race, Record
+from benchmarks.stand_in import benchmark_of
 from benchmarks.tutorials import TorchTranslation
 from fastformer.models import TranslationConfig, TranslationModel
 from fastformer.text import EncodedPairs, Sequences, SpecialIds, collate
@@ -19,22 +20,16 @@ from fastformer.text import EncodedPairs, Sequences, SpecialIds, collate
 CPU = torch.device("cpu")
 
 
-class Benchmark:
-    """pytest-benchmark's fixture, as much of it as a race takes."""
-
-    fullname = "benchmarks/bench_something.py::bench_it"
-
-    def __init__(self):
-        self.extra_info = {}
-
-    def pedantic(self, run, setup, rounds, iterations):
-        setup()
-        run()
-
-
 def make_race():
     watch = Stopwatch(CPU)
-    return Race(Benchmark(), watch, Ceilings(watch, tiny=True), Record({}), enforce=False, tiny=True)
+    return Race(
+        benchmark_of("benchmarks/bench_something.py::bench_it"),
+        watch,
+        Ceilings(watch, tiny=True),
+        Record({}),
+        enforce=False,
+        tiny=True,
+    )
 
 
 def test_what_is_timed_may_be_another_call_than_what_is_compared():

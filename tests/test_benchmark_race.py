@@ -13,29 +13,24 @@ from torch import Tensor
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings, Work
 from benchmarks.race import Op, Race, Record, Side
+from benchmarks.stand_in import benchmark_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-
-
-class Benchmark:
-    """What of pytest-benchmark's fixture a race uses."""
-
-    def __init__(self):
-        self.extra_info = {}
-        self.fullname = "benchmarks/bench_thing.py::bench_thing"
-
-    def pedantic(self, target, setup, rounds, iterations):
-        for _ in range(rounds):
-            setup()
-            target()
 
 
 @pytest.fixture
 def race(tmp_path):
     record = Record({"commit": "0"}, tmp_path / "run.jsonl")
     watch = Stopwatch(CPU)
-    yield Race(Benchmark(), watch, Ceilings(watch, tiny=True), record, enforce=False, tiny=False)
+    yield Race(
+        benchmark_of("benchmarks/bench_thing.py::bench_thing"),
+        watch,
+        Ceilings(watch, tiny=True),
+        record,
+        enforce=False,
+        tiny=False,
+    )
     record.close({})
 
 

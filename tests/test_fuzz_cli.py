@@ -7,12 +7,9 @@ inputs a test; see `fuzz`. What once failed stays below, as a case by itself.
 
 import codecs
 import gzip
-import io
 import itertools
 import os
 import shutil
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,10 +20,9 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 import typer.main
-from test_cli import TRAIN, Done
+from test_cli import TRAIN, Done, fastformer
 from test_cli_language import TEXT, TRAIN_LM
 
-from fastformer.cli import main
 from fastformer.cli.common import app
 from fastformer.text import read_lines
 
@@ -97,26 +93,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
     (folder / "empty").touch()
     for command, name in ((TRAIN, "tr"), (TRAIN_LM, "lm")):
-        done = call([*command.split(), "--run", name], folder)
+        done = fastformer(*command.split(), "--run", name, cwd=folder)
         assert done.returncode == 0, done.stderr
     return folder
-
-
-def call(arguments: list[str], cwd: Path, stdin: bytes = b"") -> Done:
-    """Run a command as `test_cli.fastformer` does, with streams that hold UTF-8 only, as a terminal's do."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.chdir(cwd)
-        patch.setenv("COLUMNS", "160")
-        patch.setattr(sys, "argv", ["fastformer", *arguments])
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    written = [stream.detach().getvalue().decode("utf-8") for stream in (out, err) if not stream.flush()]
-    return Done(code, *written)
 
 
 def run(arguments: list[str], home: Path, number: int, stdin: bytes = b"") -> Done:
@@ -124,7 +103,7 @@ def run(arguments: list[str], home: Path, number: int, stdin: bytes = b"") -> Do
     about = f"input {number}: {arguments}"[:600]
     try:
         with fuzz.time_limit(60):
-            done = call(arguments, home, stdin)
+            done = fastformer(*arguments, cwd=home, stdin=stdin)
     except (Exception, fuzz.Hang) as error:
         raise AssertionError(f"{about}: {type(error).__name__}: {str(error)[:300]}") from error
     assert done.returncode in (0, 2), about

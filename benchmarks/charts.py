@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race import Row
+from benchmarks.record import Row
 from benchmarks.runs import Result, grouped, rounded
 from benchmarks.tables import geometric_mean
 from fastformer.plots import figure as frames

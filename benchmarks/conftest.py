@@ -20,7 +20,8 @@ import torch
 from benchmarks import competitors, environment, stand_in
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
-from benchmarks.race import Race, Record, Row
+from benchmarks.race import Race
+from benchmarks.record import Record, Row
 
 HERE = Path(__file__).parent
 _RECORD = pytest.StashKey[Record]()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import DIRTY
-from benchmarks.race import FORMAT, Row
+from benchmarks.record import FORMAT, Row
 
 _DIGITS = 5  # significant ones that are kept
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.race import Row
+from benchmarks.record import Row
 from benchmarks.runs import Result, grouped
 
 WHOLE = 20  # rows, up to which the README shows a table whole

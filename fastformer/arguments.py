@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from fastformer.packing import Layout
 
@@ -84,13 +85,29 @@ def check_feed_forward(
             raise ValueError(f"{name} must be of shape [{weight.shape[0]}], not {list(bias.shape)}")
 
 
+def readable(x: Tensor) -> bool:
+    """Whether a tensor has values to look at, where that waits for no device."""
+    known = x.device.type == "cpu" and x.numel() > 0 and not torch.compiler.is_compiling()
+    return known and not isinstance(x, FakeTensor) and not stands_for_many(x)
+
+
+def stands_for_many(x: Tensor) -> bool:
+    """Whether x is one of many to vmap, be it inside other transforms of torch.func."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 def _check_indices(name: str, indices: Tensor, of: str, matrix: Tensor) -> None:
     """Raise unless indices are rows of a matrix; values are looked at on the CPU only, where that waits for nothing."""
     if indices.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, not {indices.dtype}")
     if matrix.dim() != 2:
         raise ValueError(f"{of} must have two dimensions, not shape {list(matrix.shape)}")
-    if indices.device.type == "cpu" and indices.numel() and not torch.compiler.is_compiling():
+    if readable(indices):
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= matrix.shape[0]:
             wrong = low if low < 0 else high
@@ -115,7 +132,7 @@ def check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
     """Raise unless target holds classes; values are checked on the CPU only, where that waits for no device."""
     if target.dtype != torch.int64:
         raise TypeError(f"target must be int64, not {target.dtype}")
-    if target.device.type == "cpu" and target.numel() and not torch.compiler.is_compiling():
+    if readable(target):
         wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
         if wrong.numel():
             raise IndexError(f"target must lie between 0 and {classes - 1} or be {ignore_index}, not {int(wrong[0])}")
@@ -136,7 +153,7 @@ def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):
         raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
-    if lengths.device.type == "cpu" and lengths.numel() and not torch.compiler.is_compiling():
+    if readable(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > x.shape[2]:
             wrong = low if low < 0 else high

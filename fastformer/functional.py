@@ -58,21 +58,23 @@ OPS = (
 )
 
 
-def _runs_fused(op: str, x: Tensor, limit: str | None = None) -> bool:
+def _runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None) -> bool:
     """Choose the implementation of one call: whether the fused kernel takes it.
 
     Args:
         op: its name in OPS.
         x: the tensor that decides.
-        limit: why this call is beyond the kernel, where its arguments are.
+        limit: says why this call is beyond the kernel, if its arguments are.
 
     Raises:
         BackendError: backend "triton" was asked for and cannot run this.
     """
     choice = get_backend()
-    if choice == "reference":
+    if choice == "reference" or (choice == "auto" and x.device.type == "cpu"):  # the latter without asking why
         return False
-    reason = fused.unsupported(op, x) or limit
+    reason = fused.unsupported(op, x)
+    if reason is None and limit is not None:
+        reason = limit()
     if reason is not None and choice == "triton":
         raise BackendError(f"backend 'triton' was asked for, but {reason}")
     return reason is None
@@ -172,7 +174,7 @@ def attention(
         scale=scale,
     )
     rules = check_attention(q, k, v, rules)
-    if _runs_fused("attention", q, attention_limit(q, k, v)):
+    if _runs_fused("attention", q, lambda: attention_limit(q, k, v)):
         formula = _formula(lambda q, k, v, mask: reference.attention(q, k, v, replace(rules, mask=mask)))
         return fused_attention(q, k, v, rules, formula)[0]
     return reference.attention(q, k, v, rules)
@@ -211,7 +213,7 @@ def attention_with_weights(
         scale=scale,
     )
     rules = check_attention(q, k, v, rules)
-    if _runs_fused("attention_with_weights", q, attention_limit(q, k, v)):
+    if _runs_fused("attention_with_weights", q, lambda: attention_limit(q, k, v)):
         formula = _formula(lambda q, k, v, mask: reference.attention_with_weights(q, k, v, replace(rules, mask=mask)))
         out, weights = fused_attention(q, k, v, rules, formula, wants_weights=True)
         assert weights is not None
@@ -253,7 +255,7 @@ def packed_attention(
         causal=causal, alignment=alignment, window=window, softcap=softcap, dropout_p=dropout_p, scale=scale
     )
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
-    if _runs_fused("packed_attention", q, attention_limit(q, k, v)):
+    if _runs_fused("packed_attention", q, lambda: attention_limit(q, k, v)):
         formula = _formula(lambda q, k, v: packed_attention_reference(q, k, v, layout, key_layout, rules))
         return fused_packed_attention(q, k, v, layout, key_layout, rules, formula)
     return packed_attention_reference(q, k, v, layout, key_layout, rules)
@@ -296,8 +298,8 @@ def layer_norm(
         eps: added to the variance.
     """
     shape = _normalized_shape(normalized_shape)
-    # What does not fit raises in torch.
-    if _fits(x, shape, weight, bias) and _runs_fused("layer_norm", x, norm_limit("layer_norm", x, weight, bias)):
+    runs_fused = _runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", x, weight, bias))
+    if runs_fused and _fits(x, shape, weight, bias):  # what does not fit raises in torch
         formula = _formula(lambda x, weight, bias: reference.layer_norm(x, x.shape[-1:], weight, bias, eps))
         return fused_layer_norm(x, shape, weight, bias, eps, formula=formula)
     return reference.layer_norm(x, shape, weight, bias, eps)
@@ -318,8 +320,8 @@ def rms_norm(
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
     """
     shape = _normalized_shape(normalized_shape)
-    # What does not fit raises in torch.
-    if _fits(x, shape, weight) and _runs_fused("rms_norm", x, norm_limit("rms_norm", x, weight)):
+    runs_fused = _runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", x, weight))
+    if runs_fused and _fits(x, shape, weight):
         formula = _formula(lambda x, weight: reference.rms_norm(x, x.shape[-1:], weight, eps))
         return fused_rms_norm(x, shape, weight, eps, formula=formula)
     return reference.rms_norm(x, shape, weight, eps)
@@ -350,8 +352,10 @@ def dropout_add_layer_norm(
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
     check_probability("dropout_p", dropout_p)
     shape = _normalized_shape(normalized_shape)
-    limit = norm_limit("dropout_add_layer_norm", x, residual, weight, bias)
-    if _fits(x, shape, weight, bias) and _runs_fused("dropout_add_layer_norm", x, limit):
+    runs_fused = _runs_fused(
+        "dropout_add_layer_norm", x, lambda: norm_limit("dropout_add_layer_norm", x, residual, weight, bias)
+    )
+    if runs_fused and _fits(x, shape, weight, bias):
         formula = _formula(lambda s, weight, bias: reference.layer_norm(s, s.shape[-1:], weight, bias, eps))
         return fused_dropout_add_layer_norm(
             x, residual, shape, weight, bias, eps=eps, dropout_p=dropout_p, formula=formula
@@ -436,9 +440,12 @@ def embedding(
     """
     check_embedding(ids, weight, table, positions)
     check_probability("dropout_p", dropout_p)
-    limit = None
-    if table is not None and table.dtype not in fused.DTYPES:
-        limit = f"embedding takes a table of float32, float16 or bfloat16, not {table.dtype}"
+
+    def limit() -> str | None:
+        if table is None or table.dtype in fused.DTYPES:
+            return None
+        return f"embedding takes a table of float32, float16 or bfloat16, not {table.dtype}"
+
     if _runs_fused("embedding", weight, limit):
         return fused_embedding(
             ids,

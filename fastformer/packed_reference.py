@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.arguments import AttentionRules
-from fastformer.packing import Layout, RowMap
+from fastformer.packing import Layout
 from fastformer.reference import attention, dropout
+from fastformer.row_map import RowMap
 
 # A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
 _SHRINK = 0.7

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from fastformer.arguments import stands_for_many
 from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.modules import LayerNorm, RMSNorm, has_hooks
 from fastformer.multihead_attention import MultiheadAttention
@@ -113,19 +114,9 @@ def has_values(padding: Tensor) -> bool:
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or padding.device.type == "meta"
         or isinstance(padding, FakeTensor)
-        or _stands_for_many(padding)
+        or stands_for_many(padding)
         or (padding.is_cuda and torch.cuda.is_current_stream_capturing())
     )
-
-
-def _stands_for_many(x: Tensor) -> bool:
-    """Whether x is one of many to vmap, be it inside other transforms of torch.func."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
 
 
 def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Side | None:

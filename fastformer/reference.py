@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.arguments import Activation, AttentionRules, Reduction
+from fastformer.blank_padding import blank_padding
 from fastformer.chunked_cross_entropy import ChunkedCrossEntropy, plain_loss
+from fastformer.query_blocks import attend_in_blocks, rows_at_once
 
 _LEVELS = 1 << 16
 
@@ -169,11 +171,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     if k.shape[-2] == 0:  # nothing to attend to
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
-    dropout_p, scale = rules.dropout_p, rules.scale
+    q, k, v = blank_padding(q, k, v, rules)
     # SDPA has no softcap; on a CPU it has no fused path with dropout, and the weights' random bits are cheaper here.
-    if rules.softcap is not None or (dropout_p > 0.0 and q.device.type == "cpu"):
-        return attention_with_weights(q, k, v, rules)[0]
-    causal = _only_causal(rules)
+    weighs = rules.softcap is not None or (rules.dropout_p > 0.0 and q.device.type == "cpu")
+    attend = _weigh if weighs else _attend
+    rows = q.shape[2] if _only_causal(rules) and not weighs else rows_at_once(q, k, rules, weighs)
+    return attend(q, k, v, rules) if rows >= q.shape[2] else attend_in_blocks(attend, q, k, v, rules, rows)
+
+
+def _weigh(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+    return _apply_weights(q, k, v, rules)[0]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+    """`attention` with SDPA."""
+    dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
     merged, dead = _guard(rules.mask, None if causal else allowed_positions(q, k, rules))
     if merged is not None and merged.is_floating_point():
         merged = merged.to(q.dtype)
@@ -188,6 +200,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
 
 def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
     """Like `attention`, and the weights `[B, H, T, S]` that were applied (after dropout, as torch returns them)."""
+    return _apply_weights(*blank_padding(q, k, v, rules), rules)
+
+
+def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
     merged, dead = _guard(rules.mask, allowed_positions(q, k, rules))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap)
@@ -294,7 +310,10 @@ def linear_cross_entropy(
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
         x = x.to(torch.get_autocast_dtype(x.device.type))
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    if reduction == "none":
-        return plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
-    loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
-    return loss if reduction == "sum" else loss / (target != ignore_index).sum()
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if reduction == "none" or transformed:  # what torch.func takes is plain
+        losses = plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
+        loss = losses if reduction == "none" else losses.sum()
+    else:
+        loss = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    return loss / (target != ignore_index).sum() if reduction == "mean" else loss

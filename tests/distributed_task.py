@@ -80,7 +80,7 @@ def whole(rank: int, folder: Path) -> Any:
         exchanged.append(1)
         return allreduce_hook(state, bucket)
 
-    made._loss.register_comm_hook(None, counting)
+    made._update.module.register_comm_hook(None, counting)
     steps = made.fit().step
     return {"exchanges": len(exchanged), "steps": steps}
 
@@ -142,7 +142,7 @@ def plateau(rank: int, folder: Path) -> Any:
     changes = {"schedule": "divide_on_plateau", "plateau_divisor": 2.0, "patience": 3}
     made = double_trainer(folder / "plateau", validate=noted, **changes)
     ended = made.fit()
-    rate = made._optimizer.param_groups[0]["lr"]
+    rate = made._update.optimizer.param_groups[0]["lr"]
     return {"called": len(called), "reason": ended.reason, "step": ended.step, "rate": rate, "value": ended.best_value}
 
 
@@ -187,9 +187,69 @@ def sharded(rank: int, folder: Path) -> Any:
     with mock.patch.object(torch.distributed, name, wraps=getattr(torch.distributed, name)) as scatter:
         made.fit()
     resume(double_trainer(folder / "fsdp-parts", parallel="fsdp", steps=13, seed=50 + rank, average=2)).fit()
+    fp16 = double_trainer(folder / "fp16", parallel="fsdp", precision="fp16", loss=overflowing(rank), clip_norm=0.0)
+    fp16.fit()
     held = sum(p.to_local().numel() for p in made.model.parameters())
     whole = sum(p.numel() for p in made.model.parameters())
     return {"held": held, "all": whole, "exchanges": scatter.call_count}
+
+
+def overflowing(rank: int) -> Callable[[nn.Module, Rows], Tensor]:
+    """A loss whose gradient overflows, in the third step and in the second process only."""
+    calls = 0
+
+    def loss(model: nn.Module, batch: Rows) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = summed(model, batch)
+        return value + Overflow.apply(value) if calls == 5 and rank else value
+
+    return loss
+
+
+class Overflow(torch.autograd.Function):
+    """0, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+def shards(rank: int, folder: Path) -> Any:
+    """Each process writes and reads its part; one file of the second cannot be written."""
+    changes = {"sharded_checkpoints": True, "keep": 2, "average": 2}
+    sharded_run = double_trainer(folder / "shards", parallel="fsdp", seed=3 + rank, **changes)
+    sharded_run.fit()
+    replicated = double_trainer(folder / "shards-ddp", seed=3 + rank, **changes)
+    replicated.fit()
+    for number in range(8):  # buffers of which each process has its own values
+        replicated.model.register_buffer(f"own-{number}", torch.full((100,), float(rank)))
+    replicated._writer.save(20, None, {}, sharded=True)
+    resume(double_trainer(folder / "shards-parts", parallel="fsdp", steps=13, seed=50 + rank, **changes)).fit()
+    made = double_trainer(folder / "shards-full", steps=8, **changes)
+    path_open, opened = Path.open, []
+
+    def full(path: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if path.suffix == ".safetensors" and "w" in mode:
+            opened.append(path)
+            if rank and len(opened) == 2:
+                raise OSError(28, "No space left on device")
+        return path_open(path, mode, *arguments, **keywords)
+
+    said = None
+    with mock.patch.object(Path, "open", full):
+        try:
+            made.fit()
+        except (OSError, ProcessError) as error:
+            said = [type(error).__name__, str(error)]
+    parameters = sharded_run._update.parameters
+    moments = sharded_run.checkpoints.open().state(parameters)["optimizer"]["state"]
+    held = sum(moments[index]["exp_avg"].to_local().numel() for index in moments)
+    return {"said": said, "kept": [path.name for path in made.checkpoints.paths()], "held": held}
 
 
 def language(rank: int, folder: Path) -> Any:
@@ -215,7 +275,7 @@ def language_parallel(rank: int) -> str:
 
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
     "ddp": (whole, resumed, dropout, minutes, plateau, failing, not_finite, unshared),
-    "fsdp": (sharded, language),
+    "fsdp": (sharded, shards, language),
 }
 
 

@@ -67,6 +67,7 @@ def assert_as_accurate_as_reference(
     dtype: torch.dtype,
     roundings: float | None = None,
     reference: Op | None = None,
+    least: float = 1e-3,
 ) -> None:
     """Run op with the kernels in `dtype`, with the reference in `dtype`, and with the reference in fp64; compare.
 
@@ -76,6 +77,7 @@ def assert_as_accurate_as_reference(
         dtype: of the kernels' inputs.
         roundings: the constant of the rule, in units of the dtype's rounding of the largest value.
         reference: what to compare with, a function of the same inputs; op on backend "reference" if None.
+        least: what the largest value counts as where it is smaller.
     """
     exact_inputs = rounded(dtype, *inputs)
     with fastformer.backend("reference"):
@@ -90,5 +92,5 @@ def assert_as_accurate_as_reference(
         if a.numel() == 0:
             continue
         error, allowed = (a.double() - e).abs().max().item(), (p.double() - e).abs().max().item()
-        allowed = 2 * allowed + eps * max(e.abs().max().item(), 1e-3)
+        allowed = 2 * allowed + eps * max(e.abs().max().item(), least)
         assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"  # false for NaN

@@ -12,8 +12,10 @@ PACKAGE = ROOT / "fastformer"
 
 # From the ground up; what is named together may import one another.
 FLOORS = (
+    {"atomic", "row_map"},
     {"packing", "backend", "text", "plots", "chunked_cross_entropy"},
     {"arguments"},
+    {"blank_padding", "query_blocks"},
     {"reference"},
     {"packed_reference"},
     {"fused"},
@@ -24,7 +26,7 @@ FLOORS = (
     {"stacks"},
     {"models", "conversion", "integrations"},
     {"generate", "train"},
-    {"runs", "export", "comparison"},
+    {"runs", "export", "comparison", "perplexity"},
     {"translation", "language_modelling"},
     {"demo", "describe", "cli", "__main__"},
 )
@@ -163,3 +165,12 @@ def test_every_public_name_is_there():
         assert getattr(fastformer, name) is not None
     with pytest.raises(AttributeError, match="'fastformer' has no attribute 'nonsense'"):
         fastformer.nonsense  # noqa: B018
+
+
+def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
+    """Hugging Face's `kernels`, which transformers imports, must win over ours where Python runs in the repository."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    program = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
+    run = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr

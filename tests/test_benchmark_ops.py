@@ -11,7 +11,8 @@ from benchmarks import bench_cross_entropy, bench_feed_forward, competitors, tra
 from benchmarks.bench_feed_forward import CASES, Case
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
-from benchmarks.race import Op, Race, Record
+from benchmarks.race import Op, Race
+from benchmarks.record import Record
 from benchmarks.stand_in import benchmark_of
 from benchmarks.tutorials import TorchTranslation
 from fastformer.models import TranslationConfig, TranslationModel

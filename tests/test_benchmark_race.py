@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings, Work
-from benchmarks.race import Op, Race, Record, Side
+from benchmarks.race import Op, Race, Side
+from benchmarks.record import Record
 from benchmarks.stand_in import benchmark_of
 
 ROOT = Path(__file__).resolve().parents[1]

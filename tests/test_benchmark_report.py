@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import charts, report, runs, tables
 from benchmarks.environment import DIRTY
-from benchmarks.race import FORMAT, Row
+from benchmarks.record import FORMAT, Row
 
 MACHINE = {
     "date": "2026-01-02",

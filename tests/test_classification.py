@@ -334,23 +334,6 @@ def test_the_fused_kernels_compute_the_same(kind):
         assert error <= 2 * noise + 4 * epsilon * max(1.0, wanted[name].abs().max()), name
 
 
-def test_compiles_in_one_graph_given_its_layout():
-    torch._dynamo.reset()
-    model = random_model(SequenceClassifier, 15, pooling="max", layers=1)
-    counts = []
-
-    def backend(graph, inputs):
-        counts.append(1)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    for lengths in ([3, 5, 2], [4, 1], [7, 7, 2, 9]):
-        layout = Layout.from_lengths(lengths)
-        ids = torch.randint(0, 17, (layout.total,))
-        torch.testing.assert_close(compiled(ids, layout), model(ids, layout.lengths))
-    assert len(counts) == 1
-
-
 def numbered(lengths: list[int]) -> tuple[Sequences, Sequences]:
     """Sequences whose ids tell where they come from, and labels that are the ids plus 100."""
     ids = [[10 * i + j for j in range(n)] for i, n in enumerate(lengths)]

@@ -130,7 +130,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
         compare_runs([folder, folder / ".." / "run"])
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_text()
-    for line, message in (("nonsense", r"metrics\.jsonl:2: is not a JSON record"), ("17", r":2: is not a record of")):
+    for line, message in (
+        ("nonsense", r"metrics\.jsonl:2: is not a JSON record"),
+        ("17", r":2: is not a JSON record"),
+        ('{"step": 1}', "no kind"),
+    ):
         lines = whole.splitlines()
         metrics.write_text("\n".join([lines[0], line, *lines[1:]]))
         with pytest.raises(ValueError, match=message):

@@ -17,7 +17,7 @@ from fastformer.translation import load_translator
 
 
 def check_ctranslate2(folder: Path) -> None:
-    """Exported, the same beam search finds the same translations; two that are equally likely may trade places."""
+    """Exported, CTranslate2 finds the same translations, or in its beam misses the more likely one."""
     ctranslate2 = pytest.importorskip("ctranslate2")
     translator = load_translator(folder / "demo")
     source, target = translator.source_tokenizer, translator.target_tokenizer
@@ -33,10 +33,15 @@ def check_ctranslate2(folder: Path) -> None:
             return_scores=True,
         )
         ids = {piece: i for i, piece in enumerate(target.pieces(range(target.size)))}
+        better = 0
         for (first, *_), result in zip(ours, theirs, strict=True):
-            assert target.decode([ids[piece] for piece in result.hypotheses[0]]) == first.text
-            if beam > 1:  # greedy search does not divide by the length here, but does there
+            if target.decode([ids[piece] for piece in result.hypotheses[0]]) != first.text:
+                assert beam > 1
+                assert first.score > result.scores[0] + 0.01  # seen: -0.002, where theirs had stopped at -0.55
+                better += 1
+            elif beam > 1:  # greedy search does not divide by the length here, but does there
                 assert result.scores[0] == pytest.approx(first.score, abs=1e-5)
+        assert better <= 2
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from fastformer.text import read_lines
 # A glyph that a font lacks, a model that shrinks: to a user no error.
 pytestmark = pytest.mark.filterwarnings("ignore")
 EARLIER = b"earlier\n"
+PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins
 TINY = " --max-length 4 --beam 2 --device cpu"
 # What stands first, so that a command gets somewhere; what is drawn follows and wins.
 COMMANDS = {
@@ -99,10 +100,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(arguments: list[str], home: Path, number: int, stdin: bytes = b"") -> Done:
-    """Run a command, and check how it ends."""
+    """Run a command, and check how it ends.
+
+    One in eight draws its figures: that takes 0.5 s each, ten times what all else takes.
+    """
     about = f"input {number}: {arguments}"[:600]
     try:
-        with fuzz.time_limit(60):
+        with fuzz.time_limit(60), pytest.MonkeyPatch.context() as patch:
+            if number % 8:
+                patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **how: file.write(PNG))
             done = fastformer(*arguments, cwd=home, stdin=stdin)
     except (Exception, fuzz.Hang) as error:
         raise AssertionError(f"{about}: {type(error).__name__}: {str(error)[:300]}") from error
@@ -310,6 +316,35 @@ def test_a_run_folder_without_what_it_needs(home: Path, name: str, data: bytes, 
     finally:
         restore(home, before)
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-extra", "9" * 30], ""),
+        (["--max-length", "9" * 30], ""),
+        (["--max-ratio", "1e300", "--max-length", "2"], ""),
+        (["--length-penalty", "1" + "0" * 15], "length_penalty must lie between -30 and 30, not 1000000000000000.0"),
+    ],
+)
+def test_limits_of_search_that_no_tensor_holds(home: Path, arguments: list[str], message: str) -> None:
+    done = run(["translate", "--run", "tr", "seven", *TINY.split(), *arguments], home, 0)
+    assert (done.returncode, done.stderr) == ((2, f"error: {message}\n") if message else (0, ""))
+    expected = run(["translate", "--run", "tr", "seven", *TINY.split()], home, 0)
+    assert message or arguments[0] != "--max-extra" or done.stdout == expected.stdout
+
+
+def test_a_size_that_no_tensor_has(home: Path) -> None:
+    before = content(home)
+    done = run(["train", *COMMANDS["train"].split(), "--max-positions", "9" * 30], home, 0)
+    restore(home, before)
+    assert (done.returncode, done.stdout.count("Traceback")) == (2, 0)
+
+
+def test_a_device_is_no_file_to_replace(home: Path) -> None:
+    done = run(["evaluate", "--run", "tr", *TINY.split(), "--output", "/dev/null"], home, 0)
+    assert done.returncode == 0
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_damaged_index_of_checkpoints_removes_nothing_else(home: Path) -> None:

@@ -427,21 +427,3 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     rest.fit()
     for name, value in whole.model.state_dict().items():
         assert torch.equal(rest.model.state_dict()[name], value), name
-
-
-def test_compiles_in_one_graph_for_all_batches_given_their_layout():
-    """`Layout.from_lengths` reads the lengths, which no graph can; what follows depends on no number of tokens."""
-    torch._dynamo.reset()
-    model = random_model(dropout=0.0).float()
-    counts = []
-
-    def backend(graph, inputs):
-        counts.append(1)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    for lengths in ([3, 5, 2], [4, 1], [7, 7, 2, 9]):
-        layout = Layout.from_lengths(lengths)
-        ids = torch.randint(4, model.config.vocabulary, (layout.total,))
-        torch.testing.assert_close(compiled(ids, layout), model(ids, layout.lengths))
-    assert len(counts) == 1

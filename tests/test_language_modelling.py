@@ -193,7 +193,7 @@ def test_the_vocabulary_is_that_of_the_training_text(data: LanguageDataConfig, t
 def test_documents_are_never_looked_at_by_others(
     tmp_path: Path, data: LanguageDataConfig, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastformer.language_modelling._EVALUATION_TOKENS", tokens)
+    monkeypatch.setattr("fastformer.perplexity._EVALUATION_TOKENS", tokens)
     run = LanguageRun(tmp_path, data, MODEL, TRAIN)
     model = run.new_model().eval()
     lines = run.corpora["valid"].lines

@@ -504,17 +504,3 @@ def test_a_bad_constructor_raises_what_torch_raises(kind, settings):
         getattr(nn, kind)(**{"d_model": D, "nhead": H, **settings})
     with pytest.raises(wanted.type):
         getattr(fastformer, kind)(**{"d_model": D, "nhead": H, **settings})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiles_without_a_break(kind):
-    ours, _ = layers(kind, torch.float32, batch_first=True)
-    inputs = inputs_for(kind, True, torch.float32)
-    name = "src_key_padding_mask" if "Encoder" in kind else "tgt_key_padding_mask"
-    mask = torch.arange(T) >= torch.tensor([[5], [2]])
-    out = torch.compile(ours, fullgraph=True, backend="aot_eager")(*inputs, **{name: mask})
-    expected = ours(*inputs, **{name: mask})
-    assert_close(out, expected)
-    leaves = [*inputs, *ours.parameters()]
-    for a, w in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        assert_close(a, w)

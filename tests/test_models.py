@@ -402,21 +402,3 @@ def test_config_describes_itself():
     assert TranslationConfig(**values) == model.config
     assert all(field.metadata["help"] for field in TranslationConfig.__dataclass_fields__.values())
     TranslationModel(TranslationConfig(**values)).load_state_dict(model.state_dict())
-
-
-def test_compiles_in_one_graph_for_all_batches_given_their_layouts():
-    torch._dynamo.reset()
-    model = random_model(dropout=0.0).float()
-    counts = []
-
-    def backend(graph, inputs):
-        counts.append(1)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    for lengths in ([(3, 4), (5, 1)], [(2, 2), (7, 3), (4, 9)]):
-        source, target = (Layout.from_lengths(side) for side in zip(*lengths, strict=True))
-        ids = [torch.randint(4, model.config.target_vocabulary, (layout.total,)) for layout in (source, target)]
-        expected = model(ids[0], source.lengths, ids[1], target.lengths)
-        torch.testing.assert_close(compiled(ids[0], source, ids[1], target), expected)
-    assert len(counts) == 1

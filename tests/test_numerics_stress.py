@@ -4,7 +4,8 @@ On the reference and, where it is quick, with the kernels. What must be right is
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from closeness import gradients
 from fused_calls import CALLS, leaves, tensors
 from fused_op import DEVICE, needs_kernels
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 from fastformer.functional import (
     attention,
+    attention_with_weights,
     dropout_add_layer_norm,
     layer_norm,
     linear_cross_entropy,
@@ -76,21 +79,33 @@ def test_a_large_mean_costs_its_own_roundings_only(fused_sum: bool) -> None:
 
 
 @pytest.mark.usefixtures("any_backend")
-def test_large_scores_in_attention() -> None:
-    """Scores of 1e4 are right to 1e4 eps, and their exponentials so relatively; nothing overflows."""
+@pytest.mark.parametrize("op", [attention, attention_with_weights])
+@pytest.mark.parametrize("close", [False, True])
+def test_large_scores_in_attention(close: bool, op: Callable[..., Any]) -> None:
+    """Scores of 1e4 are right to 1e4 eps, and their exponentials so relatively; nothing overflows.
+
+    Far from one another, so that one key has all the weight, and close, so that all have some.
+    """
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        out = attention(q, k, v, causal=True)
+        out = op(q, k, v, causal=True)
+        out = out[0] if isinstance(out, tuple) else out
         return [out, *gradients(out, [q, k, v])]
 
-    inputs = on_device(1, 2, 9, 16, scale=100.0), on_device(1, 2, 9, 16, scale=100.0), on_device(1, 2, 9, 16)
+    size = 1.0 if close else 100.0
+    inputs = on_device(1, 2, 9, 16, scale=size), on_device(1, 2, 9, 16, scale=size), on_device(1, 2, 9, 16)
+    if close:
+        with torch.no_grad():
+            inputs[0][..., 0] = 210.0
+            inputs[1][..., 0] = 210.0 + 0.01 * inputs[1][..., 0]
     scores = inputs[0] @ inputs[1].transpose(-1, -2) / 4
     assert scores.abs().max() > 1e4
     with fastformer.backend("reference"):
         exact = run(*doubles(*inputs))
     found = run(*inputs)
     assert all(x.isfinite().all() for x in found)
-    assert max(errors(found[:1], exact[:1])) < 16 * scores.abs().max().item() * EPS
+    compared = len(exact) if close else 1  # where one key has all the weight, gradients of scores are roundings
+    assert max(errors(found[:compared], exact[:compared])) < 16 * scores.abs().max().item() * EPS
 
 
 @pytest.mark.usefixtures("any_backend")
@@ -107,6 +122,7 @@ def test_large_logits_in_the_loss(smoothing: float) -> None:
     with fastformer.backend("reference"):
         exact = run(*doubles(*inputs))
     found = run(*inputs)
+    assert errors(found[:1], exact[:1])[0] < 16 * EPS
     assert max(errors(found, exact)) < 1e-3  # a logit is right to 1e5 eps = 0.01 of which one class has nearly all
 
 
@@ -215,6 +231,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale() -> None:
             loss = (model(x).float() - 1).square().mean() * factor
         optimizer.zero_grad()
         scaler.scale(loss).backward()
+        assert all(bool(p.grad.isfinite().all()) == (factor == 1.0) for p in model.parameters())  # none hides it
         scaler.step(optimizer)
         scaler.update()
         return [loss.detach(), *(p.detach().clone() for p in model.parameters())]
@@ -267,6 +284,79 @@ def test_very_long_sequences() -> None:
         allowed = torch.ones(16, LONG, dtype=torch.bool, device=DEVICE).tril(LONG - 16)
         exact = F.scaled_dot_product_attention(*wide, allowed)
         assert max(errors(found, [exact, *gradients(exact, wide)])) < 256 * EPS
+
+
+class Sizes(TorchDispatchMode):
+    """The elements of the largest tensor that an op makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes():
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+SLOW = pytest.mark.skipif(DEVICE != "cuda", reason="2 * 10^9 scores: 40 s on a CPU core")
+
+
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [
+        pytest.param({"window": (40, 0)}, False, id="causal window, padded"),
+        pytest.param({"window": (20, 20), "alignment": "bottom_right"}, True, id="window, packed"),
+        pytest.param({}, False, marks=SLOW, id="causal, padded"),
+        pytest.param({}, True, marks=SLOW, id="causal, packed"),
+    ],
+)
+def test_very_long_self_attention(given: dict[str, Any], packed: bool) -> None:
+    """65,536 queries and keys, forward and backward, against fp64 in parts; no tensor of all scores is ever made.
+
+    A part's middle sees nothing beyond the part. Padded, the last 1,000 positions are none.
+    """
+    causal = given.get("window", (None, 0))[1] == 0
+    end = LONG if packed else LONG - 1000
+    q, k, v = (on_device(1, 1, LONG, 8) for _ in range(3))
+    direction = torch.randn(1, 1, LONG, 8, device=DEVICE)
+    with fastformer.backend("reference"), Sizes() as sizes:
+        if packed:
+            rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+            out = packed_attention(*rows, Layout.from_lengths([LONG], DEVICE), causal=causal, **given)
+            out = out.transpose(0, 1)[None]
+        else:
+            lengths = torch.tensor([end], device=DEVICE)
+            out = attention(q, k, v, causal=causal, query_lengths=lengths, key_lengths=lengths, **given)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), direction)]
+    assert sizes.largest <= (16 * LONG if given else 256 * LONG)  # LONG ** 2 would be 4096 times as many
+    assert all(not x[:, :, end:].any() for x in found)
+    left, right = given.get("window", (LONG, 0))
+    for start in (0, 30_000, end - 300) if given else (0,):
+        part = slice(start, start + 300)
+        wide = doubles(*(x[:, :, part] for x in (q, k, v)))
+        distance = torch.arange(300, device=DEVICE)[:, None] - torch.arange(300, device=DEVICE)  # query - key
+        exact = F.scaled_dot_product_attention(*wide, (distance <= left) & (distance >= -right))
+        exact = [exact, *torch.autograd.grad(exact, wide, direction[:, :, part].double())]
+        middle = slice(0 if start == 0 else 100, 300 if start + 300 == end else 200)
+        compared = found if given else found[:2]  # later queries see the first keys
+        for a, e in zip(compared, exact, strict=False):
+            difference = (a[:, :, part].double() - e)[:, :, middle].abs().max()
+            assert difference < 64 * EPS * e.abs().max()
+
+
+@pytest.mark.usefixtures("any_backend")
+def test_the_end_of_a_very_long_sequence() -> None:
+    """The last 40 queries of 65,531 real positions, each with 31 keys before it and 3 behind, if there are."""
+    q, k, v = on_device(1, 1, 40, 16), on_device(1, 1, LONG, 16), on_device(1, 1, LONG, 16)
+    lengths = torch.tensor([LONG - 5], device=DEVICE)
+    with torch.no_grad():
+        found = attention(q, k, v, alignment="bottom_right", window=(31, 3), key_lengths=lengths)
+    near = slice(LONG - 5 - 71, LONG - 5)
+    wide = [q.double(), k[:, :, near].double(), v[:, :, near].double()]
+    distance = torch.arange(40, device=DEVICE)[:, None] + 31 - torch.arange(71, device=DEVICE)
+    exact = F.scaled_dot_product_attention(*wide, (distance >= -3) & (distance <= 31))
+    assert max(errors([found], [exact])) < 64 * EPS
 
 
 @pytest.mark.usefixtures("any_backend")

@@ -138,13 +138,13 @@ def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
 
 def test_transformer_never_pads_in_between(monkeypatch):
     """One gather a side and one scatter at the end, whatever the number of layers."""
-    from fastformer import packing
+    from fastformer import row_map
 
     calls = []
     for name in ("_Gather", "_Spread"):
-        before = getattr(packing, name)
+        before = getattr(row_map, name)
         fake = type(name, (), {"apply": staticmethod(lambda *x, b=before, n=name: (calls.append(n), b.apply(*x))[1])})
-        monkeypatch.setattr(packing, name, fake)
+        monkeypatch.setattr(row_map, name, fake)
     ours, _ = stacks("Transformer", activation="gelu")
     hidden, hidden_source = PADDING["right"]
     # The ops of attention may pad the scores.

@@ -56,36 +56,6 @@ def test_nested_tensors_go_in_and_come_out(batch_first):
     assert_close(tokens, ours.decoder.packed(x, layout, memory, source, causal=False))
 
 
-def test_compiled_stacks_compute_the_same_without_a_break():
-    """Under torch.compile the number of tokens is no constant: the batch stays padded, and its padded rows are 0."""
-    ours, _ = stacks("Transformer", dtype=torch.float32)
-    ours.decoder.layers = ours.decoder.layers[:1]
-    compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    hidden, hidden_source = PADDING["right"]
-    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source.clone()}
-    inputs = (random(B, S, D, dtype=torch.float32), random(B, T, D, dtype=torch.float32))
-    arguments |= {"tgt_mask": AHEAD, "tgt_key_padding_mask": hidden}
-    out = compiled(*inputs, **arguments)
-    assert_close(out, ours(*inputs, **arguments))
-    leaves = [*inputs, *ours.parameters()]
-    for a, w in zip(gradients(out, leaves), gradients(ours(*inputs, **arguments), leaves), strict=True):
-        assert_close(a, w)
-
-
-def test_packed_stacks_compile_without_a_break():
-    ours, _ = stacks("TransformerEncoder", dtype=torch.float32)
-    ours.layers, ours.norm = ours.layers[:1], None  # each takes seconds to trace with symbols
-    compiled = torch.compile(ours.packed, fullgraph=True, backend="aot_eager", dynamic=True)
-    for lengths in ([5, 2, 3], [1, 7, 2, 2]):
-        layout = Layout.from_lengths(lengths)
-        x = random(layout.total, D, dtype=torch.float32)
-        out, expected = compiled(x, layout, causal=True), ours.packed(x, layout, causal=True)
-        assert_close(out, expected)
-        leaves = [x, *ours.parameters()]
-        for a, w in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-            assert_close(a, w)
-
-
 def test_traces_and_fake_tensors_keep_the_padded_form():
     ours, _ = stacks("TransformerEncoder", dtype=torch.float32)
     x, hidden = torch.randn(B, T, D), PADDING["right"][0]

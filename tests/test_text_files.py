@@ -1,6 +1,7 @@
 """Lines, aligned pairs and splits: what is read is what is in the file, and bad input is one clear line."""
 
 import gzip
+import os
 import subprocess
 import sys
 import tempfile
@@ -101,11 +102,29 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     def full_disk(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fastformer.text.files.os.fsync", full_disk)
+    monkeypatch.setattr("fastformer.atomic.os.fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path):
+    """A rename would put a file in the place of /dev/null, for whoever may do that."""
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    write_atomic(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(tmp_path / "pipe", b"through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_atomic(tmp_path / "folder", b"new")
 
 
 def test_parallel_drops_and_counts_empty_sides(tmp_path):

@@ -211,7 +211,7 @@ def test_average_is_the_mean_in_double_precision_and_keeps_dtypes(tmp_path):
     assert average["n"].item() == 2
     assert average["h"].dtype == torch.float16
     checkpoints.save(9, {"w": torch.ones(2), "n": torch.tensor(1), "h": torch.ones(1).half()}, {})
-    with pytest.raises(CheckpointError, match=r"w=\[3\], this model \[2\]"):
+    with pytest.raises(CheckpointError, match=r"w=\[2\], this model \[3\]"):
         average_checkpoints([paths[1], tmp_path / "step-9"])
     with pytest.raises(ValueError, match="paths is empty"):
         average_checkpoints([])
@@ -256,12 +256,21 @@ from pathlib import Path
 import torch
 from fastformer.train import CheckpointFolder
 from fastformer.train import checkpoints as module
+from fastformer.train.shards import write_shards
 
-root, size = Path(sys.argv[1]), 30_000
+root, size, sharded = Path(sys.argv[1]), 30_000, sys.argv[2] == "sharded"
 
 def save(folder, step):
     value = float(step)
-    folder.save(step, {"w": torch.full((size,), value)}, {"x": torch.full((size,), value)}, best=value)
+    tensor = torch.full((size,), value)
+    state = {"x": tensor, "optimizer": {"state": {0: {}}}}
+    if not sharded:
+        folder.save(step, {"w": tensor}, state, best=value)
+        return
+    new = folder.begin(step)
+    write_shards(new / "shards", {"model.w": tensor, "optimizer.0.y": tensor})
+    facts = {f"shards/{path.name}": module.file_facts(path) for path in (new / "shards").iterdir()}
+    folder.complete(new, step, state, best=value, shards=facts)
 
 def check(path, least):
     folder = CheckpointFolder(path, keep=2)
@@ -271,6 +280,7 @@ def check(path, least):
     step = checkpoint.step
     assert step >= least, (step, least)
     assert bool((checkpoint.weights()["w"] == step).all()) and bool((checkpoint.state()["x"] == step).all())
+    assert not sharded or bool((checkpoint.state()["optimizer"]["state"][0]["y"] == step).all())
     assert folder.best() is not None and folder.best_value() == float(folder.best().name.removeprefix("step-"))
     save(folder, step + 1)
     assert folder.open().step == step + 1
@@ -306,7 +316,8 @@ for number in range(1, 200):
                 return function(*arguments, **keywords)
             return call
         for owner, name in [(os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"),
-                            (module, "_sha256"), (module, "_write_state"), (module, "write_weights"), (os, "mkdir")]:
+                            (module, "file_facts"), (module, "write_state"), (module, "write_weights"),
+                            (module, "write_meta"), (os, "mkdir")]:
             setattr(owner, name, dying(getattr(owner, name)))
         save(folder, 3)
         save(folder, 3)
@@ -335,9 +346,10 @@ print("passed", number)
 
 
 @posix_only
-def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path):
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, kind):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", KILL, tmp_path], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-c", KILL, tmp_path, kind], capture_output=True, text=True, timeout=120, env=environment
     )
     assert run.stdout.startswith("passed"), run.stdout + run.stderr

@@ -29,7 +29,7 @@ SECTIONS = {"model": ModelSettings, "train": TrainConfig}
     [
         ({"optimizer": "adamw2"}, "optimizer='adamw2' is not allowed; choose adamw, adam, sgd"),
         ({"schedule": "cosin"}, "schedule='cosin' is not allowed; choose constant, inverse_sqrt, cosine, linear, plat"),
-        ({"precision": "fp8"}, "precision='fp8' is not allowed; choose fp32, bf16"),
+        ({"precision": "fp8"}, "precision='fp8' is not allowed; choose fp32, bf16, fp16"),
         ({"lr": 0.0}, "lr=0.0 is out of range; it must be above 0"),
         ({"lr": "fast"}, "lr='fast' has the wrong type; it must be a number"),
         ({"lr": float("nan")}, "lr=nan is out of range; it must be above 0"),

@@ -68,8 +68,9 @@ def stop_after(steps: int) -> Any:
         {"schedule": "divide_on_plateau", "plateau_divisor": 2.0, "lr": 0.3, "weight_decay": 0.1},
         {"schedule": "plateau", "plateau_patience": 0, "lr": 0.5, "optimizer": "sgd", "warmup_steps": 0},
         {"schedule": "linear", "optimizer": "adam", "precision": "bf16", "clip_norm": 0.0},
+        {"precision": "fp16", "sharded_checkpoints": True},
     ],
-    ids=["inverse_sqrt", "epochs-cosine", "divide", "plateau-sgd", "linear-bf16"],
+    ids=["inverse_sqrt", "epochs-cosine", "divide", "plateau-sgd", "linear-bf16", "fp16-sharded"],
 )
 def test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one(tmp_path, settings, stop):
     settings = config(**settings)

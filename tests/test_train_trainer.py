@@ -77,7 +77,7 @@ def test_a_step_is_the_clipped_gradient_of_the_mean_over_tokens(tmp_path):
 def test_weight_decay_leaves_biases_and_norms_alone(tmp_path):
     model = network()
     run = trainer(tmp_path, config(weight_decay=0.1), model=model)
-    decays = {id(p): g["weight_decay"] for g in run._optimizer.param_groups for p in g["params"]}
+    decays = {id(p): g["weight_decay"] for g in run._update.optimizer.param_groups for p in g["params"]}
     assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "4.weight": 0.1, "4.bias": 0.0,
     }  # fmt: skip

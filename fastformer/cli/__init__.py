@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
 from fastformer.backend import BackendError
 from fastformer.cli import evaluation, export, generation, inspection, language, project, translation
 from fastformer.text.files import encode_text
-from fastformer.train.distributed import ProcessError, describe_process
+from fastformer.train.processes import ProcessError, describe_process
 
 __all__ = ["evaluation", "export", "generation", "inspection", "language", "main", "project", "translation"]
 
@@ -48,6 +48,9 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
         print(f"error: {describe_process()}{_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except OverflowError as error:  # a size that torch cannot count to
+        print(f"error: {describe_process()}a number is too large ({_one_line(error)})", file=sys.stderr)
         sys.exit(2)
     except ProcessError as error:
         if not error.reported:

@@ -62,7 +62,7 @@ def train_run(
     """
     from fastformer.plots import plot_history, save
     from fastformer.train import join_processes, read_metrics
-    from fastformer.train.distributed import local_device
+    from fastformer.train.processes import local_device
 
     if resume and (settings["data"] or settings["model"] or config):
         raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")

@@ -18,6 +18,10 @@ from fastformer.models import TranslationConfig, TranslationModel
 
 # Rows that finished are taken out once they are this share of the batch: each removal copies the cache.
 _COMPACT_AT = 0.125
+# Tokens: what is beyond does not fit into 64 bits, or not together with another such number.
+_UNLIMITED = 1 << 31
+# Of a number of tokens: a double holds (2 ** 31) ** 30.
+_HIGHEST_POWER = 30
 
 
 def _option(default: Any, help: str) -> Any:
@@ -51,13 +55,17 @@ class SearchOptions:
             raise ValueError(f"n_best ({self.n_best}) must not exceed beam ({self.beam})")
         if not (math.isfinite(self.length_penalty) and math.isfinite(self.max_ratio) and self.max_ratio >= 0):
             raise ValueError("length_penalty and max_ratio must be finite, max_ratio not negative")
+        if abs(self.length_penalty) > _HIGHEST_POWER:
+            raise ValueError(
+                f"length_penalty must lie between -{_HIGHEST_POWER} and {_HIGHEST_POWER}, not {self.length_penalty}"
+            )
 
     def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
         """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`."""
-        limits = (source_lengths * self.max_ratio).long() + self.max_extra
+        limits = (source_lengths * self.max_ratio).clamp(max=_UNLIMITED).long() + min(self.max_extra, _UNLIMITED)
         for most in (self.max_length, config.longest):
             if most is not None:
-                limits = limits.clamp(max=most)
+                limits = limits.clamp(max=min(most, _UNLIMITED))
         return limits.clamp(min=1)
 
 

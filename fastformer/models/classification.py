@@ -29,7 +29,8 @@ from fastformer.models.common import (
 )
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.modules import LayerNorm
-from fastformer.packing import Layout, RowMap
+from fastformer.packing import Layout
+from fastformer.row_map import RowMap
 from fastformer.stacks import TransformerEncoder
 from fastformer.text import LabelledBatch
 

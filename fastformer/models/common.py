@@ -73,6 +73,18 @@ def initialise(model: nn.Module, how: str, width: int) -> None:
             nn.init.zeros_(parameter)
 
 
+def tie(model: Any, _keys: object = None) -> None:
+    """Have modules share the weights that `model.tied()` pairs; a hook, too: `load_state_dict(assign=True)` parts them.
+
+    Args:
+        model: whose `tied()` returns pairs of modules, of which the first takes the second's weight.
+        _keys: what load_state_dict hands to its hooks.
+    """
+    for module, owner in model.tied():
+        if module.weight is not owner.weight:
+            module.weight = owner.weight
+
+
 def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
     """Ids packed `[T]`, of ids that are packed `[T]` or padded `[B, length]`, and their layout.
 

@@ -14,13 +14,15 @@ from fastformer import functional
 Positions = Literal["sinusoidal", "learned"]
 
 
-def sinusoidal_positions(length: int, width: int) -> Tensor:
-    """Compute the sinusoidal encoding (Vaswani et al. 2017, section 3.5), fp32 `[length, width]`.
+def sinusoidal_positions(length: int, width: int, device: torch.device | str | None = None) -> Tensor:
+    """Compute the sinusoidal encoding (Vaswani et al. 2017, section 3.5), fp32 `[length, width]`, on the CPU if None.
 
     PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos of the same angle.
     """
-    frequencies = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, ceil(D / 2)]
+    frequencies = torch.exp(
+        torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width)
+    )
+    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies  # [length, ceil(D / 2)]
     table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
     return table.float()
 
@@ -80,8 +82,15 @@ class Embedding(nn.Module):
             if length > self.positions.num_embeddings:
                 raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
             return self.positions.weight
-        if length > self.table.shape[0]:
+        if torch.compiler.is_compiling():
+            # A table that grows, or was grown by others meanwhile, would be another graph each time.
+            like = self.tokens.weight
+            return sinusoidal_positions(length, like.shape[1], like.device).to(like.dtype)
+        # A model that was made on "meta" and then got its weights has no table yet.
+        if length > self.table.shape[0] or self.table.is_meta:
             # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
             with torch.inference_mode(False):
-                self.table = sinusoidal_positions(2 * length, self.table.shape[1]).to(self.table)
+                rows = max(2 * length, self.table.shape[0])
+                table = sinusoidal_positions(rows, self.table.shape[1])
+                self.table = table.to(self.tokens.weight.device, self.table.dtype)
         return self.table

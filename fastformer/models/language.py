@@ -22,6 +22,7 @@ from fastformer.models.common import (
     packed_ids,
     self_attention_maps,
     summed_cross_entropy,
+    tie,
 )
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.modules import LayerNorm
@@ -88,8 +89,12 @@ class LanguageModel(nn.Module):
         self.decoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.layers, norm)
         self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
         initialise(self, c.initialisation, c.d_model)
-        if c.embeddings == "tied":
-            self.output.weight = self.embedding.tokens.weight
+        tie(self)
+        self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
+
+    def tied(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the modules that share a weight: which takes it, and whose it is."""
+        return [(self.output, self.embedding.tokens)] if self.config.embeddings == "tied" else []
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
         """Compute the hidden states of the real positions, packed in order: `[T, D]`.

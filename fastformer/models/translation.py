@@ -21,6 +21,7 @@ from fastformer.models.common import (
     packed_ids,
     self_attention_maps,
     summed_cross_entropy,
+    tie,
     watched,
 )
 from fastformer.models.embeddings import Embedding, Positions
@@ -101,10 +102,18 @@ class TranslationModel(nn.Module):
         self.decoder = TransformerDecoder(TransformerDecoderLayer(*layer), c.decoder_layers, self._final_norm())
         self.output = nn.Linear(c.d_model, c.target_vocabulary, bias=c.output_bias)
         initialise(self, c.initialisation, c.d_model)
-        if c.embeddings == "shared":
-            self.source_embedding.tokens.weight = self.target_embedding.tokens.weight
-        if c.embeddings != "separate":
-            self.output.weight = self.target_embedding.tokens.weight
+        tie(self)
+        self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
+
+    def tied(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the modules that share a weight: which takes it, and whose it is."""
+        owner = self.target_embedding.tokens
+        takers: dict[str, list[nn.Module]] = {
+            "separate": [],
+            "tied": [self.output],
+            "shared": [self.source_embedding.tokens, self.output],
+        }
+        return [(taker, owner) for taker in takers[self.config.embeddings]]
 
     def _final_norm(self) -> LayerNorm | None:
         c = self.config

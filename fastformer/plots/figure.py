@@ -5,10 +5,13 @@ characters that no installed font can draw. Lengths are inches, at the font size
 """
 
 import functools
+import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fastformer.atomic import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,10 +47,12 @@ _FONTS = (
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a figure as PNG and give back its path; folders are made as needed."""
+    """Write a figure as PNG, whole or not at all, and give back its path; folders are made as needed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, format="png")
+    write_atomic(path, drawn.getvalue())
     return path
 
 

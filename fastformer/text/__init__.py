@@ -5,6 +5,8 @@ documents ─ tokenizers ─ encode_documents or encode_lines ─ LanguageBatche
 ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, lengths)
 """
 
+from fastformer.atomic import write_atomic
+
 from .batches import Batch, Batches, collate, collate_source
 from .columns import ColumnBatches, cut_stream, token_stream
 from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
@@ -28,7 +30,6 @@ from .files import (
     read_parallel,
     sample_lines,
     split,
-    write_atomic,
     write_lines,
     write_texts,
 )

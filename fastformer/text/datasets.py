@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_atomic, write_lines
+from fastformer.atomic import write_atomic
+
+from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
 
 SPLITS = ("train", "valid", "test")

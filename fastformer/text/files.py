@@ -9,7 +9,6 @@ end up in the vocabulary. The price is memory, about twice the file.
 import gzip
 import itertools
 import json
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fastformer.atomic import write_atomic
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -99,20 +100,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path}: not a JSON file ({error})") from None
-
-
-def write_atomic(path: str | Path, data: bytes) -> None:
-    """Replace a file in one step: after a crash or on a full disk the old content is still there, whole."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_lines(path: str | Path, lines: Iterable[str]) -> None:

@@ -17,7 +17,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import sentencepiece
 
-from .files import TextError, encode_text, read_json, write_atomic
+from fastformer.atomic import write_atomic
+
+from .files import TextError, encode_text, read_json
 from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
 from .vocabulary import WordTokenizer
 

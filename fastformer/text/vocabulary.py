@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .files import TextError, encode_text, write_atomic
+from fastformer.atomic import write_atomic
+
+from .files import TextError, encode_text
 from .special_ids import UNK, SpecialIds, WithSpecialIds
 
 Splitting = Literal["punctuation", "whitespace"]

@@ -1,15 +1,11 @@
 """Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
 
 from fastformer.train.batch_source import Batch, BatchSource
-from fastformer.train.checkpoints import (
-    Checkpoint,
-    CheckpointFolder,
-    average_checkpoints,
-    find_checkpoint,
-)
+from fastformer.train.checkpoint_files import Checkpoint, average_checkpoints
+from fastformer.train.checkpoints import CheckpointFolder, find_checkpoint
 from fastformer.train.config import TrainConfig, load_toml, save_toml
-from fastformer.train.distributed import ProcessError, Processes, join_processes
 from fastformer.train.metrics import MetricsLog, read_metrics
+from fastformer.train.processes import ProcessError, Processes, join_processes
 from fastformer.train.randomness import seed_everything
 from fastformer.train.schedules import Schedule
 from fastformer.train.trainer import DivergedError, Result, Trainer

@@ -1,9 +1,7 @@
 """Checkpoints that survive kill -9 and a full disk: one folder a step, written aside and renamed when complete.
 
     checkpoints/index.json            {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": […], …}
-    checkpoints/step-200/model.safetensors   weights: all that inference needs, no pickle
-                         state.pt            optimiser, schedule, generators, data position (torch.load, weights_only)
-                         meta.json           step, architecture, metrics, and size and SHA-256 of the other files
+    checkpoints/step-200/     model.safetensors, state.pt, meta.json: see `checkpoint_files.py`
 
 A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
 the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
@@ -11,89 +9,32 @@ out of it is found by its name. The price is one extra copy of the model on the 
 (.new-, .old-, .swap-) are leftovers of an interrupted save; the next save removes them. One process writes.
 """
 
-import dataclasses
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastformer.train.weights import (
-    CheckpointError,
-    average_weights,
-    check_architecture,
-    put_weights,
-    read_weights,
-    write_weights,
+from fastformer.train.checkpoint_files import (
+    META,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    file_facts,
+    synchronise,
+    write_meta,
+    write_state,
 )
+from fastformer.train.weights import CheckpointError, write_weights
 
-WEIGHTS, STATE, META, INDEX = "model.safetensors", "state.pt", "meta.json", "index.json"
+INDEX = "index.json"
 AVERAGE = "average"
 _STEP = re.compile(r"step-(\d+)")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One complete checkpoint: `path` its folder, `config` the architecture's settings, `metrics` of its validation."""
-
-    path: Path
-    step: int
-    config: dict[str, Any]
-    metrics: dict[str, float]
-    files: dict[str, dict[str, Any]]
-
-    @classmethod
-    def open(cls, path: Path | str) -> "Checkpoint":
-        """Read meta.json; raises CheckpointError when it is missing or damaged."""
-        path = Path(path)
-        try:
-            meta = json.loads((path / META).read_text(encoding="utf-8"))
-            files = {
-                name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
-                for name, file in dict(meta["files"]).items()
-            }
-            return cls(path, int(meta["step"]), dict(meta["config"]), dict(meta["metrics"]), files)
-        except OSError as error:
-            raise CheckpointError(f"{path / META}: cannot be read ({error.strerror}); not a checkpoint") from None
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{path / META}: is damaged ({type(error).__name__}: {error})") from None
-
-    def weights(self) -> dict[str, Tensor]:
-        """The tensors, on the CPU, after the file's size and SHA-256 were checked."""
-        self._check(WEIGHTS)
-        return read_weights(self.path / WEIGHTS)
-
-    def state(self) -> dict[str, Any]:
-        """What resuming needs, loaded without running any code from the file; an average has none."""
-        if STATE not in self.files:
-            raise CheckpointError(f"{self.path}: holds weights only, training cannot continue from it")
-        self._check(STATE)
-        state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
-        return state
-
-    def load_into(self, model: nn.Module, config: Any = None) -> None:
-        """Copy the weights into `model`. `config` (dataclass or mapping) is compared with the checkpoint's first."""
-        if config is not None:
-            check_architecture(self.config, settings(config), self.path)
-        put_weights(model, self.weights(), self.path)
-
-    def _check(self, name: str) -> None:
-        path, recorded = self.path / name, self.files.get(name)
-        if recorded is None or not path.is_file():
-            raise CheckpointError(f"{path}: is missing")
-        size = path.stat().st_size
-        if size != recorded["bytes"]:
-            raise CheckpointError(f"{path}: is damaged: it has {size:,} bytes instead of {recorded['bytes']:,}")
-        if _sha256(path) != recorded["sha256"]:
-            raise CheckpointError(f"{path}: is damaged: its content is not what was saved (SHA-256 differs)")
 
 
 class CheckpointFolder:
@@ -139,27 +80,64 @@ class CheckpointFolder:
 
         Raises OSError naming the cause and the last good checkpoint when the disk is full or cannot be written.
         """
-        name = AVERAGE if state is None else f"step-{step}"
+        with self.explained(step, average=state is None):
+            new = self.begin(step, average=state is None)
+            write_weights(new / WEIGHTS, weights)
+            return self.complete(new, step, state, config, metrics, best)
+
+    def begin(self, step: int, average: bool = False) -> Path:
+        """A hidden folder for the weights of a new checkpoint, which `complete` makes one."""
+        self.recover()
+        new = self.folder / f".new-{_name(step, average)}"
+        new.mkdir(parents=True)
+        return new
+
+    def complete(
+        self,
+        new: Path,
+        step: int,
+        state: Mapping[str, Any] | None,
+        config: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        best: float | None = None,
+        shards: Mapping[str, Mapping[str, Any]] | None = None,
+        copies: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Add the other files to the folder from `begin`, have all on the disk, and give it its name.
+
+        shards: {name: facts} of files below it that are on the disk already; copies: see `Checkpoint`.
+        """
+        if state is not None:
+            write_state(new / STATE, state)
+        files = {path.name: file_facts(path) for path in sorted(new.iterdir()) if path.is_file()}
+        write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
+        for path in [*new.iterdir(), new]:
+            synchronise(path)
+        name = new.name.removeprefix(".new-")
+        target = self.folder / name
+        if target.exists():
+            os.replace(target, self.folder / f".swap-{name}")
+        os.replace(new, target)
+        synchronise(self.folder)
+        self._update_index(
+            last=name if state is not None else None,
+            best=None if best is None else {"name": name, "value": best},
+        )
+        self.recover()
+        return target
+
+    @contextmanager
+    def explained(self, step: int, average: bool = False) -> Iterator[None]:
+        """Clean up after an OSError in the block, and say what could not be written and what there is instead."""
         try:
-            self.recover()
-            new = self._write(name, step, weights, state, config, metrics or {})
-            target = self.folder / name
-            if target.exists():
-                os.replace(target, self.folder / f".swap-{name}")
-            os.replace(new, target)
-            _sync(self.folder)
-            self._update_index(
-                last=name if state is not None else None,
-                best=None if best is None else {"name": name, "value": best},
-            )
-            self.recover()
+            yield
         except OSError as error:
             with suppress(OSError):
                 self.recover()
             last = self.last()
             rest = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-            raise OSError(f"checkpoint {name} could not be written to {self.folder}: {error}; {rest}") from error
-        return target
+            what = f"checkpoint {_name(step, average)} could not be written to {self.folder}"
+            raise OSError(f"{what}: {error}; {rest}") from error
 
     def mark_best(self, path: Path, value: float) -> None:
         """Record a checkpoint as the best; `value` is its metric."""
@@ -175,7 +153,7 @@ class CheckpointFolder:
         if not candidates:
             raise CheckpointError(f"{self.folder}: holds no checkpoint")
         try:
-            return _checked(candidates[-1])
+            return Checkpoint.open(candidates[-1]).check()
         except CheckpointError as error:
             previous = self._previous_good(candidates[-1])
             if previous is None:
@@ -187,23 +165,10 @@ class CheckpointFolder:
     def _previous_good(self, damaged: Path) -> Checkpoint | None:
         for path in reversed([path for path in self.paths() if path.name != damaged.name]):
             try:
-                return _checked(path)
+                return Checkpoint.open(path).check()
             except CheckpointError:
                 continue
         return None
-
-    def _write(self, name: str, step: int, weights: Any, state: Any, config: Any, metrics: Mapping[str, float]) -> Path:
-        new = self.folder / f".new-{name}"
-        new.mkdir(parents=True)
-        write_weights(new / WEIGHTS, weights)
-        if state is not None:
-            _write_state(new / STATE, state)
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(new.iterdir())}
-        meta = {"step": step, "config": settings(config), "metrics": dict(metrics), "files": files}
-        (new / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        for path in [*new.iterdir(), new]:
-            _sync(path)
-        return new
 
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
@@ -225,9 +190,9 @@ class CheckpointFolder:
         index.update(last=kept[-1] if kept else None, kept=kept, removed=removed)
         temporary = self.folder / f".{INDEX}"
         temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        _sync(temporary)
+        synchronise(temporary)
         os.replace(temporary, self.folder / INDEX)
-        _sync(self.folder)
+        synchronise(self.folder)
         self._remove(removed)
 
     def recover(self) -> None:
@@ -280,50 +245,9 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     return found
 
 
-def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
-    """The mean of the weights of several checkpoint folders of one architecture, each checked before."""
-    for path in paths:
-        Checkpoint.open(path)._check(WEIGHTS)
-    return average_weights(Path(path) / WEIGHTS for path in paths)
-
-
-def settings(config: Any) -> dict[str, Any]:
-    """A dataclass or mapping as the plain values that JSON gives back (tuples become lists)."""
-    values = {} if config is None else dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
-
-
-def _checked(path: Path) -> Checkpoint:
-    checkpoint = Checkpoint.open(path)
-    for name in checkpoint.files:
-        checkpoint._check(name)
-    return checkpoint
-
-
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    with path.open("wb") as file:
-        try:
-            torch.save(dict(state), file)
-        except RuntimeError as error:  # the archive writer's own complaint hides the write that failed before it
-            raise OSError(f"{path.name}: {error.__context__ or error}") from None
+def _name(step: int, average: bool) -> str:
+    return AVERAGE if average else f"step-{step}"
 
 
 def _step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have the system write a file or a folder's names to the disk; Windows cannot open folders for that."""
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

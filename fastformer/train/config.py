@@ -72,10 +72,13 @@ class TrainConfig:
     keep: int = option(3, "last checkpoints to keep, besides the best", at_least=1)
     average: int = option(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1)
     seed: int = option(1, "seed of every random generator", at_least=0, below=2**32)
-    precision: str = option("fp32", "fp32, or bf16 autocast with fp32 weights", choices=("fp32", "bf16"))
+    precision: str = option(
+        "fp32", "fp32, or autocast to bf16 or fp16 (the latter with loss scaling)", choices=("fp32", "bf16", "fp16")
+    )
     parallel: str = option(
         "ddp", "torchrun: ddp, every process holds the model; fsdp: its part of it", choices=("ddp", "fsdp")
     )
+    sharded_checkpoints: bool = option(False, "each process writes its own part of a checkpoint")
     threads: int | None = option(None, "CPU threads of torch; unset: torch's choice", at_least=1)
     log_every: int = option(50, "steps between two records of loss and speed", at_least=1)
     tensorboard: bool = option(False, "write TensorBoard event files too")

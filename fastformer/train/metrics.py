@@ -73,10 +73,14 @@ class MetricsLog:
 
 
 class RunningSums:
-    """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it."""
+    """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it.
 
-    def __init__(self, device: torch.device) -> None:
+    skips: a step whose gradient is not finite was left out, as fp16 demands; such steps are counted.
+    """
+
+    def __init__(self, device: torch.device, skips: bool = False) -> None:
         self.rate = 0.0
+        self._skips = torch.zeros((), device=device) if skips else None
         self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
         self._tokens, self._steps, self._seconds = 0, 0, 0.0
         self._since = 0.0
@@ -92,35 +96,46 @@ class RunningSums:
     def add(self, loss: Tensor, norm: Tensor, tokens: int, rate: float) -> None:
         """Add a step: its summed loss, gradient norm before clipping, tokens and learning rate."""
         self._loss += loss
+        if self._skips is not None:
+            self._skips += ~norm.isfinite()
+            norm = torch.where(norm.isfinite(), norm, 0.0)
         self._norm += norm
         self._tokens, self._steps, self.rate = self._tokens + tokens, self._steps + 1, rate
 
     def finite(self) -> bool:
-        """Whether every loss and norm so far was finite; waits for the device."""
+        """Whether every loss, and every norm that counts, was finite so far; waits for the device."""
         return bool(torch.isfinite(self._loss + self._norm))
 
     def take(self, now: float) -> dict[str, float]:
-        """The values of a record, and begin anew: mean loss per token, mean norm, rate, tokens per second."""
+        """The values of a record, and begin anew: mean loss per token, mean norm, rate, tokens per second, skips."""
+        skips = 0 if self._skips is None else int(self._skips.item())
         values = {
             "loss": self._loss.item() / max(self._tokens, 1),
-            "gradient_norm": self._norm.item() / self._steps,
+            "gradient_norm": self._norm.item() / max(self._steps - skips, 1),
             "lr": self.rate,
             "tokens_per_second": self._tokens / max(now - self._since, 1e-9),
         }
         self._loss.zero_()
         self._norm.zero_()
+        if self._skips is not None:
+            values["skipped_steps"] = skips
+            self._skips.zero_()
         self._tokens, self._steps, self._since = 0, 0, now
         return values
 
     def state_dict(self, now: float) -> dict[str, Any]:
         """What a resumed run needs to write the same next record."""
         sums = {"loss": self._loss.cpu(), "norm": self._norm.cpu()}
+        if self._skips is not None:
+            sums["skips"] = self._skips.cpu()
         return {**sums, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self._loss.copy_(state["loss"])
         self._norm.copy_(state["norm"])
+        if self._skips is not None and "skips" in state:  # a run may go on in another precision
+            self._skips.copy_(state["skips"])
         self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
 
 
@@ -134,10 +149,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except (ValueError, RecursionError):
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record["step"], int):
+                raise ValueError
+            records.append(record)
+        except (ValueError, KeyError, RecursionError):
             if number < len(lines):
-                raise ValueError(f"{path}:{number}: is not a JSON record") from None
+                raise ValueError(f"{path}:{number}: is not a JSON record with a step") from None
     return records
 
 

@@ -1,8 +1,7 @@
 """`Trainer`: the one training loop, for translation and for language models.
 
 The loop knows nothing of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
-function that validates. The gradient of a step is that of the mean over all real tokens of its batches, so how they
-are cut into batches and accumulated does not change it.
+function that validates. What happens within a step is in `update.py`.
 
 The host waits for the device only where a number is written down (every `log_every` steps): loss and gradient norm are
 summed on the device until then. On the CPU, where looking is free, a loss that is not finite stops the run before it
@@ -12,14 +11,13 @@ A resumed run continues bit for bit (on the CPU, with a budget in steps or epoch
 data, the generators and the sums since the last record. Validation draws from generators that are put back afterwards,
 so validating more or less often, and being interrupted, changes nothing. A budget in minutes depends on the clock.
 
-Under torchrun each process takes its share of every batch (`distributed.py`). Batches, steps and records stay those of
+Under torchrun each process takes its share of every batch (`processes.py`). Batches, steps and records stay those of
 one process, so a run may be resumed with another number of processes. Process 0 validates and writes, the others wait.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,18 +27,23 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.train.batch_source import BatchSource
-from fastformer.train.checkpoints import Checkpoint, CheckpointFolder, average_checkpoints
+from fastformer.train.checkpoint_files import Checkpoint, average_checkpoints
+from fastformer.train.checkpoints import CheckpointFolder
 from fastformer.train.config import TrainConfig
-from fastformer.train.distributed import Processes, part_of
 from fastformer.train.interrupt import Interrupt
 from fastformer.train.metrics import MetricsLog, RunningSums
-from fastformer.train.optimizers import build_optimizer
+from fastformer.train.parallel import gathered
+from fastformer.train.processes import Processes
 from fastformer.train.progress import Progress, describe
 from fastformer.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
+from fastformer.train.saving import CheckpointWriter
 from fastformer.train.schedules import Schedule
+from fastformer.train.update import Update
 from fastformer.train.weights import CheckpointError, put_weights
 
 _LOWER_IS_BETTER = ("loss", "perplexity")
+# Gradients that overflow in fp16 with a smaller scale than this have diverged.
+_LOWEST_SCALE = 1.0
 
 
 class DivergedError(FloatingPointError):
@@ -75,20 +78,6 @@ class _Position:
     records: int = 0
 
 
-class _Step(nn.Module):
-    """Model and loss as one module, so that all that uses parameters happens in its forward."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self._loss = model, loss
-
-    def forward(self, batch: Any) -> Tensor:
-        """The summed loss; of no batch it is 0, with gradients of 0, because every process must bring gradients."""
-        if batch is not None:
-            return self._loss(self.model, batch)
-        return torch.stack([p.flatten()[:0].sum().float() for p in self.parameters()]).sum()
-
-
 class Trainer:
     """Trains `model` in a run folder: `checkpoints/`, `metrics.jsonl`, `metrics.csv`.
 
@@ -121,16 +110,15 @@ class Trainer:
         self._processes = Processes.current()
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
         self._progress = Progress(show and self._processes.is_main)
-        self._loss = self._processes.wrap(_Step(model, loss), config.parallel)
-        self._optimizer = build_optimizer(model, config)
-        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._update = Update(model, loss, config, self._processes)
+        self._writer = CheckpointWriter(self.checkpoints, model, self._update, self._processes, architecture)
         self._schedule = Schedule(
             config.schedule, config.lr, config.warmup_steps, config.min_lr,
             config.plateau_factor, config.plateau_patience, config.plateau_divisor,
         )  # fmt: skip
         self._at = _Position()
         self._start = 0.0
-        self._sums = RunningSums(self.device)
+        self._sums = RunningSums(self.device, skips=config.precision == "fp16")
         self._metrics: dict[str, float] = {}
         self._saved_step = -1
         if config.threads is not None:
@@ -142,18 +130,15 @@ class Trainer:
 
         A damaged checkpoint raises CheckpointError naming the previous good one; `fallback` takes that one instead.
         """
-        checkpoint = self.checkpoints.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
-        state = checkpoint.state()
+        checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
+        state = checkpoint.state(self._update.parameters, checked=True)
         if state["optimizer_name"] != self.config.optimizer or state["schedule_name"] != self.config.schedule:
             raise CheckpointError(
                 f"{checkpoint.path}: was trained with optimizer={state['optimizer_name']} and "
                 f"schedule={state['schedule_name']}, not {self.config.optimizer} and {self.config.schedule}"
             )
-        checkpoint.load_into(self.model, self._architecture)
-        rates = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(self._part_of_optimizer(state["optimizer"]))
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group.update(rate)  # what the configuration says now, not what it said when the checkpoint was written
+        checkpoint.load_into(self.model, self._architecture, checked=True)
+        self._update.load_state_dict(state["optimizer"], state.get("scaler", {}))
         self._schedule.load_state_dict(state["schedule"])
         self._sums.load_state_dict(state["sums"])
         self._at = _Position(**state["position"])
@@ -168,18 +153,6 @@ class Trainer:
     def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
         self.checkpoints.recover()
         return self.checkpoints.open(path, fallback).path
-
-    def _part_of_optimizer(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A saved optimiser state with this process's parts of the tensors that belong to sharded parameters."""
-        parts = {
-            index: {
-                key: part_of(x, p) if isinstance(x, Tensor) and x.dim() else x
-                for key, x in saved["state"][index].items()
-            }
-            for index, p in enumerate(self._parameters)
-            if index in saved["state"]
-        }
-        return {**saved, "state": parts}
 
     def fit(self) -> Result:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.
@@ -260,48 +233,31 @@ class Trainer:
 
     def _step(self, batches: list[Any]) -> None:
         rate = self._schedule.rate(self._at.step + 1, self._spent())
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        tokens = sum(batch.tokens for batch in batches)
-        total = torch.zeros((), device=self.device)
-        for number, batch in enumerate(batches, start=1):
-            share = self._processes.share(batch)
-            with self._processes.gradients(self._loss, last=number == len(batches)):
-                with self._autocast():
-                    loss = self._loss(None if share is None else share.to(self.device, non_blocking=True))
-                # The processes' gradients are averaged, but their sum is wanted.
-                (loss * self._processes.world / max(tokens, 1)).backward()
-            total += loss.detach()
-        self._processes.sum(total)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = self._processes.total(nn.utils.get_total_norm(gradients))
-        self._sums.add(total, norm, tokens, rate)
+        loss, norm, tokens = self._update.gradients(batches)
+        self._sums.add(loss, norm, tokens, rate)
         if self.device.type == "cpu":
             self._check_finite(self._at.step + 1)
-        if self.config.clip_norm:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.config.clip_norm, norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._update.apply(norm, rate)
         self._at.step += 1
         self._at.batch += len(batches)
         self._at.tokens += tokens
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-
     def _check_finite(self, step: int) -> None:
-        if self._sums.finite():
+        scale = self._update.loss_scale
+        if self._sums.finite() and (scale is None or scale >= _LOWEST_SCALE):
             return
         last = self.checkpoints.last()
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+        scaled = "" if scale is None else f", loss scale {scale:g}"
         raise DivergedError(
-            f"loss or gradient is not finite at step {step} (lr {self._sums.rate:.2e}); {kept}; "
+            f"loss or gradient is not finite at step {step} (lr {self._sums.rate:.2e}{scaled}); {kept}; "
             "try a lower lr, more warmup_steps or a lower clip_norm"
         )
 
     def _record(self) -> None:
         self._check_finite(self._at.step)
-        record = self._write("train", self._sums.take(self._clock()))
+        values, scale = self._sums.take(self._clock()), self._update.loss_scale
+        record = self._write("train", values if scale is None else {**values, "loss_scale": scale})
         if record is None:
             return
         spent = self._spent()
@@ -326,7 +282,7 @@ class Trainer:
 
     def _evaluate(self, kind: str) -> float:
         """Validate, record and show the values; gives back the one that decides."""
-        with self._processes.whole(self._loss):
+        with gathered(self._update.module, self._processes):
             self._metrics = self._processes.on_main(self._validation_values)
         record = self._write(kind, self._metrics)
         if record is not None:
@@ -336,7 +292,7 @@ class Trainer:
     def _validation_values(self) -> dict[str, float]:
         assert self._validate is not None
         self.model.eval()
-        with torch.no_grad(), preserved_randomness(), self._autocast():
+        with torch.no_grad(), preserved_randomness(), self._update.autocast():
             values = {name: float(value) for name, value in self._validate(self.model).items()}
         self.model.train()
         if "loss" in values:
@@ -366,7 +322,7 @@ class Trainer:
         state = {
             "optimizer_name": self.config.optimizer,
             "schedule_name": self.config.schedule,
-            "optimizer": self._processes.full(self._optimizer.state_dict()),
+            "scaler": self._update.scaler_state(),
             "schedule": self._schedule.state_dict(),
             "sums": self._sums.state_dict(self._clock()),
             "position": dict(vars(self._at)),
@@ -377,10 +333,7 @@ class Trainer:
         return self._write_checkpoint(state, best)
 
     def _write_checkpoint(self, state: dict[str, Any] | None, best: float | None) -> Path:
-        weights = self._processes.weights(self.model)
-        return self._processes.on_main(
-            lambda: self.checkpoints.save(self._at.step, weights, state, self._architecture, self._metrics, best)
-        )
+        return self._writer.save(self._at.step, state, self._metrics, best, sharded=self.config.sharded_checkpoints)
 
     def _finish(self, reason: str) -> None:
         """Save and validate the end of the run, without a trace in the saved state: a longer run goes on from there."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.train.distributed import part_of
+from fastformer.train.parallel import part_of
 
 
 class CheckpointError(ValueError):
@@ -26,23 +26,31 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     kept: dict[str, Tensor] = {}
     copies: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
     for name, tensor in weights.items():
-        tensor = tensor.detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if place in seen and tensor.numel():
             copies[name] = seen[place]
             continue
         seen[place] = name
-        # safetensors refuses tensors that overlap without being equal, so those become tensors of their own.
-        storage = tensor.untyped_storage().data_ptr()
-        own = tensor.is_contiguous() and storage not in storages
-        storages.add(storage)
-        kept[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+        kept[name] = tensor
+    kept = apart(kept)
     try:
         save_file(kept, path, metadata={"format": "pt", **copies})
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors without memory in common, as safetensors demands: copies where they are not that already."""
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage().data_ptr()
+        own = tensor.is_contiguous() and storage not in storages
+        storages.add(storage)
+        found[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+    return found
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -63,16 +71,21 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
     """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs."""
     expected = model.state_dict()
+    check_shapes({name: tensor.shape for name, tensor in weights.items()}, expected, origin)
+    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
+
+
+def check_shapes(saved: Mapping[str, torch.Size], expected: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Raise CheckpointError naming the first tensor that is missing, of another shape, or that a model lacks."""
     for name, tensor in expected.items():
-        if name not in weights:
+        if name not in saved:
             raise CheckpointError(f"{origin}: does not hold {name}, which this model has")
-        if weights[name].shape != tensor.shape:
-            theirs, ours = list(weights[name].shape), list(tensor.shape)
+        if saved[name] != tensor.shape:
+            theirs, ours = list(saved[name]), list(tensor.shape)
             raise CheckpointError(f"{origin}: holds {name} of shape {theirs}, but this model's is {ours}")
-    extra = next((name for name in weights if name not in expected), None)
+    extra = next((name for name in saved if name not in expected), None)
     if extra is not None:
         raise CheckpointError(f"{origin}: holds {extra}, which this model does not have")
-    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
 
 
 def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], origin: Path | str) -> None:
@@ -85,19 +98,33 @@ def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], or
             raise CheckpointError(f"{origin}: is of another architecture: it has {name}={theirs}, this model {ours}")
 
 
-def average_weights(files: Iterable[Path]) -> dict[str, Tensor]:
-    """The mean of the tensors of several weights files, summed in fp64; integers are taken from the last file."""
-    paths = list(files)
-    if not paths:
-        raise ValueError("paths is empty; averaging needs at least one checkpoint")
-    last = read_weights(paths[-1])
-    mean = {name: tensor.double() for name, tensor in last.items() if tensor.is_floating_point()}
-    for path in paths[:-1]:
-        weights = read_weights(path)
-        check_architecture(_shapes(weights), _shapes(last), path)
-        for name, tensor in mean.items():
-            tensor += weights[name]
-    return {name: (mean[name] / len(paths)).to(last[name].dtype) if name in mean else last[name] for name in last}
+def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """The mean of several weights, each with where it is from; summed in fp64; integers are taken from the last."""
+    shapes: dict[str, list[int]] = {}
+    total: dict[str, Tensor] = {}
+    last: Mapping[str, Tensor] = {}
+    count = 0
+    for origin, last in sources:
+        count += 1
+        floating = {name: tensor for name, tensor in last.items() if tensor.is_floating_point()}
+        if count == 1:
+            shapes, total = _shapes(last), {name: tensor.double() for name, tensor in floating.items()}
+            continue
+        check_architecture(_shapes(last), shapes, origin)
+        for name, tensor in floating.items():
+            total[name] += tensor
+    return {name: (total[name] / count).to(x.dtype) if name in total else x for name, x in last.items()}
+
+
+def stored_shapes(path: Path) -> dict[str, torch.Size]:
+    """The shapes in a safetensors file, tied tensors once, without reading the tensors; raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, views
-from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, scores, visible
+from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
 from fastformer_kernels.launch import OPTIONS, device_of, guard, has_small_memory, power_of_two
 from fastformer_kernels.random import row_keys
 
@@ -112,7 +112,7 @@ def _attention(
         else:
             dots = _dots(q, k_ptrs, stride_ks, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
         at = j * BLOCK_S + columns
-        real_keys = ((at >= first_key) & (at < last_key))[:, None]
+        real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
         v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_vs), mask=real_keys & in_head, other=0.0)
         s = scores(dots, scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)

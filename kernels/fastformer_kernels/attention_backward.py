@@ -24,6 +24,7 @@ from fastformer_kernels.attention_tiles import (
     load_bounds,
     load_lse,
     offset,
+    real_columns,
     score_gradient,
     through_cap,
     weight_gradient,
@@ -82,7 +83,8 @@ def _attention_keys_values(
     columns, dims, steps = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
     in_head = dims[None, :] < K
     wide = columns.to(tl.int64)[:, None]
-    real = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+    key_mask_ptr += offset(b, 1, stride_cb)
+    real = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
     k_ptr += offset(b, ALIGN, stride_kb) + offset(hk, ALIGN, stride_kh) + offset(k_base, ALIGN, stride_ks)
     v_ptr += offset(b, ALIGN, stride_vb) + offset(hk, ALIGN, stride_vh) + offset(k_base, ALIGN, stride_vs)
     k = tl.load(k_ptr + wide * stride_ks * ALIGN + dims[None, :], mask=real, other=0.0)
@@ -95,7 +97,6 @@ def _attention_keys_values(
         first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, 0, HAS_RIGHT, HAS_LEFT, True, BLOCK_T
     )
     end = tl.where((first >= last_key) | (first + BLOCK_S <= first_key), begin, end)  # a tile of padding sees nothing
-    key_mask_ptr += offset(b, 1, stride_cb)
     for group in tl.range(0, GROUP):
         h = hk * GROUP + group
         q_head = q_ptr + offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh) + offset(q_base, ALIGN, stride_qt)
@@ -189,7 +190,7 @@ def _attention_queries(
     for j in tl.range(begin, end):
         columns = j * BLOCK_S + steps
         wide_columns = columns.to(tl.int64)[:, None]
-        real_keys = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
         k = tl.load(k_ptr + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
         v = tl.load(v_ptr + wide_columns * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
         dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)

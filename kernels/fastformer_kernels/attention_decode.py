@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, views
-from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, scores, visible
+from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
 from fastformer_kernels.launch import OPTIONS, device_of, guard, power_of_two
 
 
@@ -64,7 +64,7 @@ def _attention_split(
     for j in tl.range(begin, end):
         columns = j * BLOCK_S + steps
         wide = columns.to(tl.int64)[:, None]
-        real_keys = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
         k = tl.load(k_ptr + wide * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
         v = tl.load(v_ptr + wide * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
         s = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32), scale, softcap, HAS_SOFTCAP)

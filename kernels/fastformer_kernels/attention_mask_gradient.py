@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, score_tile, views
-from fastformer_kernels.attention_tiles import load_bounds, load_lse, offset, score_gradient, weight_gradient
+from fastformer_kernels.attention_tiles import (
+    load_bounds,
+    load_lse,
+    offset,
+    real_columns,
+    score_gradient,
+    weight_gradient,
+)
 from fastformer_kernels.launch import OPTIONS, guard
 from fastformer_kernels.random import row_keys
 
@@ -54,7 +61,8 @@ def _attention_mask_gradient(
             v_head = v_ptr + offset(b, ALIGN, stride_vb) + offset(h // GROUP, ALIGN, stride_vh)
             row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh)
             real = (rows < last_query)[:, None] & in_head
-            real_keys = ((columns >= first_key) & (columns < last_key))[:, None] & in_head
+            its_key_mask = key_mask_ptr + offset(b, 1, stride_cb)
+            real_keys = real_columns(columns, first_key, last_key, its_key_mask, HAS_KEY_MASK)[:, None] & in_head
             q = tl.load(q_head + wide_rows * stride_qt * ALIGN + dims[None, :], mask=real, other=0.0)
             dout = tl.load(dout_head + wide_rows * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0)
             k = tl.load(k_head + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
@@ -69,7 +77,7 @@ def _attention_mask_gradient(
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             _kept, ds = score_gradient(
                 dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :],
-                keys[:, None], key_mask_ptr + offset(b, 1, stride_cb),
+                keys[:, None], its_key_mask,
                 mask_ptr + offset(b, 1, stride_mb) + offset(h, 1, stride_mh), stride_mt, stride_ms,
                 T, first_key, last_key, moved, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT,
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,

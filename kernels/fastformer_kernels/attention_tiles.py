@@ -101,6 +101,15 @@ def visible(
 
 
 @triton.jit
+def real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK: tl.constexpr):
+    """Return which columns are no padding: what lies there may be NaN, and 0 times it, too, so it is never loaded."""
+    real = (columns >= first_key) & (columns < last_key)
+    if HAS_KEY_MASK:
+        real = real & (tl.load(key_mask_ptr + columns, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit
 def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return scale * dots in units of log2, capped smoothly to +-softcap (Gemma 2 report, 2024) where asked for.
 

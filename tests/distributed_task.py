@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from train_task import Rows, Source, network, summed_loss, trainer
+from train_task import Overflow, Rows, Source, network, summed_loss, trainer
 from train_task import config as train_config
 
 from fastformer.text.shares import share_of
@@ -205,18 +205,6 @@ def overflowing(rank: int) -> Callable[[nn.Module, Rows], Tensor]:
         return value + Overflow.apply(value) if calls == 5 and rank else value
 
     return loss
-
-
-class Overflow(torch.autograd.Function):
-    """0, whose gradient is infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * float("inf")
 
 
 def shards(rank: int, folder: Path) -> Any:

@@ -87,6 +87,15 @@ def test_a_sharded_run_equals_the_other_and_either_goes_on_from_the_other(tmp_pa
             assert all(torch.equal(found[key], expected[key]) for key in expected), (name, step)
 
 
+def test_a_run_of_another_model_is_not_resumed(tmp_path: Path) -> None:
+    trainer(tmp_path, config(steps=5, sharded_checkpoints=True)).fit()
+    for architecture, message in (({"width": 8}, r"it has width=16, this model 8"), (None, r"with more parameters$")):
+        small = nn.Sequential(nn.Linear(6, 4))
+        again = trainer(tmp_path, config(steps=10), model=small, architecture=architecture)
+        with pytest.raises(CheckpointError, match=message):
+            again.resume()
+
+
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "extra", "header", "offsets", "copies"])
 def test_damage_is_named_and_the_previous_checkpoint_loads(tmp_path: Path, damage: str) -> None:
     folder = saved(tmp_path, Tied(), 1, 2)

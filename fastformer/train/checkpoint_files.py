@@ -99,6 +99,8 @@ class Checkpoint:
             for name, (shape, dtype) in shards.tensors.items():
                 if name.startswith(OPTIMIZER):
                     index, key = _of_optimizer(name)
+                    if parameters is not None and index >= len(parameters):
+                        raise CheckpointError(f"{self.path}: is of a model with more parameters")
                     like = torch.empty(0) if parameters is None else parameters[index]
                     targets[name] = state["optimizer"]["state"][index][key] = empty_part(shape, dtype, like)
             shards.read_into(targets)
@@ -115,8 +117,7 @@ class Checkpoint:
         Raises:
             CheckpointError: naming what differs, is missing or is damaged.
         """
-        if config is not None:
-            check_architecture(self.config, settings(config), self.path)
+        self.check_architecture(config)
         if not self.is_sharded:
             put_weights(model, self.weights(), self.path)
             return
@@ -127,6 +128,11 @@ class Checkpoint:
         for name, kept in self.copies.items():  # a model may have untied what was tied
             if targets[name] is not targets[kept]:
                 shards.read_into({MODEL + kept: targets[name]})
+
+    def check_architecture(self, config: Any) -> None:
+        """Raise CheckpointError naming the first setting that differs in a model (dataclass or mapping; None: any)."""
+        if config is not None:
+            check_architecture(self.config, settings(config), self.path)
 
     def check(self) -> "Checkpoint":
         """Read all files and compare them with what was saved; raises CheckpointError naming the first that differs."""

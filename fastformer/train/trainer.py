@@ -131,6 +131,7 @@ class Trainer:
         A damaged checkpoint raises CheckpointError naming the previous good one; `fallback` takes that one instead.
         """
         checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
+        checkpoint.check_architecture(self._architecture)
         state = checkpoint.state(self._update.parameters, checked=True)
         if state["optimizer_name"] != self.config.optimizer or state["schedule_name"] != self.config.schedule:
             raise CheckpointError(

@@ -145,12 +145,13 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
     K, T = power_of_two(q.shape[-1], 16), problem.queries
-    small, ampere = has_small_memory(q), device_of(q).capability < 90
+    small, capability = has_small_memory(q), device_of(q).capability
+    ampere, blackwell = capability < 90, capability >= 100
     heavy = problem.mask is not None or problem.softcap > 0.0
     if q.dtype == torch.float32:
         tile = (32, 32, 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
-        tile = (64, 32, 4, 3) if T <= 128 or heavy else (64, 64, 4, 3)
+        tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
     elif K == 64 and (T <= 128 or heavy):
         tile = (64, 32, 4, 2 if ampere else 3)
     elif K == 64:

@@ -221,6 +221,8 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
         tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
+    elif K == 64 and generation < 9 and problem.seed is not None and problem.key_mask is not None and not heavy:
+        tile = (32, 64, 4, 2)
     elif K == 64 and (heavy or (fast and generation < 9)):
         tile = (32, 64, 8 if heavy and generation < 9 else 4, 2)
     elif K == 64:
@@ -235,17 +237,19 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
 
 def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
-    K = power_of_two(q.shape[-1], 16)
+    K, generation = power_of_two(q.shape[-1], 16), device_of(q).capability // 10
+    crowded = heavy and problem.key_mask is not None
     if q.dtype == torch.float32:
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
         if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
             tile = (16, 16, 4, 1)
     elif K <= 64 and heavy:
-        tile = (64, 32, 4, 2)
+        tile = (64, 32, 8 if crowded and generation == (10 if K <= 32 else 8) else 4, 2)
     elif K <= 64:
         tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
     elif K == 128:
-        tile = (64, 32, 4, 2) if heavy or problem.seed is not None else (64, 64, 4, 2)
+        warps = 8 if crowded and generation == 8 else 4
+        tile = (64, 32, warps, 2) if heavy or problem.seed is not None else (64, 64, 4, 2)
     else:
         tile = (32, 32, 8, 1) if heavy or has_small_memory(q) else (64, 32, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))

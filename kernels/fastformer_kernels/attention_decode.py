@@ -122,7 +122,7 @@ def _tile(q: Tensor) -> dict[str, int]:
     """Choose the number of keys a tile: the most that spill nothing. Not measured on a GPU."""
     K = power_of_two(q.shape[-1], 16)
     if q.dtype == torch.float32:
-        block, warps, stages = (32, 4, 2) if K <= 64 else (32, 8, 1)
+        block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
         block, warps, stages = (64, 4, 2) if K <= 128 else (32, 4, 1)
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}

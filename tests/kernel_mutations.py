@@ -133,6 +133,13 @@ def _faults() -> Iterator[Fault]:
     )
 
     file = f"{kernels}/attention_tiles"
+    yield Fault(
+        "what gaps of a key mask hold is read",
+        f"{file}.py",
+        "real = real & (tl.load(key_mask_ptr + columns, mask=real, other=0) != 0)",
+        "real = real & (columns >= 0)",
+        "tests/test_padding_values.py::test_attention[triton-key mask-attention]",
+    )
     yield at(
         file,
         small,

@@ -119,7 +119,7 @@ def _in_chunks(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    wanted: Sequence[bool],
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum of all losses, and its gradients of x, weight and bias where `wanted`, else empty."""
     M, V = x.shape[0], weight.shape[0]
@@ -148,18 +148,8 @@ def _in_chunks(
     return total, dx, dweight, dbias
 
 
-@torch.library.custom_op("fastformer::chunked_cross_entropy", mutates_args=())
-def _in_chunks_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_in_chunks` as one op of a graph of torch.compile, which would unroll its loop, and cannot take `out=`."""
-    return _in_chunks(x, weight, bias, target, ignore_index, label_smoothing, wanted)
+# As one op of a graph of torch.compile, which would unroll its loop, and cannot take `out=`.
+_in_chunks_op = torch.library.custom_op("fastformer::chunked_cross_entropy", _in_chunks, mutates_args=())
 
 
 @_in_chunks_op.register_fake

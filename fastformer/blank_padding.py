@@ -14,7 +14,7 @@ from fastformer.arguments import AttentionRules, readable
 def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Return `[B, H, L, K]` with zeros where real `[B, L]` is False; the inputs themselves where they are finite.
 
-    A look costs 0.8 ms where two copies cost 39 (64 rows, 8 heads, 64 positions, K = 64, one core), attention 2.5.
+    A look costs 0.7 ms where two copies cost 22, and attention 16 (64 rows, 8 heads, 64 positions, K = 64, one core).
     """
     hidden = ~real
     if readable(hidden) and all(readable(x) for x in inputs):

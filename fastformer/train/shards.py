@@ -4,7 +4,6 @@ torch.distributed.checkpoint with safetensors files as its storage; each tells w
 library's other format has its table of contents as a pickle, which a stranger's checkpoint could use to run code.
 """
 
-import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,7 +97,7 @@ class Shards:
         except CheckpointException as error:
             causes = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
             raise CheckpointError(f"{self.folder}: is damaged ({' '.join(causes[0].split())})") from None
-        except (SafetensorError, json.JSONDecodeError, *_DAMAGED) as error:
+        except (SafetensorError, *_DAMAGED) as error:
             raise CheckpointError(f"{self.folder}: is damaged ({type(error).__name__}: {error})") from None
 
 

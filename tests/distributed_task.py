@@ -268,7 +268,7 @@ SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
 
 
 def work(rank: int, folder: str, name: str) -> None:
-    """What a process that `torch.multiprocessing.spawn` started does."""
+    """What a process of `processes.start_processes` does."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     seen = {}

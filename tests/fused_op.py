@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from closeness import gradients
+from interpreter import replace_once_a_launch
 from torch import Tensor
 
 import fastformer
@@ -24,6 +25,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not (fused._TRITON and fused._INTERPRETED), reason="needs a GPU, or Triton and its interpreter"
 )
+if fused._TRITON and fused._INTERPRETED:
+    replace_once_a_launch()
 # Triton's interpreter truncates fp32 to bf16 where GPUs round to nearest: an error of two roundings instead of one.
 ROUNDINGS = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0 if DEVICE == "cuda" else 4.0}
 

@@ -29,6 +29,13 @@ from fastformer import functional
 SHAPES = [(3, 7), (2, 5), (4, 6), (5, 8), (3, 40), (6, 4), (7, 9), (2, 90)]
 # With autograd's graph too, which takes seconds for more than one op.
 ALSO_BACKWARD = ("LayerNorm", "MultiheadAttention", "FeedForward", "LinearCrossEntropy")
+# Stacks run these with the same masks, so a size that one of them took for a constant shows there: TransformerEncoder,
+# Transformer, TransformerDecoder and `test_each_choice_of_arguments_is_one_graph`. SequenceClassifier has the encoder
+# of TokenClassifier.
+WITHIN = (
+    "TransformerEncoderLayer", "TransformerEncoderLayer, pre-norm", "TransformerDecoderLayer",
+    "TransformerDecoderLayer, pre-norm", "TokenClassifier",
+)  # fmt: skip
 DYNAMIC = (
     "LayerNorm", "MultiheadAttention", "FeedForward", "LinearCrossEntropy", "TransformerEncoder",
     "TransformerEncoder.packed", "LanguageModel, padded", "TranslationModel",
@@ -61,7 +68,7 @@ def check(case: Case, backend: str, dynamic: bool | None) -> None:
                 assert_close(a, w)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHIN])
 def test_two_compilations_for_all_shapes(name):
     check(CASES[name], "aot_eager" if name in ALSO_BACKWARD else "eager", None)
     assert len(compilations()) == 2, compilations()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 from closeness import assert_close, random
 from language_task import random_batch, random_model
+from processes import start_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,7 +63,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_two_processes_are_one(tmp_path):
-    torch.multiprocessing.spawn(work, (str(tmp_path),), WORLD)
+    start_processes(work, (str(tmp_path),), WORLD)
     for name, (make, loss) in MODELS.items():
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -137,8 +137,9 @@ def test_length_penalty_changes_what_wins():
     assert sizes[0] < sizes[1] <= sizes[2]
 
 
-@pytest.mark.parametrize("model", [random_model(5), reversing_model()], ids=["random", "trained"])
-def test_hypotheses_are_distinct_sorted_and_scored(model):
+@pytest.mark.parametrize("make", [lambda: random_model(5), reversing_model], ids=["random", "trained"])
+def test_hypotheses_are_distinct_sorted_and_scored(make):
+    model = make()
     vocabulary = model.config.source_vocabulary
     source, lengths = sources([3, 1, 6, 5, 2], vocabulary=vocabulary)
     options = SearchOptions(beam=6, n_best=6, max_ratio=1.0, max_extra=4)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from distributed_task import WORLD, double_trainer, language, resume, work
+from processes import start_processes
 
 from fastformer.comparison import summarise
 from fastformer.train import Checkpoint, CheckpointFolder, ProcessError, Processes, join_processes, read_metrics
@@ -50,7 +50,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def spawn(folder: Path, name: str) -> list[dict[str, Any]]:
-    running = torch.multiprocessing.spawn(work, (str(folder), name), WORLD, join=False)
+    running = start_processes(work, (str(folder), name), WORLD, join=False)
     until = time.monotonic() + 120
     while not running.join(1):
         if time.monotonic() > until:

@@ -1,7 +1,7 @@
 """The public ops, and the only place where an implementation is chosen.
 
-Every op checks its arguments, then runs the reference; fused kernels will be reached from here too: `auto` takes one
-where it applies, `triton` raises with the reason where none does. `explain` says which it would be, and why.
+Every op checks its arguments, then runs its fused kernel or the reference: `auto` takes the kernel where it applies,
+`triton` raises with the reason where it does not. `explain` says which it would be, and why.
 
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, M rows, V vocabulary.
 """
@@ -70,7 +70,7 @@ def _runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = Non
         BackendError: backend "triton" was asked for and cannot run this.
     """
     choice = get_backend()
-    if choice == "reference" or (choice == "auto" and x.device.type == "cpu"):  # the latter without asking why
+    if choice == "reference" or (choice == "auto" and x.is_cpu):  # the latter without asking why
         return False
     reason = fused.unsupported(op, x)
     if reason is None and limit is not None:
@@ -278,7 +278,10 @@ def _normalized_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 def _fits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
     """Whether x `[..., *shape]` and the parameters have the shapes that a norm takes."""
-    return x.shape[-len(shape) :] == shape and all(t is None or t.shape == shape for t in parameters) and shape != ()
+    for parameter in parameters:
+        if parameter is not None and parameter.shape != shape:
+            return False
+    return shape != () and x.shape[-len(shape) :] == shape
 
 
 def layer_norm(

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.autograd_function import call
+
 
 class RowMap(NamedTuple):
     """A place among N for each of M rows, no two at the same: `slots` int64 `[M]`, and `inverse` int64 `[N]`.
@@ -28,13 +30,13 @@ class RowMap(NamedTuple):
         """Take the rows from their places: `[N, ...]` -> `[M, ...]`. Differentiable."""
         if torch.compiler.is_compiling():  # it takes no Function with a forward-mode derivative
             return x.index_select(0, self.slots)
-        return _Gather.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
+        return call(_Gather, x, *self)  # type: ignore[no-any-return]
 
     def spread(self, x: Tensor) -> Tensor:
         """Put the rows to their places, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
         if torch.compiler.is_compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
-        return _Spread.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
+        return call(_Spread, x, *self)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -53,7 +55,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Spread.apply(grads[0], *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
+        return call(_Spread, grads[0], *ctx.saved_tensors), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -76,7 +78,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grads[0], *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
+        return call(_Gather, grads[0], *ctx.saved_tensors), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:

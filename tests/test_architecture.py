@@ -12,7 +12,8 @@ PACKAGE = ROOT / "fastformer"
 
 # From the ground up; what is named together may import one another.
 FLOORS = (
-    {"atomic", "row_map"},
+    {"atomic", "autograd_function"},
+    {"row_map"},
     {"packing", "backend", "text", "plots", "chunked_cross_entropy"},
     {"arguments"},
     {"blank_padding", "query_blocks"},

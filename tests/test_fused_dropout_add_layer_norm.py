@@ -269,13 +269,25 @@ def test_the_ops_pass_opcheck():
     x, residual, weight, bias = inputs(3, 8)
     x, residual, weight, bias = x.half(), residual.float(), weight.half(), bias.float()
     seed = torch.tensor([5], device=DEVICE)
-    torch.library.opcheck(fused._forward, (x, residual, weight, bias, seed, 1e-5, 0.5, torch.float32))
-    torch.library.opcheck(fused._forward, (x, x, None, None, None, 1e-5, 0.0, torch.float16))
+    torch.library.opcheck(
+        torch.ops.fastformer.dropout_add_layer_norm.default, (x, residual, weight, bias, seed, 1e-5, 0.5, torch.float32)
+    )
+    torch.library.opcheck(
+        torch.ops.fastformer.dropout_add_layer_norm.default, (x, x, None, None, None, 1e-5, 0.0, torch.float16)
+    )
     y, s, mean, rstd = fused._forward(x, residual, weight, bias, seed, 1e-5, 0.5, torch.float32)
     dtypes = (torch.float32, torch.float16, torch.float16, torch.float32)
-    torch.library.opcheck(fused._backward, (y, s, s, weight, mean, rstd, seed, 0.5, *dtypes))
-    torch.library.opcheck(fused._backward, (y, None, s, None, mean, rstd, None, 0.0, torch.float32, None, None, None))
-    torch.library.opcheck(fused._backward, (None, s, s, weight, mean, rstd, seed, 0.5, *dtypes[:2], None, None))
+    torch.library.opcheck(
+        torch.ops.fastformer.dropout_add_layer_norm_backward.default, (y, s, s, weight, mean, rstd, seed, 0.5, *dtypes)
+    )
+    torch.library.opcheck(
+        torch.ops.fastformer.dropout_add_layer_norm_backward.default,
+        (y, None, s, None, mean, rstd, None, 0.0, torch.float32, None, None, None),
+    )
+    torch.library.opcheck(
+        torch.ops.fastformer.dropout_add_layer_norm_backward.default,
+        (None, s, s, weight, mean, rstd, seed, 0.5, *dtypes[:2], None, None),
+    )
 
 
 @pytest.mark.parametrize("results", [slice(None), slice(0, 1), slice(1, 2)])

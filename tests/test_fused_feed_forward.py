@@ -397,10 +397,14 @@ def test_the_ops_pass_opcheck(wants, seeded):
     h, da = torch.randn(5, 6, device=DEVICE), torch.randn(5, 3, device=DEVICE)
     seed = torch.tensor([9], device=DEVICE) if seeded else None
     p = 0.5 if seeded else 0.0
-    torch.library.opcheck(fused._activate, (h, seed, "geglu", p))
-    torch.library.opcheck(fused._activate_backward, (da, h, seed, "geglu", p, wants, wants))
-    torch.library.opcheck(fused._activate_backward, (h, h, seed, "gelu", p, wants, not wants))
-    torch.library.opcheck(fused._relu_backward, (h, h, p, wants))
+    torch.library.opcheck(torch.ops.fastformer.feed_forward_activate.default, (h, seed, "geglu", p))
+    torch.library.opcheck(
+        torch.ops.fastformer.feed_forward_activate_backward.default, (da, h, seed, "geglu", p, wants, wants)
+    )
+    torch.library.opcheck(
+        torch.ops.fastformer.feed_forward_activate_backward.default, (h, h, seed, "gelu", p, wants, not wants)
+    )
+    torch.library.opcheck(torch.ops.fastformer.feed_forward_relu_backward.default, (h, h, p, wants))
 
 
 @pytest.mark.parametrize(("activation", "recompute"), [("relu", False), ("geglu", False), ("gelu", True)])

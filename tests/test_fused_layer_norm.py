@@ -218,13 +218,17 @@ def test_checkpointing_and_repeated_backward():
 
 def test_the_ops_pass_opcheck():
     x, weight, bias = random(3, 8).float(), random(8).half(), random(8).float()
-    torch.library.opcheck(fused._forward, (x, weight, bias, 1e-5, torch.float32))
-    torch.library.opcheck(fused._forward, (x.half(), None, None, 1e-5, torch.float32))
+    torch.library.opcheck(torch.ops.fastformer.layer_norm.default, (x, weight, bias, 1e-5, torch.float32))
+    torch.library.opcheck(torch.ops.fastformer.layer_norm.default, (x.half(), None, None, 1e-5, torch.float32))
     _, mean, rstd = fused._forward(x, None, None, 1e-5, x.dtype)
     dtypes = (torch.float32, torch.float16, torch.float32)
-    torch.library.opcheck(fused._backward, (x, x, weight, mean, rstd, *dtypes))
-    torch.library.opcheck(fused._backward, (x, x, None, mean, rstd, torch.float32, None, None))
-    torch.library.opcheck(fused._backward, (x, x, weight, mean, rstd, None, None, torch.float32))
+    torch.library.opcheck(torch.ops.fastformer.layer_norm_backward.default, (x, x, weight, mean, rstd, *dtypes))
+    torch.library.opcheck(
+        torch.ops.fastformer.layer_norm_backward.default, (x, x, None, mean, rstd, torch.float32, None, None)
+    )
+    torch.library.opcheck(
+        torch.ops.fastformer.layer_norm_backward.default, (x, x, weight, mean, rstd, None, None, torch.float32)
+    )
 
 
 @pytest.mark.parametrize("affine", [True, False])

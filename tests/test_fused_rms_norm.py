@@ -185,12 +185,14 @@ def test_checkpointing():
 
 def test_the_ops_pass_opcheck():
     x, weight = random(3, 8).float(), random(8).half()
-    torch.library.opcheck(fused._forward, (x, weight, 1e-5, torch.float32))
-    torch.library.opcheck(fused._forward, (x.half(), None, 1e-5, torch.float32))
+    torch.library.opcheck(torch.ops.fastformer.rms_norm.default, (x, weight, 1e-5, torch.float32))
+    torch.library.opcheck(torch.ops.fastformer.rms_norm.default, (x.half(), None, 1e-5, torch.float32))
     _, rstd = fused._forward(x, None, 1e-5, x.dtype)
-    torch.library.opcheck(fused._backward, (x, x, weight, rstd, torch.float32, torch.float16))
-    torch.library.opcheck(fused._backward, (x, x, None, rstd, torch.float32, None))
-    torch.library.opcheck(fused._backward, (x, x, weight, rstd, None, torch.float16))
+    torch.library.opcheck(
+        torch.ops.fastformer.rms_norm_backward.default, (x, x, weight, rstd, torch.float32, torch.float16)
+    )
+    torch.library.opcheck(torch.ops.fastformer.rms_norm_backward.default, (x, x, None, rstd, torch.float32, None))
+    torch.library.opcheck(torch.ops.fastformer.rms_norm_backward.default, (x, x, weight, rstd, None, torch.float16))
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -5,6 +5,7 @@
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ def _inside_vmap() -> bool:
     return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
 
 
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def unsupported(op: str, x: Tensor) -> str | None:
     """Return why no fused kernel can run `op` on a tensor like `x`, or None if one can.
 
@@ -35,14 +41,14 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} needs Triton, which is not installed (on Linux: pip install 'fastformer[triton]')"
     if x.dtype not in DTYPES:
         return f"{op} takes float32, float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
-    if x.device.type == "cpu":
+    if x.is_cpu:
         if not _INTERPRETED:
             return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
         if get_backend() != "triton":
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
-    elif x.device.type != "cuda" or torch.version.hip is not None:
+    elif not x.is_cuda or torch.version.hip is not None:
         return f"{op} needs an NVIDIA GPU, and the tensor is on {x.device.type}"
-    elif (found := torch.cuda.get_device_capability(x.device)) < _SMALLEST_CAPABILITY:
+    elif (found := _capability(x.get_device())) < _SMALLEST_CAPABILITY:
         return f"{op} needs compute capability 8.0 or newer, and this GPU has {found[0]}.{found[1]}"
     if _inside_vmap():
         return f"{op} has no rule for torch.func.vmap"

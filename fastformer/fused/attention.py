@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.arguments import AttentionRules
+from fastformer.autograd_function import call
 from fastformer.backend import allows_nondeterminism
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, to_autocast, twice
 from fastformer.fused.registration import define, dropout_seed
@@ -228,8 +229,8 @@ def _apply(
     if mask is None and seed is None and not wants_weights and _decodes(q, k, v):
         return _decode(q, k, v, bounds, key_mask, None, None, *numbers), None
     fast = allows_nondeterminism() and not torch.are_deterministic_algorithms_enabled()
-    out, weights, _ = _Attention.apply(  # type: ignore[no-untyped-call]
-        *distinct(q, k, v, mask), bounds, key_mask, seed, numbers, wants_weights, fast, formula
+    out, weights, _ = call(
+        _Attention, *distinct(q, k, v, mask), bounds, key_mask, seed, numbers, wants_weights, fast, formula
     )
     return out, weights
 

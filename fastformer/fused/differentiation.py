@@ -16,7 +16,7 @@ Formula = Callable[..., Tensor | tuple[Tensor, ...]]
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast."""
-    device = next(x.device.type for x in tensors if x is not None)
+    device = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

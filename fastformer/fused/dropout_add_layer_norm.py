@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.fused.differentiation import Formula, twice
+from fastformer.autograd_function import call
+from fastformer.fused.differentiation import Formula, distinct, twice
 from fastformer.fused.layer_norm import as_row, as_rows, gradient_dtypes, norm_gradients, output_dtype
 from fastformer.fused.registration import define, dropout_seed
 
@@ -153,7 +154,6 @@ def dropout_add_layer_norm(
     """
     seed = dropout_seed(x) if dropout_p > 0.0 else None
     dtype = output_dtype(x, residual)
-    y, s, _, _ = _DropoutAddLayerNorm.apply(  # type: ignore[no-untyped-call]
-        as_rows(x, shape), as_rows(residual, shape), as_row(weight), as_row(bias), seed, eps, dropout_p, dtype, formula
-    )
-    return y.view(x.shape), s.view(x.shape)
+    tensors = distinct(as_rows(x, shape), as_rows(residual, shape), as_row(weight), as_row(bias))
+    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, dtype, formula)
+    return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, twice
 from fastformer.fused.registration import define, dropout_seed
 
@@ -103,4 +104,4 @@ def embedding(
         formula: the op without dropout in plain PyTorch, a function of weight and table, for second derivatives.
     """
     seed = dropout_seed(weight) if dropout_p > 0.0 else None
-    return _Embedding.apply(*distinct(weight, table, ids, positions), seed, scale, dropout_p, formula)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_Embedding, *distinct(weight, table, ids, positions), seed, scale, dropout_p, formula)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, plain_gradients, to_autocast, twice
 from fastformer.fused.registration import define, dropout_seed
 
@@ -163,5 +164,5 @@ def feed_forward(
         # The compiler would take the second h for the first one, and keep that; this forbids it.
         y, _ = checkpoint(_FeedForward.apply, *inputs, use_reentrant=False)
     else:
-        y, _ = _FeedForward.apply(*inputs)  # type: ignore[no-untyped-call]
+        y, _ = call(_FeedForward, *inputs)
     return y.view(*shape[:-1], y.shape[1])  # type: ignore[no-any-return]

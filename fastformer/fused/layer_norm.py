@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.autograd_function import call
 from fastformer.fused import DTYPES
-from fastformer.fused.differentiation import Formula, plain_gradients, twice
+from fastformer.fused.differentiation import Formula, distinct, plain_gradients, twice
 from fastformer.fused.registration import define
 
 
@@ -39,12 +40,16 @@ def output_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
 
 def as_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """View `[..., *shape]` as `[M, N]`."""
+    if len(shape) == 1 and x.dim() == 2:
+        return x
     return x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), math.prod(shape))
 
 
 def as_row(parameter: Tensor | None) -> Tensor | None:
     """View a weight of the normalised shape as contiguous `[N]`."""
-    return None if parameter is None else parameter.reshape(-1).contiguous()
+    if parameter is None or (parameter.dim() == 1 and parameter.is_contiguous()):
+        return parameter
+    return parameter.reshape(-1).contiguous()
 
 
 def gradient_dtypes(wanted: tuple[bool, ...], *inputs: Tensor | None) -> list[torch.dtype | None]:
@@ -148,5 +153,6 @@ def layer_norm(
         formula: the op in plain PyTorch, a function of x `[M, N]`, weight and bias `[N]`, for second derivatives.
     """
     rows = as_rows(x, shape)
-    y, _, _ = _LayerNorm.apply(rows, as_row(weight), as_row(bias), eps, output_dtype(x), formula)  # type: ignore[no-untyped-call]
-    return y.view(x.shape)  # type: ignore[no-any-return]
+    tensors = distinct(rows, as_row(weight), as_row(bias))
+    y, _, _ = call(_LayerNorm, *tensors, eps, output_dtype(x), formula)
+    return y if y.shape == x.shape else y.view(x.shape)  # type: ignore[no-any-return]

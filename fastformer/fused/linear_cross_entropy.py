@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, to_autocast, twice
 from fastformer.fused.registration import define
 
@@ -162,9 +163,9 @@ def linear_cross_entropy(
     """
     x, weight, bias = distinct(*to_autocast(x, weight, bias))  # type: ignore[assignment]
     if rows:
-        return LinearCrossEntropyRows.apply(x, weight, bias, target, ignore_index, label_smoothing, formula)  # type: ignore[no-untyped-call, no-any-return]
+        return call(LinearCrossEntropyRows, x, weight, bias, target, ignore_index, label_smoothing, formula)  # type: ignore[no-any-return]
     training = torch.is_grad_enabled()
     wanted = [training and y is not None and y.requires_grad for y in (x, weight, bias)]
     inputs = x, weight, bias, target, ignore_index, label_smoothing, wanted, formula
-    total: Tensor = LinearCrossEntropySum.apply(*inputs)[0]  # type: ignore[no-untyped-call]
+    total: Tensor = call(LinearCrossEntropySum, *inputs)[0]
     return total

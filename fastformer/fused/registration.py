@@ -3,6 +3,7 @@
 An op has a schema, a launcher and a fake; it carries no autograd: the `autograd.Function` beside it does, and all
 differentiable use goes through that. Defined by hand in a Library, an op costs 2 us a call; `torch.library.custom_op`
 costs 9 and `triton_op` 11, which moreover cannot be traced under the interpreter (measured on a CPU, trivial body).
+With tensors and numbers to convert it is 10 us of 30, so a call that nobody else looks at goes to the launcher itself.
 
 Triton is imported by the first call of an op, never by `import fastformer`.
 """
@@ -15,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, torch.dtype}
+LAUNCHERS: dict[str, str] = {}  # op -> `FILE.FUNCTION` in fastformer_kernels
 _LIBRARY = torch.library.Library("fastformer", "DEF")  # type: ignore[no-untyped-call]
 
 
 @cache
 def _launcher(module: str, function: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"fastformer_kernels.{module}"), function)  # type: ignore[no-any-return]
+    from fastformer_kernels.plan import planned
+
+    return planned(getattr(importlib.import_module(f"fastformer_kernels.{module}"), function))
 
 
 def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,21 +37,38 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
         fake: takes the same arguments and returns empty tensors of the shapes, dtypes and strides of the results.
 
     Returns:
-        The op, to be called with tensors.
+        A function of the op's arguments that calls it.
     """
     name = schema.split("(")[0]
     module, function = launcher.split(".")
+    LAUNCHERS[name] = launcher
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]
 
-    def launch(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         return _launcher(module, function)(*args)
 
     # On CPU tensors a launcher runs in Triton's interpreter, or raises; `unsupported` keeps others away from it.
     for key in ("CUDA", "CPU"):
-        _LIBRARY.impl(name, launch, key)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"fastformer::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.fastformer, name).default  # type: ignore[no-any-return]
+    op = getattr(torch.ops.fastformer, name).default
+
+    def call(*args: Any) -> Any:
+        return op(*args) if torch.compiler.is_compiling() or _observed(args) else run(*args)
+
+    return call
+
+
+def _observed(args: tuple[Any, ...]) -> bool:
+    """Whether a mode, a transform, a trace or a profiler is to see the op, or an argument is a tensor with its own."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+        or not {type(x) for x in args} <= _PLAIN
+    )
 
 
 def dropout_seed(x: Tensor) -> Tensor:

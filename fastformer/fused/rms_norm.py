@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.fused.differentiation import Formula, twice
+from fastformer.autograd_function import call
+from fastformer.fused.differentiation import Formula, distinct, twice
 from fastformer.fused.layer_norm import as_row, as_rows, gradient_dtypes, norm_gradients, output_dtype
 from fastformer.fused.registration import define
 
@@ -72,5 +73,5 @@ def rms_norm(
     """
     # Half precision is normalised in fp32, and torch takes the machine epsilon of that.
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    y, _ = _RMSNorm.apply(as_rows(x, shape), as_row(weight), eps, output_dtype(x), formula)  # type: ignore[no-untyped-call]
+    y, _ = call(_RMSNorm, *distinct(as_rows(x, shape), as_row(weight)), eps, output_dtype(x), formula)
     return y.view(x.shape)  # type: ignore[no-any-return]

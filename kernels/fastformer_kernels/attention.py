@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import OPTIONS, device_of, guard, has_small_memory, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, power_of_two
 from fastformer_kernels.random import row_keys
 
 
@@ -188,10 +188,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     tile = _tiles(q, problem)
     tiles = -(-T // tile["BLOCK_T"])
     with guard(q):
-        _attention[(B * H * tiles,)](
+        launch(_attention, (B * H * tiles,),
             q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q),
             *q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse),
             *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, *problem.scalars(),
-            **problem.switches(q, k), ALIGN=align, AHEAD=q.dtype != torch.float32, **tile, **OPTIONS,
+            **problem.switches(q, k), ALIGN=align, AHEAD=q.dtype != torch.float32, **tile,
         )  # fmt: skip
     return out, lse

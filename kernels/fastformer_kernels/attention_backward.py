@@ -29,7 +29,7 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import OPTIONS, device_of, guard, has_small_memory, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, power_of_two
 from fastformer_kernels.random import row_keys
 
 
@@ -272,10 +272,10 @@ def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
     align, (out_view, dout_view) = views(out, dout)
     tiles = -(-T // 64)
     with guard(out):
-        _attention_delta[(B * H * tiles,)](
+        launch(_attention_delta, (B * H * tiles,),
             out_view.data, dout_view.data, result, problem.pointers(out)[0],
             *out_view.strides, *dout_view.strides, *row_strides(result), T, tiles,
-            **problem.head_switches(out), PACKED=out.dim() == 3, ALIGN=align, BLOCK_T=64, num_warps=4, **OPTIONS,
+            **problem.head_switches(out), PACKED=out.dim() == 3, ALIGN=align, BLOCK_T=64, num_warps=4,
         )  # fmt: skip
     return result
 
@@ -327,15 +327,15 @@ def backward(
         if wants_keys:
             tile = _tiles_of_keys(q, problem, heavy, fast)
             tiles = -(-S // tile["BLOCK_S"])
-            _attention_keys_values[(B * k.shape[1] * tiles,)](
+            launch(_attention_keys_values, (B * k.shape[1] * tiles,),
                 *inputs, dq, dk, dv, *looked_up, *strides, *dk_strides, *masks,
-                B * H * T, T, S, tiles, *problem.scalars(), **switches, ADD_DQ=fast, **tile, **OPTIONS,
+                B * H * T, T, S, tiles, *problem.scalars(), **switches, ADD_DQ=fast, **tile,
             )  # fmt: skip
         if wants_q and not fast:
             tile = _tiles_of_queries(q, problem, heavy)
             tiles = -(-T // tile["BLOCK_T"])
-            _attention_queries[(B * H * tiles,)](
+            launch(_attention_queries, (B * H * tiles,),
                 *inputs, dq, *looked_up, *strides, *masks,
-                B * H * T, T, S, tiles, *problem.scalars(), **switches, **tile, **OPTIONS,
+                B * H * T, T, S, tiles, *problem.scalars(), **switches, **tile,
             )  # fmt: skip
     return dq.to(q.dtype), dk, dv

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import OPTIONS, guard
+from fastformer_kernels.launch import guard, launch
 
 BLOCK = tl.constexpr(1024)
 
@@ -89,8 +89,8 @@ def bounds(
     lengths = [like if x is None else x.contiguous() for x in (query_lengths, key_lengths)]
     mask = like if key_mask is None else key_mask.contiguous().view(torch.uint8)
     with guard(like):
-        _attention_bounds[(batch,)](
+        launch(_attention_bounds, (batch,),
             result, *lengths, mask, queries, keys, packed, bottom_right,
-            query_lengths is not None, key_lengths is not None, key_mask is not None, num_warps=4, **OPTIONS,
+            query_lengths is not None, key_lengths is not None, key_mask is not None, num_warps=4,
         )  # fmt: skip
     return result

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import OPTIONS, device_of, guard, power_of_two
+from fastformer_kernels.launch import device_of, guard, launch, power_of_two
 
 
 @triton.jit(do_not_specialize=["T", "S", "splits", "shift", "left", "right"])
@@ -151,13 +151,24 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
     shift, left, right, scale, softcap, _, _ = problem.scalars()
     with guard(q):
-        _attention_split[(B * heads * splits,)](
+        launch(_attention_split, (B * heads * splits,),
             q_view.data, k_view.data, v_view.data, part, peak, total, bounds, key_mask,
             *q_view.strides, *k_view.strides, *v_view.strides, problem.mask_strides((B, H, T, S))[0],
             T, S, splits, shift, left, right, scale, softcap, **shared, **problem.score_switches(q),
-            BLOCK_R=power_of_two(T * group, 16), **tile, **OPTIONS,
+            BLOCK_R=power_of_two(T * group, 16), **tile,
         )  # fmt: skip
-        _attention_combine[(B * heads * T * group,)](
-            part, peak, total, out, bounds, *out_view.strides, T, splits, **shared, num_warps=1, **OPTIONS
+        launch(
+            _attention_combine,
+            (B * heads * T * group,),
+            part,
+            peak,
+            total,
+            out,
+            bounds,
+            *out_view.strides,
+            T,
+            splits,
+            **shared,
+            num_warps=1,
         )
     return out

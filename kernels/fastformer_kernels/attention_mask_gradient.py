@@ -21,7 +21,7 @@ from fastformer_kernels.attention_tiles import (
     score_gradient,
     weight_gradient,
 )
-from fastformer_kernels.launch import OPTIONS, guard
+from fastformer_kernels.launch import guard, launch
 from fastformer_kernels.random import row_keys
 
 
@@ -118,13 +118,13 @@ def mask_gradient(
     tile = score_tile(q)
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     with guard(q):
-        _attention_mask_gradient[(dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)](
+        launch(_attention_mask_gradient, (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,),
             q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, dmask,
             q if dweights is None else dweights, *problem.pointers(q),
             *q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse),
             *dmask.stride()[:3], *((0, 0, 0) if dweights is None else dweights.stride()[:3]),
             *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, key_tiles, B, *problem.scalars(),
             **problem.switches(q, k), ALIGN=align, HAS_DWEIGHTS=dweights is not None, SUM_B=sum_b, SUM_H=sum_h,
-            **tile, **OPTIONS,
+            **tile,
         )  # fmt: skip
     return dmask

@@ -24,13 +24,17 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
         in the kernel, it tells the compiler that rows can be loaded in whole vectors, where a head size such as 40 or
         72 hides that. Compiled for head size 72 without it: 16-bit loads, and a third more registers.
     """
-    tensors = tuple(inner_contiguous(x) for x in tensors)
-    all_strides = [(0, x.stride(1), x.stride(0)) if x.dim() == 3 else x.stride()[:3] for x in tensors]
+    found, bits = [], 0
+    for x in tensors:
+        x = inner_contiguous(x)
+        strides = x.stride()
+        batch, head, row = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
+        bits |= batch | head | row
+        found.append(View(x, (batch, head, row)))
     align = 16 // tensors[0].element_size()
-    if any(stride % align for strides in all_strides for stride in strides):
-        align = 1
-    found = [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in zip(tensors, all_strides, strict=True)]
-    return align, found
+    if bits % align:
+        return 1, found
+    return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in found]
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:

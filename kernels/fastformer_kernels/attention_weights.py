@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import exponentials, hide, load_bounds, load_lse, offset, scores, visible
-from fastformer_kernels.launch import OPTIONS, guard
+from fastformer_kernels.launch import guard, launch
 from fastformer_kernels.random import keep, row_keys
 
 
@@ -74,10 +74,10 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
     tile = score_tile(q)
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     with guard(q):
-        _attention_weights[(B * H * tiles * key_tiles,)](
+        launch(_attention_weights, (B * H * tiles * key_tiles,),
             q_view.data, k_view.data, lse, result, *problem.pointers(q),
             *q_view.strides, *k_view.strides, *row_strides(lse), *result.stride()[:3],
             *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, key_tiles, *problem.scalars(),
-            **problem.switches(q, k), ALIGN=align, **tile, **OPTIONS,
+            **problem.switches(q, k), ALIGN=align, **tile,
         )  # fmt: skip
     return result

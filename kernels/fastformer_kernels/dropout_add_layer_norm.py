@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels import layer_norm
-from fastformer_kernels.launch import OPTIONS, guard, inner_contiguous, power_of_two
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, power_of_two
 from fastformer_kernels.norm import (
     TILE,
     backward_tile,
@@ -197,7 +197,7 @@ def elementwise(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     M, N = x.shape
     BLOCK_N = min(power_of_two(N, 16), TILE)
     BLOCK_M = TILE // BLOCK_N
-    return (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N)), {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": 4}
+    return (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": 4}
 
 
 def forward(
@@ -228,7 +228,7 @@ def forward(
     if x.numel() > 0 and is_wide(N):
         with guard(x):
             grid, tile = elementwise(x)
-            dropout_add_kernel[grid](x, residual, seed, s, *strides, M, *dropout, N, **tile, **OPTIONS)
+            launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, **tile)
         y, mean, rstd = layer_norm.forward(s, weight, bias, eps, dtype)
         return y, s, mean, rstd
     y = x.new_empty((M, N), dtype=dtype)
@@ -237,8 +237,16 @@ def forward(
         tile = forward_tile(N)
         tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
         with guard(x):
-            dropout_add_layer_norm_forward_kernel[(triton.cdiv(M, tile["BLOCK_M"]),)](
-                *tensors, *strides, M, *dropout, eps, N, **tile, **OPTIONS
+            launch(
+                dropout_add_layer_norm_forward_kernel,
+                (cdiv(M, tile["BLOCK_M"]),),
+                *tensors,
+                *strides,
+                M,
+                *dropout,
+                eps,
+                N,
+                **tile,
             )
     return y, s, mean, rstd
 
@@ -293,7 +301,7 @@ def backward(
         tensors = (dy, ds, s, weight, mean, rstd, seed, *written, *partials)
         strides = (dy.stride(0), ds_stride, s.stride(0))
         with guard(s):
-            dropout_add_layer_norm_backward_kernel[(grid[0],)](*tensors, *strides, M, *dropout, N, **tile, **OPTIONS)
+            launch(dropout_add_layer_norm_backward_kernel, (grid[0],), *tensors, *strides, M, *dropout, N, **tile)
             return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
     dnorm, w_grad, b_grad = None, s.new_empty(0), s.new_empty(0)
     if dy is not None:
@@ -302,5 +310,5 @@ def backward(
     if written != (None, None):
         grid, tile = elementwise(s)
         with guard(s):
-            dropout_add_backward_kernel[grid](dnorm, ds, seed, *written, ds_stride, M, *dropout, N, **tile, **OPTIONS)
+            launch(dropout_add_backward_kernel, grid, dnorm, ds, seed, *written, ds_stride, M, *dropout, N, **tile)
     return residual_grad, x_grad, w_grad, b_grad

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import OPTIONS, guard, inner_contiguous, power_of_two
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, power_of_two
 from fastformer_kernels.random import keep_tile, threshold_and_scale
 
 
@@ -117,9 +117,11 @@ def embedding(
     P, table_stride = (0, 0) if table is None else (table.shape[0], table.stride(0))
     threshold, dropout_scale = threshold_and_scale(dropout_p)
     block = tile(N)
-    grid = (triton.cdiv(M, block["BLOCK_M"]), triton.cdiv(N, block["BLOCK_N"]))
+    grid = (cdiv(M, block["BLOCK_M"]), cdiv(N, block["BLOCK_N"]))
     with guard(weight):
-        embedding_kernel[grid](
+        launch(
+            embedding_kernel,
+            grid,
             ids,
             weight,
             positions,
@@ -136,7 +138,6 @@ def embedding(
             threshold,
             dropout_scale,
             **block,
-            **OPTIONS,
         )
     return out
 
@@ -160,7 +161,7 @@ def scaled_gradient(dout: Tensor, seed: Tensor | None, scale: float, dropout_p: 
     M = dout.numel() // N
     threshold, dropout_scale = threshold_and_scale(dropout_p if seed is not None else 0.0)
     block = tile(N)
-    grid = (triton.cdiv(M, block["BLOCK_M"]), triton.cdiv(N, block["BLOCK_N"]))
+    grid = (cdiv(M, block["BLOCK_M"]), cdiv(N, block["BLOCK_N"]))
     with guard(dout):
-        scaled_gradient_kernel[grid](dout, seed, dx, M, N, scale * dropout_scale, threshold, **block, **OPTIONS)
+        launch(scaled_gradient_kernel, grid, dout, seed, dx, M, N, scale * dropout_scale, threshold, **block)
     return dx

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import OPTIONS, device_of, guard, power_of_two
+from fastformer_kernels.launch import cdiv, device_of, guard, launch, power_of_two
 from fastformer_kernels.random import keep_tile, threshold_and_scale
 
 # The function f of each activation, and whether a second half of h is multiplied with it.
@@ -211,9 +211,9 @@ def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int])
     As many as are on the GPU at once: compiled for sm_90 in 16 bits, a thread takes 64 to 88 registers, gated 100 to
     144, which is at least five and three blocks a multiprocessor. Not measured on a GPU.
     """
-    column_programs = triton.cdiv(F, block["BLOCK_F"])
-    most = triton.cdiv((3 if gated else 5) * device_of(x).multiprocessors, column_programs)
-    return min(triton.cdiv(M, block["BLOCK_M"]), most)
+    column_programs = cdiv(F, block["BLOCK_F"])
+    most = cdiv((3 if gated else 5) * device_of(x).multiprocessors, column_programs)
+    return min(cdiv(M, block["BLOCK_M"]), most)
 
 
 def _add_partials(partials: Tensor | None, like: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def _add_partials(partials: Tensor | None, like: Tensor) -> Tensor:
     P, N = partials.shape
     out = like.new_empty(N)
     with guard(like):
-        add_partials_kernel[(triton.cdiv(N, 32),)](partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=4, **OPTIONS)
+        launch(add_partials_kernel, (cdiv(N, 32),), partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=4)
     return out
 
 
@@ -247,10 +247,22 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
         return a
     threshold, scale = threshold_and_scale(dropout_p)
     block = tile(F)
-    grid = (triton.cdiv(M, block["BLOCK_M"]), triton.cdiv(F, block["BLOCK_F"]))
+    grid = (cdiv(M, block["BLOCK_M"]), cdiv(F, block["BLOCK_F"]))
     with guard(h):
-        activate_kernel[grid](
-            h, seed, a, M, F, threshold, scale, function, gated, h.dtype == torch.float32, **block, **OPTIONS
+        launch(
+            activate_kernel,
+            grid,
+            h,
+            seed,
+            a,
+            M,
+            F,
+            threshold,
+            scale,
+            function,
+            gated,
+            h.dtype == torch.float32,
+            **block,
         )
     return a
 
@@ -289,8 +301,23 @@ def activate_backward(
     partials = h.new_empty(programs, wide, dtype=torch.float32) if wants_bias else None
     erf = h.dtype == torch.float32
     with guard(h):
-        activate_backward_kernel[(programs, triton.cdiv(F, block["BLOCK_F"]))](
-            da, h, seed, dh, a, partials, M, F, threshold, scale, function, gated, erf, **block, **OPTIONS
+        launch(
+            activate_backward_kernel,
+            (programs, cdiv(F, block["BLOCK_F"])),
+            da,
+            h,
+            seed,
+            dh,
+            a,
+            partials,
+            M,
+            F,
+            threshold,
+            scale,
+            function,
+            gated,
+            erf,
+            **block,
         )
     return dh, h.new_empty(0) if a is None else a, _add_partials(partials, h)
 
@@ -317,7 +344,5 @@ def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> 
     programs = _row_programs(a, M, F, False, block)
     partials = a.new_empty(programs, F, dtype=torch.float32) if wants_bias else None
     with guard(a):
-        relu_backward_kernel[(programs, triton.cdiv(F, block["BLOCK_F"]))](
-            da, a, dh, partials, M, F, scale, **block, **OPTIONS
-        )
+        launch(relu_backward_kernel, (programs, cdiv(F, block["BLOCK_F"])), da, a, dh, partials, M, F, scale, **block)
     return dh, _add_partials(partials, a)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import OPTIONS, guard, inner_contiguous
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch
 from fastformer_kernels.norm import (
     backward_tile,
     forward_tile,
@@ -207,10 +207,10 @@ def forward(
     tensors = (x, weight, bias, y, mean, rstd, x.stride(0))
     with guard(x):
         if is_wide(N):
-            layer_norm_wide_forward_kernel[(M,)](*tensors, N, eps, **wide_tile(), **OPTIONS)
+            launch(layer_norm_wide_forward_kernel, (M,), *tensors, N, eps, **wide_tile())
         else:
             tile = forward_tile(N)
-            layer_norm_forward_kernel[(triton.cdiv(M, tile["BLOCK_M"]),)](*tensors, M, eps, N, **tile, **OPTIONS)
+            launch(layer_norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, M, eps, N, **tile)
     return y, mean, rstd
 
 
@@ -242,7 +242,9 @@ def backward(
         means = None
         if is_wide(N) and dx is not None:
             means = gradient_means(dy, x, weight, mean, rstd)
-        layer_norm_backward_kernel[grid](
+        launch(
+            layer_norm_backward_kernel,
+            grid,
             dy,
             x,
             weight,
@@ -256,7 +258,6 @@ def backward(
             M,
             N,
             **tile,
-            **OPTIONS,
         )
         return x_grad, *sum_partials(x, partials, dw, db)
 
@@ -265,7 +266,18 @@ def gradient_means(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, r
     """Return mean(g x̂) and mean(g) of long rows, fp32 `[2, M]`."""
     M, N = x.shape
     means = x.new_empty((2, M), dtype=torch.float32)
-    layer_norm_gradient_means_kernel[(M,)](
-        dy, x, weight, mean, rstd, means, dy.stride(0), x.stride(0), N, **wide_tile(), **OPTIONS
+    launch(
+        layer_norm_gradient_means_kernel,
+        (M,),
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        means,
+        dy.stride(0),
+        x.stride(0),
+        N,
+        **wide_tile(),
     )
     return means

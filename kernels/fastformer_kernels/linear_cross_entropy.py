@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.constants import LOG2E, LOWEST
-from fastformer_kernels.launch import OPTIONS, guard, power_of_two
+from fastformer_kernels.launch import cdiv, guard, launch, power_of_two
 
 CHUNK_ROWS = 4096  # enough for full matrix products
 CHUNK_BYTES = 256 << 20
@@ -40,8 +40,8 @@ def chunk_rows(M: int, V: int, itemsize: int) -> int:
     limit = min(CHUNK_ROWS, max(1, CHUNK_BYTES // (V * itemsize)))
     if limit > _ROWS_MULTIPLE:
         limit = limit // _ROWS_MULTIPLE * _ROWS_MULTIPLE
-    even = triton.cdiv(M, max(1, triton.cdiv(M, limit)))
-    return max(1, min(M, limit, triton.cdiv(even, _ROWS_MULTIPLE) * _ROWS_MULTIPLE))
+    even = cdiv(M, max(1, cdiv(M, limit)))
+    return max(1, min(M, limit, cdiv(even, _ROWS_MULTIPLE) * _ROWS_MULTIPLE))
 
 
 def _config(V: int) -> dict[str, int]:
@@ -211,7 +211,7 @@ def forward(
     if M == 0:
         return loss, dx, dweight, dbias
     step = chunk_rows(M, V, x.element_size())
-    stride = triton.cdiv(V, _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
+    stride = cdiv(V, _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
     buffer = x.new_empty((step, stride))
     if stride != V:
         buffer[:, V:].zero_()  # nothing undefined is read
@@ -219,7 +219,7 @@ def forward(
     padded = None if padded is None else padded.contiguous()
     target = target.contiguous()
     scale = _FP16_SCALE if x.dtype == torch.float16 else 1.0
-    settings = _config(V) | {"HAS_BIAS": bias is not None, "SMOOTH": smoothing > 0.0} | OPTIONS
+    settings = _config(V) | {"HAS_BIAS": bias is not None, "SMOOTH": smoothing > 0.0}
     with guard(x):
         for start in range(0, M, step):
             rows = slice(start, min(start + step, M))
@@ -227,10 +227,12 @@ def forward(
             torch.mm(x[rows], weight.t(), out=logits)
             common = V, stride, ignore_index, smoothing
             if not any(wanted):
-                cross_entropy_kernel[(len(logits),)](logits, padded, target[rows], loss[rows], *common, **settings)
+                launch(
+                    cross_entropy_kernel, (len(logits),), logits, padded, target[rows], loss[rows], *common, **settings
+                )
                 continue
             row_grad = None if grad is None else grad[rows]
-            cross_entropy_gradients_kernel[(len(logits),)](
+            launch(cross_entropy_gradients_kernel, (len(logits),),
                 logits, padded, target[rows], row_grad, loss[rows], *common, scale,
                 HAS_GRAD=grad is not None, **settings,
             )  # fmt: skip

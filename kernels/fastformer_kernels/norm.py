@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import OPTIONS, device_of, power_of_two
+from fastformer_kernels.launch import cdiv, device_of, launch, power_of_two
 
 # Elements of a tile at 16 elements a thread and 4 warps.
 TILE = 2048
@@ -69,10 +69,10 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     ahead = 2 if 2 * BLOCK_M * BLOCK_N * bytes_a_column <= device.shared_memory - 4096 else 1
     warps = max(16 if aligned(N) else 8, num_warps)
     maxnreg = min((1 << 16) // (32 * warps), 255)
-    parts = triton.cdiv(N, BLOCK_N)
+    parts = cdiv(N, BLOCK_N)
     programs = max(warps // num_warps * device.multiprocessors // parts, 1)
     tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps, "maxnreg": maxnreg}
-    return (min(triton.cdiv(M, BLOCK_M), programs), parts), tile
+    return (min(cdiv(M, BLOCK_M), programs), parts), tile
 
 
 @triton.jit
@@ -185,7 +185,15 @@ def sum_partials(
         dw_partials, db_partials = (*partials, None)[:2]
         # Few columns a program, so that there are 32 of them at N = 512. Not measured on a GPU.
         BLOCK_N = 16 if N <= 2048 else 64
-        norm_sum_partials_kernel[(triton.cdiv(N, BLOCK_N),)](
-            dw_partials, db_partials, *sums, some.shape[0], N, BLOCK_P=1024 // BLOCK_N, BLOCK_N=BLOCK_N, **OPTIONS
+        launch(
+            norm_sum_partials_kernel,
+            (cdiv(N, BLOCK_N),),
+            dw_partials,
+            db_partials,
+            *sums,
+            some.shape[0],
+            N,
+            BLOCK_P=1024 // BLOCK_N,
+            BLOCK_N=BLOCK_N,
         )
     return tuple(x.new_empty(0) if total is None else total for total in sums)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import OPTIONS, guard, inner_contiguous
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch
 from fastformer_kernels.norm import (
     backward_tile,
     forward_tile,
@@ -170,11 +170,11 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) ->
         return y, rstd
     with guard(x):
         if is_wide(N):
-            rms_norm_wide_forward_kernel[(M,)](x, weight, y, rstd, x.stride(0), N, eps, **wide_tile(), **OPTIONS)
+            launch(rms_norm_wide_forward_kernel, (M,), x, weight, y, rstd, x.stride(0), N, eps, **wide_tile())
         else:
             tile = forward_tile(N)
-            grid = (triton.cdiv(M, tile["BLOCK_M"]),)
-            rms_norm_forward_kernel[grid](x, weight, y, rstd, x.stride(0), M, eps, N, **tile, **OPTIONS)
+            grid = (cdiv(M, tile["BLOCK_M"]),)
+            launch(rms_norm_forward_kernel, grid, x, weight, y, rstd, x.stride(0), M, eps, N, **tile)
     return y, rstd
 
 
@@ -200,8 +200,20 @@ def backward(
         mean = None
         if is_wide(N) and dx is not None:
             mean = x.new_empty(M, dtype=torch.float32)
-            rms_norm_gradient_mean_kernel[(M,)](dy, x, weight, rstd, mean, *strides, N, **wide_tile(), **OPTIONS)
-        rms_norm_backward_kernel[grid](
-            dy, x, weight, rstd, mean, None if dx is None else x_grad, *partials, *strides, M, N, **tile, **OPTIONS
+            launch(rms_norm_gradient_mean_kernel, (M,), dy, x, weight, rstd, mean, *strides, N, **wide_tile())
+        launch(
+            rms_norm_backward_kernel,
+            grid,
+            dy,
+            x,
+            weight,
+            rstd,
+            mean,
+            None if dx is None else x_grad,
+            *partials,
+            *strides,
+            M,
+            N,
+            **tile,
         )
         return x_grad, sum_partials(x, partials, dw)[0]

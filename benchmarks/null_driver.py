@@ -1,0 +1,64 @@
+"""A driver for Triton that launches nothing: all the host does for a GPU, on a machine without one.
+
+Kernels are compiled for an H200, arguments are bound and specialised, and CPU tensors stand for a GPU's. Left out are
+the launch itself (Triton's C function, cuLaunchKernel) and the switch of devices. What kernels should have written is
+whatever was in memory.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class _Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+class _Utilities:
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132, "warpSize": 32}
+
+
+class _Driver:
+    utils = _Utilities()
+    launcher_cls = _Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def install() -> None:
+    """Use it from here on, in a process that runs nothing else: our ops then give garbage.
+
+    Raises:
+        RuntimeError: Triton's interpreter is on.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    from fastformer import fused, reference
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET must be off: the interpreter launches nothing either, and computes")
+    driver.set_active(_Driver())
+    fused._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
+    setattr(reference, "dropout", F.dropout)  # noqa: B010  as on a GPU

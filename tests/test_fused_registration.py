@@ -1,0 +1,76 @@
+"""An op goes to its launcher by the shortest way, and by the dispatcher where anybody looks at it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastformer
+from fastformer import functional, fused
+
+pytestmark = pytest.mark.skipif(not fused._TRITON, reason="needs Triton")
+OP = torch.ops.fastformer.layer_norm.default
+ARGUMENTS = (torch.randn(4, 16), torch.ones(16), torch.zeros(16), 1e-5, torch.float32)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def normalise(x: Tensor = ARGUMENTS[0]) -> Tensor:
+    with fastformer.backend("triton"):
+        return functional.layer_norm(x, 16, ARGUMENTS[1], ARGUMENTS[2])
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """The calls that reach the dispatcher."""
+    from fastformer.fused import layer_norm
+
+    found = []
+    run = layer_norm._forward
+    cells = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
+    monkeypatch.setattr(cells["op"], "cell_contents", lambda *args: found.append(1) or OP(*args))
+    return found
+
+
+def test_nobody_looks(dispatched):
+    normalise()
+    assert not dispatched
+
+
+def test_a_mode_sees_the_op(dispatched):
+    with Seen() as seen:
+        found = normalise()
+    assert OP in seen.ops
+    assert dispatched
+    assert torch.equal(found, normalise())
+
+
+def test_the_profiler_names_the_op(dispatched):
+    with torch.profiler.profile() as profile:
+        normalise()
+    assert "fastformer::layer_norm" in {event.name for event in profile.events()}
+    assert dispatched
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_keeps_the_op():
+    traced = torch.jit.trace(normalise, (ARGUMENTS[0],), check_trace=False)
+    assert "fastformer::layer_norm" in str(traced.graph)
+
+
+def test_a_subclass_sees_the_op(dispatched):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(ARGUMENTS[0])
+    from fastformer.fused.layer_norm import _forward
+
+    assert _forward(x, None, None, 1e-5, torch.float32)[0].shape == (4, 16)
+    assert dispatched

@@ -1,0 +1,39 @@
+"""Launchers with a memory launch what they launch without, by Triton's own door and by ours; nothing is compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = 2  # a launcher, of benchmarks/codegen_cases, each with dozens of variants
+# Their chunks are matrix products.
+UNPLANNED = {"linear_cross_entropy.forward", "linear_cross_entropy.backward"}
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def facts():
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(ROOT / "tests" / "plan_facts.py"), str(CASES)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout)
+
+
+def test_every_way_launches_the_same(facts):
+    assert sum(fact["calls"] for fact in facts.values()) > 50
+    assert not [difference for fact in facts.values() for difference in fact["differences"]]
+
+
+def test_most_calls_are_repeated_from_a_plan(facts):
+    for name, fact in facts.items():
+        if name in UNPLANNED:
+            assert fact["repeated"] == 0
+        else:
+            assert fact["repeated"] >= 0.7 * fact["calls"], name

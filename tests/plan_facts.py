@@ -174,7 +174,16 @@ def main() -> None:
         wanted = int(sys.argv[1]) * sum(name.startswith(package) for name in LAUNCHERS.values())
         for case in some[:: max(1, len(some) // wanted)]:
             case()
-    kernel, x = modules["feed_forward.activate"][0].add_partials_kernel, torch.zeros(4, 32)
+    x = torch.zeros(4, 32)
+    for binds in (False, True):  # a Triton that is not known, then one that is
+        activate = plan.planned(originals["feed_forward.activate"])
+        lengths = []
+        for _ in range(4):
+            launches, _ = run(activate, (x, None, "gelu", 0.0), binds)
+            lengths.append(len(launches))
+        assert lengths == [1] * 4, (binds, lengths)
+    launch._BINDS = True
+    kernel = modules["feed_forward.activate"][0].add_partials_kernel
     keys = set()
     for warps in (4, 8, 4):
         keys.add(launch.launch(kernel, (1,), x, x, 4, 32, BLOCK_P=64, BLOCK_N=32, num_warps=warps).key)

@@ -1,5 +1,6 @@
 """Launchers with a memory launch what they launch without, by Triton's own door and by ours; nothing is compiled."""
 
+import ast
 import json
 import os
 import subprocess
@@ -37,3 +38,11 @@ def test_most_calls_are_repeated_from_a_plan(facts):
             assert fact["repeated"] == 0
         else:
             assert fact["repeated"] >= 0.7 * fact["calls"], name
+
+
+def test_everything_is_launched_by_launch():
+    """Else a plan would not know of it."""
+    for path in (ROOT / "kernels" / "fastformer_kernels").glob("*.py"):
+        if path.name != "launch.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)), (path, node.lineno)

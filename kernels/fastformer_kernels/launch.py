@@ -25,7 +25,7 @@ _NOTHING = nullcontext()
 class Launch(NamedTuple):
     """A launch that happened."""
 
-    compiled: Any  # None where a hook stopped the compilation
+    compiled: Any  # None where it cannot be repeated
     grid: tuple[int, int, int]
     values: list[Any]  # of all parameters of the kernel, in order
 
@@ -110,7 +110,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     microseconds: `_attention` (59 arguments) 28 -> 23, `_attention_queries` (68) 44 -> 26, layer norm (14) 10 -> 8.
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
+    log = _log.launches
     if not _BINDS or not isinstance(kernel, triton.JITFunction):  # the interpreter has functions of its own
+        if log is not None:
+            log.append(Launch(None, (*grid, 1, 1)[:3], []))
         return kernel[grid](*args, **options)
     device = driver.active.get_current_device()
     bound, specialization, others = kernel.device_caches[device][-1](*args, **options)
@@ -122,7 +125,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
             _compiled[key] = found
     else:
         found[(*grid, 1, 1)](*bound.values())
-    if (log := _log.launches) is not None:
+    if log is not None:
         log.append(Launch(found, (*grid, 1, 1)[:3], list(bound.values())))
     return found
 
@@ -140,7 +143,7 @@ def repeat(launched: list[Launch]) -> None:
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """Collect the launches of this thread inside the `with` block; the interpreter's are not seen."""
+    """Collect the launches of this thread inside the `with` block."""
     before, _log.launches = _log.launches, []
     try:
         yield _log.launches

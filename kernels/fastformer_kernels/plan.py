@@ -96,8 +96,8 @@ def _watched(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Plans,
     for compiled, grid, values in launched:
         kept = Launch(compiled, grid, [None if isinstance(value, Tensor) else value for value in values])
         repeated.append((kept, [(i, slots.get(id(x))) for i, x in enumerate(values) if isinstance(x, Tensor)]))
-    stopped = any(launch.compiled is None for launch in launched)
-    if seen.does_more or stopped or not all(id(x) in slots for x in tensors):
+    repeatable = launched and all(launch.compiled is not None for launch in launched)
+    if seen.does_more or not repeatable or not all(id(x) in slots for x in tensors):
         plans[key] = _NEVER
     else:
         allocations = [(tuple(x.shape), x.stride(), x.dtype) for x in seen.allocated]

@@ -29,7 +29,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 _ROUND_SECONDS = 0.05  # on a CPU, shorter work is repeated within a round until it takes this long
 _GPU_SECONDS, _GPU_ROUNDS = 0.5, 20  # on a GPU, more rounds than asked for: as many as ours has time for, at most
-_GRAPH_BELOW = 2e-4  # seconds of device time, below which the host's launches may decide
+_GRAPH_BELOW = 2e-4  # seconds, below which the host's launches may decide
 _OUT_OF_MEMORY = "out of memory"
 
 
@@ -195,6 +195,7 @@ class Race:
         goal: float | None = None,
         work: Work | None = None,
         dtype: torch.dtype = torch.float32,
+        graph_below: float = _GRAPH_BELOW,
         **kept: Any,
     ) -> None:
         """Time both sides in turn and report how much faster ours is, by the token; ours alone if theirs has a fault.
@@ -207,6 +208,7 @@ class Race:
             goal: of the ratio.
             work: what a call must do at least.
             dtype: of the matrix products.
+            graph_below: seconds; shorter calls are also timed as CUDA graphs, on a GPU.
             kept: further fields of the row.
 
         Raises:
@@ -248,7 +250,7 @@ class Race:
             pairs = zip(times["ours"], times["theirs"], strict=True)
             measured["theirs"] = statistics.median(times["theirs"])
             measured["ratio"] = statistics.median(speed * b / max(a, 1e-9) for a, b in pairs)
-            measured |= self._further_ratios(ours, theirs, a)
+            measured |= self._further_ratios(ours, theirs, a < graph_below)
         if work is not None:
             measured["floor"] = self.ceilings.floor(work, dtype) / a
             measured["operations_per_second"], measured["bytes_per_second"] = work.operations / a, work.bytes / a
@@ -257,8 +259,8 @@ class Race:
         if self.enforce and row.missed:
             pytest.fail(f"{case}: {row.ratio:.2f} times {theirs.name}, the goal is {goal}")
 
-    def _further_ratios(self, ours: Side, theirs: Side, seconds: float) -> dict[str, float]:
-        """On a GPU: by the clock on the wall, and as CUDA graphs where a call is short."""
+    def _further_ratios(self, ours: Side, theirs: Side, as_graphs: bool) -> dict[str, float]:
+        """On a GPU: by the clock on the wall, and as CUDA graphs."""
         found = {}
         speed = ours.tokens / theirs.tokens
         try:
@@ -268,15 +270,19 @@ class Race:
         else:
             if walls[0] is not None and walls[1] is not None:
                 found["wall"] = speed * walls[1] / walls[0]
-        if self.watch.on_gpu and seconds < _GRAPH_BELOW:
-            try:
-                graphs = [self.watch.replay(side.run) for side in (ours, theirs)]
-            except Exception as error:  # whatever a compiler or a driver raises
-                first = error.__context__ or error  # what broke the capture, not that its end failed
-                self.note(no_graph=str(first).partition("\n")[0][:160])
-            else:
-                times = [statistics.median(self.watch(graph) for _ in range(10)) for graph in graphs]
-                found["graph"] = speed * times[1] / times[0]
+        if self.watch.on_gpu and as_graphs:
+            times = {}
+            for side in (ours, theirs):
+                try:
+                    graph = self.watch.replay(side.run)
+                except Exception as error:  # whatever a compiler or a driver raises
+                    first = error.__context__ or error  # what broke the capture, not that its end failed
+                    self.note(no_graph=f"{side.name}: {str(first).partition(chr(10))[0][:160]}")
+                else:
+                    times[side.name] = statistics.median(self.watch(graph) for _ in range(10))
+            self.note(graph_seconds=times)
+            if len(times) == 2:
+                found["graph"] = speed * times[theirs.name] / times[ours.name]
         return found
 
     def _add(self, case: str, against: str, status: str, rate: float = math.nan, **fields: Any) -> Row:

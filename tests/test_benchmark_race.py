@@ -203,3 +203,27 @@ def test_a_dry_run_needs_the_interpreter():
     done = pytest_benchmarks("--dry-run", TRITON_INTERPRET="0")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "set TRITON_INTERPRET=1" in done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails):
+    """On a GPU; this watch only says that it is on one."""
+
+    def replay(run):
+        if fails and run is theirs:
+            raise RuntimeError("it waits for the device\nand more")
+        return run
+
+    def ours():
+        return None
+
+    def theirs():
+        return None
+
+    race.watch.on_gpu, race.watch.replay = True, replay
+    race.watch.wall = lambda run: None
+    found = race._further_ratios(Side("fastformer", ours, 1), Side("other", theirs, 1), True)
+    assert set(race._notes["graph_seconds"]) == ({"fastformer"} if fails else {"fastformer", "other"})
+    assert ("graph" in found) is not fails
+    assert race._notes.get("no_graph") == ("other: it waits for the device" if fails else None)
+    assert "graph" not in race._further_ratios(Side("fastformer", ours, 1), Side("other", theirs, 1), False)

@@ -1,6 +1,8 @@
 """functional.attention and attention_with_weights against a loop over queries, and SDPA where that is defined."""
 
 import math
+from dataclasses import fields
+from inspect import signature
 
 import pytest
 import torch
@@ -321,6 +323,15 @@ def test_ways_to_say_the_same():
     narrow = {name: x.to(torch.uint8) for name, x in lengths.items()}
     expected = attention(q, k, v, causal=True, alignment="bottom_right", **lengths)
     assert torch.equal(attention(q, k, v, causal=True, alignment="bottom_right", **narrow), expected)
+
+
+@pytest.mark.parametrize("function", [attention, attention_with_weights])
+def test_the_signature_is_q_k_v_and_the_rules_in_their_order(function):
+    """The ops hand their arguments to AttentionRules by position."""
+    parameters = list(signature(function).parameters.values())
+    assert [parameter.name for parameter in parameters[:3]] == ["q", "k", "v"]
+    rules = [(field.name, field.default) for field in fields(AttentionRules)]
+    assert [(parameter.name, parameter.default) for parameter in parameters[3:]] == rules
 
 
 @pytest.mark.parametrize("function", [attention, lambda *x, **y: attention_with_weights(*x, **y)[0]])

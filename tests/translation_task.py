@@ -55,6 +55,11 @@ def pairs_batch(source: Any, target: Any, packed: bool = True) -> Batch:
     return collate(EncodedPairs(Sequences.from_lists(source), Sequences.from_lists(target), IDS, IDS), packed)
 
 
+def split_rows(batch: Batch) -> tuple[Tensor, ...]:
+    """The source of each sentence of a packed batch."""
+    return torch.split(batch.source, batch.source_lengths.tolist())
+
+
 def paper_positions(length: int, width: int) -> Tensor:
     """Vaswani et al. 2017, section 3.5, element by element."""
     table = torch.zeros(length, width, dtype=torch.float64)

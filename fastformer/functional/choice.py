@@ -1,0 +1,80 @@
+"""Who runs a call: the fused kernel or the reference. The only place where an implementation is chosen."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import fused
+from fastformer.backend import BackendError, get_backend
+from fastformer.fused.differentiation import Formula
+
+OPS = (
+    "attention",
+    "attention_with_weights",
+    "packed_attention",
+    "layer_norm",
+    "rms_norm",
+    "dropout_add_layer_norm",
+    "feed_forward",
+    "embedding",
+    "linear_cross_entropy",
+)
+
+
+def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None) -> bool:
+    """Choose the implementation of one call: whether the fused kernel takes it.
+
+    Args:
+        op: its name in OPS.
+        x: the tensor that decides.
+        limit: says why this call is beyond the kernel, if its arguments are.
+
+    Raises:
+        BackendError: backend "triton" was asked for and cannot run this.
+    """
+    choice = get_backend()
+    if choice == "reference" or (choice == "auto" and x.is_cpu):  # the latter without asking why
+        return False
+    reason = fused.unsupported(op, x)
+    if reason is None and limit is not None:
+        reason = limit()
+    if reason is not None and choice == "triton":
+        raise BackendError(f"backend 'triton' was asked for, but {reason}")
+    return reason is None
+
+
+def eager_formula(plain: Callable[..., Tensor | tuple[Tensor, ...]]) -> Formula | None:
+    """Hand an op's plain formula to its fused Function, for second derivatives; torch.compile has none."""
+    return None if torch.compiler.is_compiling() else plain
+
+
+def explain(subject: nn.Module | Tensor) -> str:
+    """Say which implementation would run each op on a tensor, or on a module's parameters, and why.
+
+    Args:
+        subject: a tensor, or a module (its first parameter stands for it).
+
+    Returns:
+        One line an op: `layer_norm: reference (…reason…)`.
+
+    Raises:
+        TypeError: subject is neither.
+    """
+    if isinstance(subject, nn.Module):
+        x = next(subject.parameters(), torch.empty(0))
+    elif isinstance(subject, Tensor):
+        x = subject
+    else:
+        raise TypeError(f"subject must be a module or a tensor, not {type(subject).__name__}")
+    choice = get_backend()
+    lines = []
+    for op in OPS:
+        reason = "chosen" if choice == "reference" else fused.unsupported(op, x)
+        if reason is None:
+            lines.append(f"{op}: triton")
+        elif choice == "triton":
+            lines.append(f"{op}: raises ({reason})")
+        else:
+            lines.append(f"{op}: reference ({reason})")
+    return "\n".join(lines)

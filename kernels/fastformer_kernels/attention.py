@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, row_strides, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted, power_of_two
 from fastformer_kernels.random import row_keys
 
 
@@ -180,8 +180,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     problem = Problem(*settings)
     B, H, T, S = problem.sizes(q)
     packed = q.dim() == 3
-    out = q.new_empty(q.shape) if packed else q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2)
-    lse = q.new_empty(problem.rows(q), dtype=torch.float32)
+    out = noted(q.new_empty(q.shape)) if packed else noted(q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2))
+    lse = noted(q.new_empty(problem.rows(q), dtype=torch.float32))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)

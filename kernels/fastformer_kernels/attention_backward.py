@@ -29,7 +29,7 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted, power_of_two
 from fastformer_kernels.random import row_keys
 
 
@@ -255,25 +255,25 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _like(x: Tensor) -> Tensor:
     """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`, as projections make them."""
     if x.dim() == 3:
-        return x.new_empty(x.shape, dtype=dtype)
-    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=dtype).transpose(1, 2)
+        return noted(x.new_empty(x.shape))
+    return noted(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2))
 
 
 def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
     """Compute rowsum(out * dout), fp32 `[B, H, T]` or packed `[H, T]`; arguments as in `backward`."""
     problem = Problem(*settings)
     B, H, T, _ = problem.sizes(out)
-    result = lse.new_empty(lse.shape[-3:])
+    result = noted(lse.new_empty(lse.shape[-3:]))
     if out.numel() == 0:
         return result.zero_()
     align, (out_view, dout_view) = views(out, dout)
     tiles = -(-T // 64)
     with guard(out):
         launch(_attention_delta, (B * H * tiles,),
-            out_view.data, dout_view.data, result, problem.pointers(out)[0],
+            out_view.data, dout_view.data, result, out if problem.bounds is None else problem.bounds,
             *out_view.strides, *dout_view.strides, *row_strides(result), T, tiles,
             **problem.head_switches(out), PACKED=out.dim() == 3, ALIGN=align, BLOCK_T=64, num_warps=4,
         )  # fmt: skip
@@ -307,9 +307,11 @@ def backward(
     problem = Problem(*settings)
     B, H, T, S = problem.sizes(q)
     fast = fast and wants_q and wants_keys and q.shape[-1] <= 128  # wider, its tiles do not fit into registers
-    nothing = q.new_empty(0)
-    dq = (_like(q, torch.float32).zero_() if fast else _like(q)) if wants_q else nothing
-    dk, dv = (_like(k), _like(v)) if wants_keys else (nothing.clone(), nothing.clone())
+    dq, dk, dv = (
+        _like(x) if wanted else noted(x.new_empty(0)) for x, wanted in ((q, wants_q), (k, wants_keys), (v, wants_keys))
+    )
+    if fast:  # added to, so it begins with zeros: no plan can repeat this
+        dq = torch.zeros_like(dq, dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_()
     made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys)) if wanted]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import guard, launch
+from fastformer_kernels.launch import as_bytes, guard, launch, noted
 
 BLOCK = tl.constexpr(1024)
 
@@ -83,11 +83,11 @@ def bounds(
         bottom_right: whether the last query of a sequence meets its last key.
         like: any tensor on the device.
     """
-    result = like.new_empty((batch, 8), dtype=torch.int32)
+    result = noted(like.new_empty((batch, 8), dtype=torch.int32))
     if batch == 0:
         return result
     lengths = [like if x is None else x.contiguous() for x in (query_lengths, key_lengths)]
-    mask = like if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    mask = like if key_mask is None else as_bytes(key_mask.contiguous())
     with guard(like):
         launch(_attention_bounds, (batch,),
             result, *lengths, mask, queries, keys, packed, bottom_right,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention_problem import Problem, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, launch, power_of_two
+from fastformer_kernels.launch import device_of, guard, launch, noted, power_of_two
 
 
 @triton.jit(do_not_specialize=["T", "S", "splits", "shift", "left", "right"])
@@ -138,14 +138,14 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     """
     problem = Problem(*settings)
     B, H, T, S = problem.sizes(q)
-    out = q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2)
+    out = noted(q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_()
     heads, group = k.shape[1], H // k.shape[1]
     tile = _tile(q)
     splits = _shares(q, B * heads, -(-S // tile["BLOCK_S"]))
-    part = q.new_empty((B * heads, splits, T * group, q.shape[-1]), dtype=torch.float32)
-    peak, total = (q.new_empty((B * heads, splits, T * group), dtype=torch.float32) for _ in range(2))
+    part = noted(q.new_empty((B * heads, splits, T * group, q.shape[-1]), dtype=torch.float32))
+    peak, total = (noted(q.new_empty((B * heads, splits, T * group), dtype=torch.float32)) for _ in range(2))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     bounds, key_mask, _, _ = problem.pointers(q)
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}

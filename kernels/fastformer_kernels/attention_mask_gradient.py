@@ -21,7 +21,7 @@ from fastformer_kernels.attention_tiles import (
     score_gradient,
     weight_gradient,
 )
-from fastformer_kernels.launch import guard, launch
+from fastformer_kernels.launch import guard, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -110,7 +110,7 @@ def mask_gradient(
     B, H, T, S = problem.sizes(q)
     shape = (1, 1, 1, 1, *problem.mask.shape)[-4:]
     sum_b, sum_h = shape[0] == 1, shape[1] == 1
-    dmask = q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, S), dtype=torch.float32)
+    dmask = noted(q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, S), dtype=torch.float32))
     if dmask.numel() == 0 or B * H == 0:
         return dmask.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer_kernels.launch import device_of, inner_contiguous, power_of_two, precision
+from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, power_of_two, precision
 from fastformer_kernels.random import threshold_and_scale
 
 
@@ -85,8 +85,8 @@ class Problem(NamedTuple):
         """Return bounds, key mask, mask and seed; q stands for what is not given, and is never read there."""
         return (
             q if self.bounds is None else self.bounds,
-            q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8),
-            q if self.mask is None else self.mask.view(torch.uint8) if self.mask.dtype == torch.bool else self.mask,
+            q if self.key_mask is None else as_bytes(self.key_mask.contiguous()),
+            q if self.mask is None else as_bytes(self.mask) if self.mask.dtype == torch.bool else self.mask,
             q if self.seed is None else self.seed,
         )
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels import layer_norm
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, power_of_two
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted, power_of_two
 from fastformer_kernels.norm import (
     TILE,
     backward_tile,
@@ -222,7 +222,7 @@ def forward(
     """
     x, residual = inner_contiguous(x), inner_contiguous(residual)
     M, N = x.shape
-    s = x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype))
+    s = noted(x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype)))
     strides = (x.stride(0), residual.stride(0))
     dropout = threshold_and_scale(dropout_p)
     if x.numel() > 0 and is_wide(N):
@@ -231,8 +231,8 @@ def forward(
             launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, **tile)
         y, mean, rstd = layer_norm.forward(s, weight, bias, eps, dtype)
         return y, s, mean, rstd
-    y = x.new_empty((M, N), dtype=dtype)
-    mean, rstd = (x.new_empty(M, dtype=torch.float32) for _ in range(2))
+    y = noted(x.new_empty((M, N), dtype=dtype))
+    mean, rstd = (noted(x.new_empty(M, dtype=torch.float32)) for _ in range(2))
     if x.numel() > 0:
         tile = forward_tile(N)
         tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
@@ -287,7 +287,7 @@ def backward(
         dresidual, dx, dw, db: dtypes of the gradients that are wanted; dw and db only with dy.
     """
     M, N = s.shape
-    residual_grad, x_grad = (s.new_empty(0 if dtype is None else (M, N), dtype=dtype) for dtype in (dresidual, dx))
+    residual_grad, x_grad = (noted(s.new_empty(0 if one is None else (M, N), dtype=one)) for one in (dresidual, dx))
     if s.numel() == 0:
         return residual_grad, x_grad, *(s.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     dy, ds = (None if grad is None else inner_contiguous(grad) for grad in (dy, ds))
@@ -303,7 +303,7 @@ def backward(
         with guard(s):
             launch(dropout_add_layer_norm_backward_kernel, (grid[0],), *tensors, *strides, M, *dropout, N, **tile)
             return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
-    dnorm, w_grad, b_grad = None, s.new_empty(0), s.new_empty(0)
+    dnorm, w_grad, b_grad = None, noted(s.new_empty(0)), noted(s.new_empty(0))
     if dy is not None:
         wanted = None if written == (None, None) else torch.float32
         dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, power_of_two
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted, power_of_two
 from fastformer_kernels.random import keep_tile, threshold_and_scale
 
 
@@ -107,7 +107,7 @@ def embedding(
         `[..., D]`, of the dtype to which those of weight and table promote; NaN where an id or a position is none.
     """
     dtype = weight.dtype if table is None else torch.promote_types(weight.dtype, table.dtype)
-    out = weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype)
+    out = noted(weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype))
     if out.numel() == 0:
         return out
     M, N = ids.numel(), weight.shape[1]
@@ -154,7 +154,7 @@ def scaled_gradient(dout: Tensor, seed: Tensor | None, scale: float, dropout_p: 
         Of dout's shape and dtype.
     """
     dout = dout.contiguous()
-    dx = dout.new_empty(dout.shape)
+    dx = noted(dout.new_empty(dout.shape))
     if dx.numel() == 0:
         return dx
     N = dout.shape[-1]

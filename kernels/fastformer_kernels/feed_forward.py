@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, device_of, guard, launch, power_of_two
+from fastformer_kernels.launch import cdiv, device_of, guard, launch, noted, power_of_two
 from fastformer_kernels.random import keep_tile, threshold_and_scale
 
 # The function f of each activation, and whether a second half of h is multiplied with it.
@@ -219,9 +219,9 @@ def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int])
 def _add_partials(partials: Tensor | None, like: Tensor) -> Tensor:
     """Add up the programs' parts of the bias's gradient, in the dtype of `like`; empty if there are none."""
     if partials is None:
-        return like.new_empty(0)
+        return noted(like.new_empty(0))
     P, N = partials.shape
-    out = like.new_empty(N)
+    out = noted(like.new_empty(N))
     with guard(like):
         launch(add_partials_kernel, (cdiv(N, 32),), partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=4)
     return out
@@ -242,7 +242,7 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
     function, gated = FORMS[activation]
     h = h.contiguous()
     M, F = h.shape[0], h.shape[1] // 2 if gated else h.shape[1]
-    a = h.new_empty(M, F)
+    a = noted(h.new_empty(M, F))
     if a.numel() == 0:
         return a
     threshold, scale = threshold_and_scale(dropout_p)
@@ -291,14 +291,14 @@ def activate_backward(
     function, gated = FORMS[activation]
     da, h = da.contiguous(), h.contiguous()
     (M, F), wide = da.shape, h.shape[1]
-    dh = h.new_empty(M, wide)
-    a = h.new_empty(M, F) if wants_a else None
+    dh = noted(h.new_empty(M, wide))
+    a = noted(h.new_empty(M, F)) if wants_a else None
     if dh.numel() == 0:
-        return dh, h.new_empty(0) if a is None else a, h.new_zeros(wide if wants_bias else 0)
+        return dh, noted(h.new_empty(0)) if a is None else a, h.new_zeros(wide if wants_bias else 0)
     threshold, scale = threshold_and_scale(dropout_p)
     block = tile(F)
     programs = _row_programs(h, M, F, gated, block)
-    partials = h.new_empty(programs, wide, dtype=torch.float32) if wants_bias else None
+    partials = noted(h.new_empty(programs, wide, dtype=torch.float32)) if wants_bias else None
     erf = h.dtype == torch.float32
     with guard(h):
         launch(
@@ -319,7 +319,7 @@ def activate_backward(
             erf,
             **block,
         )
-    return dh, h.new_empty(0) if a is None else a, _add_partials(partials, h)
+    return dh, noted(h.new_empty(0)) if a is None else a, _add_partials(partials, h)
 
 
 def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> tuple[Tensor, Tensor]:
@@ -336,13 +336,13 @@ def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> 
     """
     da, a = da.contiguous(), a.contiguous()
     M, F = a.shape
-    dh = a.new_empty(M, F)
+    dh = noted(a.new_empty(M, F))
     if dh.numel() == 0:
         return dh, a.new_zeros(F if wants_bias else 0)
     _, scale = threshold_and_scale(dropout_p)
     block = tile(F)
     programs = _row_programs(a, M, F, False, block)
-    partials = a.new_empty(programs, F, dtype=torch.float32) if wants_bias else None
+    partials = noted(a.new_empty(programs, F, dtype=torch.float32)) if wants_bias else None
     with guard(a):
         launch(relu_backward_kernel, (programs, cdiv(F, block["BLOCK_F"])), da, a, dh, partials, M, F, scale, **block)
     return dh, _add_partials(partials, a)

@@ -30,12 +30,21 @@ class Launch(NamedTuple):
     values: list[Any]  # of all parameters of the kernel, in order
 
 
-class _Log(threading.local):
+class Watch:
+    """What one call of a launcher did: its launches, what it allocated, and views that begin where a tensor does."""
+
     def __init__(self) -> None:
-        self.launches: list[Launch] | None = None
+        self.launches: list[Launch] = []
+        self.allocated: list[Tensor] = []
+        self.aliases: list[tuple[Tensor, Tensor]] = []
 
 
-_log = _Log()
+class _Watching(threading.local):
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+
+
+_watching = _Watching()
 
 
 class Device(NamedTuple):
@@ -110,10 +119,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     microseconds: `_attention` (59 arguments) 28 -> 23, `_attention_queries` (68) 44 -> 26, layer norm (14) 10 -> 8.
     """
     options["enable_fp_fusion"] = _ENABLE_FP_FUSION
-    log = _log.launches
+    watch = _watching.watch
     if not _BINDS or not isinstance(kernel, triton.JITFunction):  # the interpreter has functions of its own
-        if log is not None:
-            log.append(Launch(None, (*grid, 1, 1)[:3], []))
+        if watch is not None:
+            watch.launches.append(Launch(None, (*grid, 1, 1)[:3], []))
         return kernel[grid](*args, **options)
     device = driver.active.get_current_device()
     bound, specialization, others = kernel.device_caches[device][-1](*args, **options)
@@ -125,8 +134,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
             _compiled[key] = found
     else:
         found[(*grid, 1, 1)](*bound.values())
-    if log is not None:
-        log.append(Launch(found, (*grid, 1, 1)[:3], list(bound.values())))
+    if watch is not None:
+        watch.launches.append(Launch(found, (*grid, 1, 1)[:3], list(bound.values())))
     return found
 
 
@@ -142,10 +151,28 @@ def repeat(launched: list[Launch]) -> None:
 
 
 @contextmanager
-def launches() -> Iterator[list[Launch]]:
-    """Collect the launches of this thread inside the `with` block."""
-    before, _log.launches = _log.launches, []
+def watched() -> Iterator[Watch]:
+    """Note what this thread does inside the `with` block."""
+    before, _watching.watch = _watching.watch, Watch()
     try:
-        yield _log.launches
+        yield _watching.watch
     finally:
-        _log.launches = before
+        _watching.watch = before
+
+
+def noted(x: Tensor) -> Tensor:
+    """Return x, which was just allocated and has no contents: what a plan allocates again.
+
+    Nothing may be written into x but by launches. A tensor that was not noted ends any plan.
+    """
+    if _watching.watch is not None:
+        _watching.watch.allocated.append(x)
+    return x
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View bool as uint8, which kernels can load."""
+    view = x.view(torch.uint8)
+    if _watching.watch is not None:
+        _watching.watch.aliases.append((view, x))  # a launch takes an address, whatever the tensor's dtype
+    return view

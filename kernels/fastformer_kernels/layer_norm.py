@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted
 from fastformer_kernels.norm import (
     backward_tile,
     forward_tile,
@@ -200,8 +200,8 @@ def forward(
     """
     x = inner_contiguous(x)
     M, N = x.shape
-    y = x.new_empty((M, N), dtype=dtype)
-    mean, rstd = (x.new_empty(M, dtype=torch.float32) for _ in range(2))
+    y = noted(x.new_empty((M, N), dtype=dtype))
+    mean, rstd = (noted(x.new_empty(M, dtype=torch.float32)) for _ in range(2))
     if x.numel() == 0:
         return y, mean, rstd
     tensors = (x, weight, bias, y, mean, rstd, x.stride(0))
@@ -233,7 +233,7 @@ def backward(
     """
     dy, x = inner_contiguous(dy), inner_contiguous(x)
     M, N = x.shape
-    x_grad = x.new_empty(0 if dx is None else (M, N), dtype=dx)
+    x_grad = noted(x.new_empty(0 if dx is None else (M, N), dtype=dx))
     if x.numel() == 0:
         return x_grad, *(x.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     grid, tile = backward_tile(x, dy.element_size() + x.element_size())
@@ -265,7 +265,7 @@ def backward(
 def gradient_means(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
     """Return mean(g x̂) and mean(g) of long rows, fp32 `[2, M]`."""
     M, N = x.shape
-    means = x.new_empty((2, M), dtype=torch.float32)
+    means = noted(x.new_empty((2, M), dtype=torch.float32))
     launch(
         layer_norm_gradient_means_kernel,
         (M,),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, device_of, launch, power_of_two
+from fastformer_kernels.launch import cdiv, device_of, launch, noted, power_of_two
 
 # Elements of a tile at 16 elements a thread and 4 warps.
 TILE = 2048
@@ -171,7 +171,9 @@ def norm_sum_partials_kernel(
 
 def new_partials(x: Tensor, programs: int, *dtypes: torch.dtype | None) -> list[Tensor | None]:
     """Allocate partial sums, fp32 `[programs, N]`, for each gradient that is wanted: whose dtype is not None."""
-    return [None if dtype is None else x.new_empty((programs, x.shape[1]), dtype=torch.float32) for dtype in dtypes]
+    return [
+        None if dtype is None else noted(x.new_empty((programs, x.shape[1]), dtype=torch.float32)) for dtype in dtypes
+    ]
 
 
 def sum_partials(
@@ -179,7 +181,7 @@ def sum_partials(
 ) -> tuple[Tensor, Tensor]:
     """Return dw and db `[N]` in the dtypes given; of 0 elements where that is None."""
     N = x.shape[1]
-    sums = [None if dtype is None else x.new_empty(N, dtype=dtype) for dtype in (dw, db)]
+    sums = [None if dtype is None else noted(x.new_empty(N, dtype=dtype)) for dtype in (dw, db)]
     some = next((partial for partial in partials if partial is not None), None)
     if some is not None:
         dw_partials, db_partials = (*partials, None)[:2]
@@ -196,4 +198,4 @@ def sum_partials(
             BLOCK_P=1024 // BLOCK_N,
             BLOCK_N=BLOCK_N,
         )
-    return tuple(x.new_empty(0) if total is None else total for total in sums)
+    return tuple(noted(x.new_empty(0)) if total is None else total for total in sums)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted
 from fastformer_kernels.norm import (
     backward_tile,
     forward_tile,
@@ -165,7 +165,7 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) ->
     """
     x = inner_contiguous(x)
     M, N = x.shape
-    y, rstd = x.new_empty((M, N), dtype=dtype), x.new_empty(M, dtype=torch.float32)
+    y, rstd = noted(x.new_empty((M, N), dtype=dtype)), noted(x.new_empty(M, dtype=torch.float32))
     if x.numel() == 0:
         return y, rstd
     with guard(x):
@@ -190,7 +190,7 @@ def backward(
     """
     dy, x = inner_contiguous(dy), inner_contiguous(x)
     M, N = x.shape
-    x_grad = x.new_empty(0 if dx is None else (M, N), dtype=dx)
+    x_grad = noted(x.new_empty(0 if dx is None else (M, N), dtype=dx))
     if x.numel() == 0:
         return x_grad, x.new_zeros(0 if dw is None else N, dtype=dw)
     grid, tile = backward_tile(x, dy.element_size() + x.element_size())
@@ -199,7 +199,7 @@ def backward(
     with guard(x):
         mean = None
         if is_wide(N) and dx is not None:
-            mean = x.new_empty(M, dtype=torch.float32)
+            mean = noted(x.new_empty(M, dtype=torch.float32))
             launch(rms_norm_gradient_mean_kernel, (M,), dy, x, weight, rstd, mean, *strides, N, **wide_tile())
         launch(
             rms_norm_backward_kernel,

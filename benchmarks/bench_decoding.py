@@ -2,12 +2,14 @@
 
 Against T1's loop, which decodes the whole padded prefix of 200 positions again for every token, one sentence at a time,
 whatever the batch; against Hugging Face's generate, whose Marian has the same weights; and against CTranslate2, from
-our export of them. All sides are given a fixed number of tokens, since random weights do not end a sentence.
+our export of them. All sides are given a fixed number of tokens, since random weights do not end a sentence. On a GPU
+also our own search with CUDA graphs against the same without.
 """
 
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +54,10 @@ Translate = Callable[[], list[list[int]]]
         ("quick", "ctranslate2", 1, 32),
         ("full", "ctranslate2", 1, 128),
         ("full", "ctranslate2", 4, 32),
+        ("quick", "no-graphs", 1, 1),
+        ("full", "no-graphs", 1, 32),
+        ("full", "no-graphs", 1, 128),
+        ("full", "no-graphs", 4, 1),
     ],
 )
 def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int) -> None:
@@ -66,11 +72,13 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
 
     options = SearchOptions(beam=beam, max_ratio=0.0, max_extra=tokens, min_length=tokens, length_penalty=0.0)
 
-    def ours() -> list[Hypothesis]:
+    def search(options: SearchOptions) -> list[Hypothesis]:
         if beam == 1:
             return greedy_search(model, source, lengths, options)
         return [hypotheses[0] for hypotheses in beam_search(model, source, lengths, options)]
 
+    graphs = competitor == "no-graphs"
+    ours = partial(search, replace(options, cuda_graphs=graphs))
     found = ours()
     assert all(len(hypothesis.ids) == tokens for hypothesis in found)
     assert len(set(found[0].ids)) > 2, "a sentence of one repeated token proves little"
@@ -85,6 +93,9 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
             race.gate("log probability", torch.tensor(found[0].log_probability), torch.tensor(log_probability), 1e-4)
             run: Callable[[], object] = partial(loop.greedy, sentences[0], tokens)
             theirs_tokens = tokens
+        elif graphs:
+            run = partial(search, options)
+            _gate(race, model, sentences, found, [hypothesis.ids for hypothesis in search(options)])
         else:
             make = _transformers if competitor == "transformers" else _ctranslate2
             translate = make(model, sentences, beam, tokens, Path(folder))
@@ -92,12 +103,12 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
             run = translate
         goals = GOALS.get((competitor, beam))
         race(
-            f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, d512 6+6",
+            f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, d512 6+6{', CUDA graphs' * graphs}",
             Side("fastformer", ours, B * tokens),
             Side(_NAMES[competitor], run, theirs_tokens),
             rounds=3,
             goal=goals[race.device.type][min(B - 1, 1)] if goals else None,
-            at={"batch": B, "beam": beam},
+            at=None if graphs else {"batch": B, "beam": beam},
         )
 
 
@@ -105,6 +116,7 @@ _NAMES = {
     "tutorial": "T1, whole prefix each step",
     "transformers": "transformers, Marian generate",
     "ctranslate2": "CTranslate2",
+    "no-graphs": "fastformer without them",
 }
 
 

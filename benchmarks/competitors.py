@@ -45,6 +45,7 @@ def _chunked(device: torch.device) -> Reason:
 
 COMPETITORS = {
     "eager": Competitor("PyTorch's ops one after another"),
+    "no-graphs": Competitor("our own steps without CUDA graphs", _gpu),
     "compile": Competitor("torch.compile of the same", _compiler),
     "tutorial": Competitor("the tutorials' algorithm, written from its description"),
     "torch.nn": Competitor("torch.nn's module"),

@@ -131,6 +131,15 @@ def test_translate_sentence_file_and_standard_input_agree(run: Path) -> None:
     assert lines[1] == ""
 
 
+@pytest.mark.parametrize("beam", ["1", "3"])
+def test_cuda_graphs_do_nothing_to_results_on_a_cpu(run: Path, beam: str) -> None:
+    command = ["translate", "--run", "run", "--beam", beam, "--scores", "--device", "cpu", "nine", "twelve"]
+    plain, static = fastformer(*command, cwd=run), fastformer(*command, "--cuda-graphs", cwd=run)
+    assert static.returncode == 0, static.stderr
+    assert static.stdout == plain.stdout
+    assert not static.stderr
+
+
 def test_n_best_prints_scores_in_order(run: Path) -> None:
     done = fastformer(
         *["translate", "--run", "run", "--beam", "3", "--n-best", "3", "--scores", "--max-length", "6", "nine"], cwd=run

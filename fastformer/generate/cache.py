@@ -15,7 +15,7 @@ from fastformer.packing import unpack
 _FIRST_CAPACITY = 32
 
 
-class _LayerCache:
+class LayerCache:
     """Keys and values of one decoder layer: its own `[R, H, capacity, K]`, the source's `[B, H, S, K]`."""
 
     def __init__(self, keys: Tensor, values: Tensor, rows: int) -> None:
@@ -56,13 +56,18 @@ class DecoderState:
             keys, values = layer.multihead_attn.keys_values(memory)
             # One copy here saves a strided read at every step.
             keys, values = (unpack(x, layout).transpose(1, 2).contiguous() for x in (keys, values))
-            self.layers.append(_LayerCache(keys, values, layout.batch * hypotheses))
+            self.layers.append(LayerCache(keys, values, layout.batch * hypotheses))
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`."""
+        logits = self._logits(ids, torch.full_like(ids, self.position), self.position + 1)
+        self.position += 1
+        return logits
+
+    def _logits(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Compute the logits `[R, V]` after ids `[R]` at int64 positions `[R]`, all below `length`."""
         model = self.model
-        positions = torch.full_like(ids, self.position)[:, None]
-        x = model.target_embedding(ids[:, None], positions, self.position + 1)  # [R, 1, D]
+        x = model.target_embedding(ids[:, None], positions[:, None], length)  # [R, 1, D]
         for layer, cache in zip(model.decoder.layers, self.layers, strict=True):
             x = layer.compose(
                 x,
@@ -71,17 +76,16 @@ class DecoderState:
             )
         if model.decoder.norm is not None:
             x = model.decoder.norm(x)
-        self.position += 1
         return model.logits(x[:, 0])
 
-    def _self_attention(self, attention: MultiheadAttention, cache: _LayerCache) -> Callable[[Tensor], Tensor]:
+    def _self_attention(self, attention: MultiheadAttention, cache: LayerCache) -> Callable[[Tensor], Tensor]:
         def attend(x: Tensor) -> Tensor:
             q, k, v = attention.queries_keys_values(x)
             return attention.attend(q, *cache.append(k, v, self.position))
 
         return attend
 
-    def _cross_attention(self, attention: MultiheadAttention, cache: _LayerCache) -> Callable[[Tensor], Tensor]:
+    def _cross_attention(self, attention: MultiheadAttention, cache: LayerCache) -> Callable[[Tensor], Tensor]:
         def attend(x: Tensor) -> Tensor:
             # The hypotheses of a sentence are its queries: the source is kept once, not once a hypothesis.
             q = attention.queries(x.view(-1, self.hypotheses, x.shape[-1]))

@@ -45,7 +45,6 @@ def _chunked(device: torch.device) -> Reason:
 
 COMPETITORS = {
     "eager": Competitor("PyTorch's ops one after another"),
-    "no-graphs": Competitor("our own steps without CUDA graphs", _gpu),
     "compile": Competitor("torch.compile of the same", _compiler),
     "tutorial": Competitor("the tutorials' algorithm, written from its description"),
     "torch.nn": Competitor("torch.nn's module"),
@@ -65,6 +64,7 @@ COMPETITORS = {
     "xformers": Competitor("xformers", _package("xformers")),
     "transformers": Competitor("Hugging Face transformers", _package("transformers", gpu=False)),
     "ctranslate2": Competitor("CTranslate2, from our export", _package("ctranslate2", gpu=False)),
+    "no-graphs": Competitor("our own steps without CUDA graphs", _gpu),
 }
 
 

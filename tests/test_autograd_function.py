@@ -48,6 +48,9 @@ def test_nothing_to_differentiate_leaves_no_graph():
         assert call(Scaled, x, 2.0).is_inference()
 
 
+@pytest.mark.skipif(
+    not isinstance(vars(torch.autograd.Function)["apply"], classmethod), reason="this torch binds them in C++"
+)
 def test_arguments_are_not_bound_by_name(monkeypatch):
     def fail(*_):
         raise AssertionError("inspect.signature")

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.codegen_compile import ARCHITECTURES, Driver
+
+_ARCH = 90
+
 
 class _Launcher:
     def __init__(self, source: Any, metadata: Any) -> None:
@@ -20,27 +24,21 @@ class _Launcher:
 
 
 class _Utilities:
+    """What Triton asks about a GPU before it launches: an H200's answers."""
+
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132, "warpSize": 32}
+        gpu = ARCHITECTURES[_ARCH]
+        return {"max_shared_mem": gpu.shared_of_block, "multiprocessor_count": gpu.multiprocessors, "warpSize": 32}
 
 
-class _Driver:
+class _Driver(Driver):
+    """Beyond binding, which the driver of `benchmarks.codegen` is enough for: loads and launches that do nothing."""
+
     utils = _Utilities()
     launcher_cls = _Launcher
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -59,6 +57,6 @@ def install() -> None:
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET must be off: the interpreter launches nothing either, and computes")
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(_ARCH))
     fused._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
     setattr(reference, "dropout", F.dropout)  # noqa: B010  as on a GPU

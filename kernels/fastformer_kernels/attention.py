@@ -187,11 +187,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     tile = _tiles(q, problem)
     tiles = -(-T // tile["BLOCK_T"])
+    grid = (B * H * tiles,)
+    tensors = (q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q))
+    strides = (*q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse))
+    mask_strides = problem.mask_strides((B, H, T, S))
+    sizes = (B * H * T, T, S, tiles)
+    scalars = problem.scalars()
+    constants = {**problem.switches(q, k), "ALIGN": align, "AHEAD": q.dtype != torch.float32}
     with guard(q):
-        launch(_attention, (B * H * tiles,),
-            q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q),
-            *q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse),
-            *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, *problem.scalars(),
-            **problem.switches(q, k), ALIGN=align, AHEAD=q.dtype != torch.float32, **tile,
-        )  # fmt: skip
+        launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
     return out, lse

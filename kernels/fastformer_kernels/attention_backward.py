@@ -270,13 +270,13 @@ def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
     if out.numel() == 0:
         return result.zero_()
     align, (out_view, dout_view) = views(out, dout)
-    tiles = -(-T // 64)
+    tile = {"BLOCK_T": 64, "num_warps": 4}
+    tiles = -(-T // tile["BLOCK_T"])
+    tensors = (out_view.data, dout_view.data, result, out if problem.bounds is None else problem.bounds)
+    strides = (*out_view.strides, *dout_view.strides, *row_strides(result))
+    constants = {**problem.head_switches(out), "PACKED": out.dim() == 3, "ALIGN": align}
     with guard(out):
-        launch(_attention_delta, (B * H * tiles,),
-            out_view.data, dout_view.data, result, out if problem.bounds is None else problem.bounds,
-            *out_view.strides, *dout_view.strides, *row_strides(result), T, tiles,
-            **problem.head_switches(out), PACKED=out.dim() == 3, ALIGN=align, BLOCK_T=64, num_warps=4,
-        )  # fmt: skip
+        launch(_attention_delta, (B * H * tiles,), *tensors, *strides, T, tiles, **constants, **tile)
     return result
 
 
@@ -320,24 +320,25 @@ def backward(
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
     dweights = None if dweights is None else dweights.float().contiguous()
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
-    strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse), *dq_strides)
-    masks = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
-    switches = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
+    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))
+    mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
+    scalars = problem.scalars()
+    constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
     with guard(q):
         if wants_keys:
             tile = _tiles_of_keys(q, problem, heavy, fast)
             tiles = -(-S // tile["BLOCK_S"])
-            launch(_attention_keys_values, (B * k.shape[1] * tiles,),
-                *inputs, dq, dk, dv, *looked_up, *strides, *dk_strides, *masks,
-                B * H * T, T, S, tiles, *problem.scalars(), **switches, ADD_DQ=fast, **tile,
-            )  # fmt: skip
+            grid, sizes = (B * k.shape[1] * tiles,), (B * H * T, T, S, tiles)
+            tensors = (*inputs, dq, dk, dv, *looked_up)
+            strides = (*input_strides, *dq_strides, *dk_strides, *mask_strides)
+            launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
         if wants_q and not fast:
             tile = _tiles_of_queries(q, problem, heavy)
             tiles = -(-T // tile["BLOCK_T"])
-            launch(_attention_queries, (B * H * tiles,),
-                *inputs, dq, *looked_up, *strides, *masks,
-                B * H * T, T, S, tiles, *problem.scalars(), **switches, **tile,
-            )  # fmt: skip
+            grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles)
+            tensors = (*inputs, dq, *looked_up)
+            strides = (*input_strides, *dq_strides, *mask_strides)
+            launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
     return dq.to(q.dtype), dk, dv

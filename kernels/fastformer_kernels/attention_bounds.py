@@ -88,9 +88,7 @@ def bounds(
         return result
     lengths = [like if x is None else x.contiguous() for x in (query_lengths, key_lengths)]
     mask = like if key_mask is None else as_bytes(key_mask.contiguous())
+    constants = (packed, bottom_right, query_lengths is not None, key_lengths is not None, key_mask is not None)
     with guard(like):
-        launch(_attention_bounds, (batch,),
-            result, *lengths, mask, queries, keys, packed, bottom_right,
-            query_lengths is not None, key_lengths is not None, key_mask is not None, num_warps=4,
-        )  # fmt: skip
+        launch(_attention_bounds, (batch,), result, *lengths, mask, queries, keys, *constants, num_warps=4)
     return result

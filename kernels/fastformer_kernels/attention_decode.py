@@ -148,27 +148,15 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     peak, total = (noted(q.new_empty((B * heads, splits, T * group), dtype=torch.float32)) for _ in range(2))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     bounds, key_mask, _, _ = problem.pointers(q)
+    shares = (part, peak, total)
+    tensors = (q_view.data, k_view.data, v_view.data, *shares, bounds, key_mask)
+    strides = (*q_view.strides, *k_view.strides, *v_view.strides, problem.mask_strides((B, H, T, S))[0])
+    sizes = (T, S, splits)
+    scalars = problem.scalars()[:5]  # all but dropout's
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
-    shift, left, right, scale, softcap, _, _ = problem.scalars()
+    constants = {**shared, **problem.score_switches(q), "BLOCK_R": power_of_two(T * group, 16)}
     with guard(q):
-        launch(_attention_split, (B * heads * splits,),
-            q_view.data, k_view.data, v_view.data, part, peak, total, bounds, key_mask,
-            *q_view.strides, *k_view.strides, *v_view.strides, problem.mask_strides((B, H, T, S))[0],
-            T, S, splits, shift, left, right, scale, softcap, **shared, **problem.score_switches(q),
-            BLOCK_R=power_of_two(T * group, 16), **tile,
-        )  # fmt: skip
-        launch(
-            _attention_combine,
-            (B * heads * T * group,),
-            part,
-            peak,
-            total,
-            out,
-            bounds,
-            *out_view.strides,
-            T,
-            splits,
-            **shared,
-            num_warps=1,
-        )
+        launch(_attention_split, (B * heads * splits,), *tensors, *strides, *sizes, *scalars, **constants, **tile)
+        grid = (B * heads * T * group,)
+        launch(_attention_combine, grid, *shares, out, bounds, *out_view.strides, T, splits, **shared, num_warps=1)
     return out

@@ -117,14 +117,16 @@ def mask_gradient(
     dweights = None if dweights is None else dweights.float().contiguous()
     tile = score_tile(q)
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
+    grid = (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)
+    looked_up = (q if dweights is None else dweights, *problem.pointers(q))
+    tensors = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, dmask, *looked_up)
+    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))
+    mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
+    strides = (*input_strides, *dmask.stride()[:3], *mask_strides)
+    sizes = (B * H * T, T, S, tiles, key_tiles, B)
+    scalars = problem.scalars()
+    constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
+    constants |= {"SUM_B": sum_b, "SUM_H": sum_h}
     with guard(q):
-        launch(_attention_mask_gradient, (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,),
-            q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, dmask,
-            q if dweights is None else dweights, *problem.pointers(q),
-            *q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse),
-            *dmask.stride()[:3], *((0, 0, 0) if dweights is None else dweights.stride()[:3]),
-            *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, key_tiles, B, *problem.scalars(),
-            **problem.switches(q, k), ALIGN=align, HAS_DWEIGHTS=dweights is not None, SUM_B=sum_b, SUM_H=sum_h,
-            **tile,
-        )  # fmt: skip
+        launch(_attention_mask_gradient, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
     return dmask

@@ -73,11 +73,13 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
     align, (q_view, k_view) = views(q, k)
     tile = score_tile(q)
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
+    grid = (B * H * tiles * key_tiles,)
+    tensors = (q_view.data, k_view.data, lse, result, *problem.pointers(q))
+    strides = (*q_view.strides, *k_view.strides, *row_strides(lse), *result.stride()[:3])
+    mask_strides = problem.mask_strides((B, H, T, S))
+    sizes = (B * H * T, T, S, tiles, key_tiles)
+    scalars = problem.scalars()
+    constants = {**problem.switches(q, k), "ALIGN": align}
     with guard(q):
-        launch(_attention_weights, (B * H * tiles * key_tiles,),
-            q_view.data, k_view.data, lse, result, *problem.pointers(q),
-            *q_view.strides, *k_view.strides, *row_strides(lse), *result.stride()[:3],
-            *problem.mask_strides((B, H, T, S)), B * H * T, T, S, tiles, key_tiles, *problem.scalars(),
-            **problem.switches(q, k), ALIGN=align, **tile,
-        )  # fmt: skip
+        launch(_attention_weights, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
     return result

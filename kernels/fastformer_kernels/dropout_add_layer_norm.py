@@ -235,19 +235,10 @@ def forward(
     mean, rstd = (noted(x.new_empty(M, dtype=torch.float32)) for _ in range(2))
     if x.numel() > 0:
         tile = forward_tile(N)
+        programs = cdiv(M, tile["BLOCK_M"])
         tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
         with guard(x):
-            launch(
-                dropout_add_layer_norm_forward_kernel,
-                (cdiv(M, tile["BLOCK_M"]),),
-                *tensors,
-                *strides,
-                M,
-                *dropout,
-                eps,
-                N,
-                **tile,
-            )
+            launch(dropout_add_layer_norm_forward_kernel, (programs,), *tensors, *strides, M, *dropout, eps, N, **tile)
     return y, s, mean, rstd
 
 

@@ -115,30 +115,14 @@ def embedding(
     if positions is not None and table is not None:
         positions, table = positions.contiguous(), inner_contiguous(table)
     P, table_stride = (0, 0) if table is None else (table.shape[0], table.stride(0))
-    threshold, dropout_scale = threshold_and_scale(dropout_p)
     block = tile(N)
     grid = (cdiv(M, block["BLOCK_M"]), cdiv(N, block["BLOCK_N"]))
+    tensors = (ids, weight, positions, table, seed, out)
+    sizes = (M, N, weight.shape[0], P)
+    strides = (weight.stride(0), table_stride)
+    dropout = threshold_and_scale(dropout_p)
     with guard(weight):
-        launch(
-            embedding_kernel,
-            grid,
-            ids,
-            weight,
-            positions,
-            table,
-            seed,
-            out,
-            M,
-            N,
-            weight.shape[0],
-            P,
-            weight.stride(0),
-            table_stride,
-            scale,
-            threshold,
-            dropout_scale,
-            **block,
-        )
+        launch(embedding_kernel, grid, *tensors, *sizes, *strides, scale, *dropout, **block)
     return out
 
 

@@ -245,25 +245,12 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
     a = noted(h.new_empty(M, F))
     if a.numel() == 0:
         return a
-    threshold, scale = threshold_and_scale(dropout_p)
+    dropout = threshold_and_scale(dropout_p)
     block = tile(F)
     grid = (cdiv(M, block["BLOCK_M"]), cdiv(F, block["BLOCK_F"]))
+    constants = (function, gated, h.dtype == torch.float32)
     with guard(h):
-        launch(
-            activate_kernel,
-            grid,
-            h,
-            seed,
-            a,
-            M,
-            F,
-            threshold,
-            scale,
-            function,
-            gated,
-            h.dtype == torch.float32,
-            **block,
-        )
+        launch(activate_kernel, grid, h, seed, a, M, F, *dropout, *constants, **block)
     return a
 
 
@@ -295,30 +282,14 @@ def activate_backward(
     a = noted(h.new_empty(M, F)) if wants_a else None
     if dh.numel() == 0:
         return dh, noted(h.new_empty(0)) if a is None else a, h.new_zeros(wide if wants_bias else 0)
-    threshold, scale = threshold_and_scale(dropout_p)
+    dropout = threshold_and_scale(dropout_p)
     block = tile(F)
-    programs = _row_programs(h, M, F, gated, block)
-    partials = noted(h.new_empty(programs, wide, dtype=torch.float32)) if wants_bias else None
-    erf = h.dtype == torch.float32
+    grid = (_row_programs(h, M, F, gated, block), cdiv(F, block["BLOCK_F"]))
+    partials = noted(h.new_empty(grid[0], wide, dtype=torch.float32)) if wants_bias else None
+    tensors = (da, h, seed, dh, a, partials)
+    constants = (function, gated, h.dtype == torch.float32)
     with guard(h):
-        launch(
-            activate_backward_kernel,
-            (programs, cdiv(F, block["BLOCK_F"])),
-            da,
-            h,
-            seed,
-            dh,
-            a,
-            partials,
-            M,
-            F,
-            threshold,
-            scale,
-            function,
-            gated,
-            erf,
-            **block,
-        )
+        launch(activate_backward_kernel, grid, *tensors, M, F, *dropout, *constants, **block)
     return dh, noted(h.new_empty(0)) if a is None else a, _add_partials(partials, h)
 
 
@@ -341,8 +312,8 @@ def relu_backward(da: Tensor, a: Tensor, dropout_p: float, wants_bias: bool) -> 
         return dh, a.new_zeros(F if wants_bias else 0)
     _, scale = threshold_and_scale(dropout_p)
     block = tile(F)
-    programs = _row_programs(a, M, F, False, block)
-    partials = noted(a.new_empty(programs, F, dtype=torch.float32)) if wants_bias else None
+    grid = (_row_programs(a, M, F, False, block), cdiv(F, block["BLOCK_F"]))
+    partials = noted(a.new_empty(grid[0], F, dtype=torch.float32)) if wants_bias else None
     with guard(a):
-        launch(relu_backward_kernel, (programs, cdiv(F, block["BLOCK_F"])), da, a, dh, partials, M, F, scale, **block)
+        launch(relu_backward_kernel, grid, da, a, dh, partials, M, F, scale, **block)
     return dh, _add_partials(partials, a)

@@ -111,6 +111,9 @@ def inner_contiguous(x: Tensor) -> Tensor:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Do what `kernel[grid](*args, **options)` does, with fused multiply-add; return the compiled kernel.
 
+    A launch is written on one line: what would not fit is grouped before it, in the kernel's order, as `tensors`,
+    `strides`, `sizes`, `scalars`, and `constants`, which with the tile are what the kernel is compiled for.
+
     Triton binds the arguments, which says how each is specialised; then it writes all options out as text to find what
     it compiled for that, and compares every constant that the kernel takes from its module with its former value. This
     keeps what was found, by kernel, device, specialisation and options; our constants do not change. One core, in

@@ -204,13 +204,13 @@ def forward(
     mean, rstd = (noted(x.new_empty(M, dtype=torch.float32)) for _ in range(2))
     if x.numel() == 0:
         return y, mean, rstd
-    tensors = (x, weight, bias, y, mean, rstd, x.stride(0))
+    tensors = (x, weight, bias, y, mean, rstd)
     with guard(x):
         if is_wide(N):
-            launch(layer_norm_wide_forward_kernel, (M,), *tensors, N, eps, **wide_tile())
+            launch(layer_norm_wide_forward_kernel, (M,), *tensors, x.stride(0), N, eps, **wide_tile())
         else:
             tile = forward_tile(N)
-            launch(layer_norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, M, eps, N, **tile)
+            launch(layer_norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, x.stride(0), M, eps, N, **tile)
     return y, mean, rstd
 
 
@@ -242,23 +242,8 @@ def backward(
         means = None
         if is_wide(N) and dx is not None:
             means = gradient_means(dy, x, weight, mean, rstd)
-        launch(
-            layer_norm_backward_kernel,
-            grid,
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            means,
-            None if dx is None else x_grad,
-            *partials,
-            dy.stride(0),
-            x.stride(0),
-            M,
-            N,
-            **tile,
-        )
+        tensors = (dy, x, weight, mean, rstd, means, None if dx is None else x_grad, *partials)
+        launch(layer_norm_backward_kernel, grid, *tensors, dy.stride(0), x.stride(0), M, N, **tile)
         return x_grad, *sum_partials(x, partials, dw, db)
 
 
@@ -266,18 +251,6 @@ def gradient_means(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, r
     """Return mean(g x̂) and mean(g) of long rows, fp32 `[2, M]`."""
     M, N = x.shape
     means = noted(x.new_empty((2, M), dtype=torch.float32))
-    launch(
-        layer_norm_gradient_means_kernel,
-        (M,),
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        means,
-        dy.stride(0),
-        x.stride(0),
-        N,
-        **wide_tile(),
-    )
+    tensors = (dy, x, weight, mean, rstd, means)
+    launch(layer_norm_gradient_means_kernel, (M,), *tensors, dy.stride(0), x.stride(0), N, **wide_tile())
     return means

@@ -219,23 +219,21 @@ def forward(
     padded = None if padded is None else padded.contiguous()
     target = target.contiguous()
     scale = _FP16_SCALE if x.dtype == torch.float16 else 1.0
-    settings = _config(V) | {"HAS_BIAS": bias is not None, "SMOOTH": smoothing > 0.0}
+    scalars = (ignore_index, smoothing)
+    constants = _config(V) | {"HAS_BIAS": bias is not None, "SMOOTH": smoothing > 0.0}
+    if any(wanted):
+        constants["HAS_GRAD"] = grad is not None
     with guard(x):
         for start in range(0, M, step):
             rows = slice(start, min(start + step, M))
             logits = buffer[: rows.stop - start, :V]
             torch.mm(x[rows], weight.t(), out=logits)
-            common = V, stride, ignore_index, smoothing
+            grid, inputs = (len(logits),), (logits, padded, target[rows])
             if not any(wanted):
-                launch(
-                    cross_entropy_kernel, (len(logits),), logits, padded, target[rows], loss[rows], *common, **settings
-                )
+                launch(cross_entropy_kernel, grid, *inputs, loss[rows], V, stride, *scalars, **constants)
                 continue
-            row_grad = None if grad is None else grad[rows]
-            launch(cross_entropy_gradients_kernel, (len(logits),),
-                logits, padded, target[rows], row_grad, loss[rows], *common, scale,
-                HAS_GRAD=grad is not None, **settings,
-            )  # fmt: skip
+            tensors = (*inputs, None if grad is None else grad[rows], loss[rows])
+            launch(cross_entropy_gradients_kernel, grid, *tensors, V, stride, *scalars, scale, **constants)
             if wanted[0]:
                 dx[rows].addmm_(logits, weight, beta=0.0, alpha=1.0 / scale)
             if wanted[1]:

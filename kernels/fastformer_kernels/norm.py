@@ -187,15 +187,7 @@ def sum_partials(
         dw_partials, db_partials = (*partials, None)[:2]
         # Few columns a program, so that there are 32 of them at N = 512. Not measured on a GPU.
         BLOCK_N = 16 if N <= 2048 else 64
-        launch(
-            norm_sum_partials_kernel,
-            (cdiv(N, BLOCK_N),),
-            dw_partials,
-            db_partials,
-            *sums,
-            some.shape[0],
-            N,
-            BLOCK_P=1024 // BLOCK_N,
-            BLOCK_N=BLOCK_N,
-        )
+        tile = {"BLOCK_P": 1024 // BLOCK_N, "BLOCK_N": BLOCK_N}
+        tensors = (dw_partials, db_partials, *sums)
+        launch(norm_sum_partials_kernel, (cdiv(N, BLOCK_N),), *tensors, some.shape[0], N, **tile)
     return tuple(noted(x.new_empty(0)) if total is None else total for total in sums)

@@ -201,19 +201,6 @@ def backward(
         if is_wide(N) and dx is not None:
             mean = noted(x.new_empty(M, dtype=torch.float32))
             launch(rms_norm_gradient_mean_kernel, (M,), dy, x, weight, rstd, mean, *strides, N, **wide_tile())
-        launch(
-            rms_norm_backward_kernel,
-            grid,
-            dy,
-            x,
-            weight,
-            rstd,
-            mean,
-            None if dx is None else x_grad,
-            *partials,
-            *strides,
-            M,
-            N,
-            **tile,
-        )
+        tensors = (dy, x, weight, rstd, mean, None if dx is None else x_grad, *partials)
+        launch(rms_norm_backward_kernel, grid, *tensors, *strides, M, N, **tile)
         return x_grad, sum_partials(x, partials, dw)[0]

@@ -135,8 +135,14 @@ def _training(run: Run, result: Result) -> dict[str, Any]:
 
 
 def _perplexity(run: LanguageRun) -> dict[str, Any]:
+    """With windows that begin where the one before ended, and with windows that reread half of their context."""
     _, found = evaluate_text(run.folder, device=run.device)
-    return {"perplexity": found.per_token, "test_tokens": found.tokens, "test_unknown": found.unknown}
+    overlap = run.data.context // 2
+    _, overlapped = evaluate_text(run.folder, device=run.device, overlap=overlap)
+    return {
+        "perplexity": found.per_token, "test_tokens": found.tokens, "test_unknown": found.unknown,
+        "overlap": overlap, "perplexity_overlapped": overlapped.per_token,
+    }  # fmt: skip
 
 
 def _scores(run: Run, job: Job) -> dict[str, Any]:

@@ -53,6 +53,7 @@ _COLUMNS: Mapping[str, tuple[str, float, str]] = {
     "BLEU lc tok": ("bleu_lowercase_tokenised", 1, ".2f"),
     "chrF": ("chrf", 1, ".2f"),
     "perplexity": ("perplexity", 1, ".2f"),
+    "overlapped": ("perplexity_overlapped", 1, ".2f"),
     "test tokens": ("test_tokens", 1, ",.0f"),
 }
 

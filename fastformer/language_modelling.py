@@ -6,7 +6,8 @@ vocabulary of 33,278 (with `<unk>` and `<eos>`) has two entries more here, `<pad
 
 The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
 stream: all lines one after another, in training as columns (`fastformer.text.columns`), with no begin but the ends of
-lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them.
+lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them, unless
+the windows of evaluation are made to overlap (`fastformer.perplexity`); those of validation in training never do.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -260,15 +261,24 @@ def evaluate_text(
     split: Literal["test", "valid"] | Path = "test",
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
+    overlap: int = 0,
 ) -> tuple[TextCorpus, Perplexity]:
     """The perplexity of a run's test or validation text, or of a file; with the best weights by default.
 
+    Args:
+        folder: of the run.
+        split: part of the run's data, or a file.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: to compute on.
+        overlap: how many tokens before it each window reads again; see `fastformer.perplexity`.
+
     Raises:
-        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `load_language_model`, `read_text_corpora`.
+        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `load_language_model`, `read_text_corpora`
+            and `perplexity`.
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
     if isinstance(split, Path):
         corpus = read_text(split, data.document or "line")  # type: ignore[arg-type]
     else:
         corpus = read_text_corpora(data)[split]
-    return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream)
+    return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream, overlap)

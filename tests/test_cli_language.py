@@ -57,6 +57,17 @@ def test_evaluate_prints_perplexity_with_the_counts(folder: Path) -> None:
     assert "(7 predicted, <eos> counted, 1 of them <unk>)" in done.stdout
 
 
+def test_windows_overlap_where_asked_for(folder: Path) -> None:
+    (folder / "long.txt").write_text(" ".join(["the cat sees the bird"] * 9) + "\n")
+    command = ("evaluate", "--run", "lm", "--source", "long.txt")
+    plain, none, found = (
+        fastformer(*command, *more, cwd=folder) for more in ((), ("--overlap", "0"), ("--overlap", "6"))
+    )
+    assert found.returncode == 0, found.stderr
+    assert plain.stdout == none.stdout != found.stdout
+    assert re.search(r"\(46 predicted, <eos> counted\); each window rereads 6 tokens$", found.stdout.strip())
+
+
 def test_generate_uses_the_run(folder: Path) -> None:
     done = fastformer("generate", "--run", "lm", "--device", "cpu", "the cat", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -89,6 +100,7 @@ def test_help_names_both_applications(tmp_path: Path) -> None:
     assert "--encoder-layers" in text
     text = fastformer("train", "lm", "--help", cwd=tmp_path).stdout
     assert all(name in text for name in ("--columns", "--context", "--d-model", "--lr", "Settings: data"))
+    assert all(f"--{place}-dropout" in text for place in ("embedding", "attention", "output"))
     assert "--encoder-layers" not in text
 
 
@@ -110,6 +122,7 @@ WRONG = [
     (f"{LM} --batch-tokens 8", "batch_tokens (8) must have room for context (256)"),
     (f"{LM} --batch-sentences 8", "batch_sentences is for translation"),
     (f"{LM} --heads 3", "heads (3) must divide d_model (512)"),
+    (f"{LM} --output-dropout 1", "output_dropout must be at least 0 and below 1, not 1.0"),
     (f"{LM} --positions learned --max-positions 9", "context (256) is beyond max_positions (9)"),
     ("train lm --run new --config typo.toml --steps 1", "did you mean 'columns'?"),
     ("train lm --run new --config derived.toml --steps 1", "vocabulary is set from the tokenizer"),
@@ -125,6 +138,9 @@ WRONG = [
     ("evaluate --run lm --beam 3", "lm is a language-model run"),
     ("evaluate --run lm --split train", "split must be test or valid"),
     ("evaluate --run lm --checkpoint newest", "best, last, average"),
+    ("evaluate --run lm --overlap 8", "overlap must be at least 0 and below context (8), not 8"),
+    ("evaluate --run lm --overlap -1", "overlap must be at least 0 and below context (8), not -1"),
+    ("evaluate --run tr --overlap 4", "tr is a translation run; --overlap is for language models"),
 ]
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
+from fastformer import functional
 from fastformer.generate import SamplingOptions
 from fastformer.language_modelling import (
     LANGUAGE,
@@ -200,6 +201,64 @@ def test_documents_are_never_looked_at_by_others(
     alone = [perplexity(model, TextCorpus([[line]]), run.tokenizer, 6, "documents").nats for line in lines]
     together = perplexity(model, run.corpora["valid"], run.tokenizer, 6, "documents")
     assert together.nats == pytest.approx(sum(alone), rel=1e-5)
+
+
+@torch.no_grad()
+def slow_nats(model: LanguageModel, ids: list[int], context: int, overlap: int) -> float:
+    """The loss of all ids but the first: for each, the model reads what its window holds before it, no more."""
+    nats, begin = 0.0, 0
+    for position in range(1, len(ids)):
+        if position - begin > context:
+            begin = position - 1 - overlap
+        seen = torch.tensor(ids[begin:position])
+        logits = model.logits(model(seen, torch.tensor([len(seen)]))[-1])
+        nats -= float(logits.log_softmax(-1)[ids[position]])
+    return nats
+
+
+@pytest.mark.parametrize("stream", ["documents", "columns"])
+@pytest.mark.parametrize(("context", "overlap"), [(1, 0), (6, 0), (6, 2), (6, 5), (40, 39)])
+def test_overlapping_windows_are_those_of_a_plain_loop(
+    tmp_path: Path, data: LanguageDataConfig, stream: str, context: int, overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of 3 and of 9 tokens: shorter and longer than the context; batches cut anywhere between windows."""
+    monkeypatch.setattr("fastformer.perplexity._EVALUATION_TOKENS", 50)
+    run = LanguageRun(tmp_path, data, MODEL, TRAIN)
+    model, tokenizer, corpus = run.new_model().double().eval(), run.tokenizer, run.corpora["test"]
+    found = perplexity(model, corpus, tokenizer, context, stream, overlap)
+    texts = [[*tokenizer.encode(line), tokenizer.eos_id] for line in corpus.lines]
+    if stream == "columns":
+        ids = [[tokenizer.eos_id, *(i for text in texts for i in text)]]
+    else:
+        ids = [[tokenizer.bos_id, *text] for text in texts]
+    assert found.nats == pytest.approx(sum(slow_nats(model, each, context, overlap) for each in ids), rel=1e-12)
+    assert found.tokens == found.words == sum(map(len, texts))
+    plain = perplexity(model, corpus, tokenizer, context, stream)
+    assert (found.tokens, found.unknown) == (plain.tokens, plain.unknown)
+    assert (plain.nats == found.nats) == (overlap == 0 or (stream == "documents" and context == 40))
+
+
+def test_what_is_read_again_is_not_projected(
+    tmp_path: Path, data: LanguageDataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = LanguageRun(tmp_path, data, MODEL, TRAIN)
+    rows: list[int] = []
+    project = functional.linear_cross_entropy
+    monkeypatch.setattr(
+        functional, "linear_cross_entropy", lambda x, *rest, **named: rows.append(len(x)) or project(x, *rest, **named)
+    )
+    found = perplexity(run.new_model().eval(), run.corpora["test"], run.tokenizer, 6, "columns", 5)
+    assert sum(rows) == found.tokens
+
+
+def test_the_overlap_is_stated_and_checked(tmp_path: Path, data: LanguageDataConfig) -> None:
+    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
+    found = evaluate_text(tmp_path / "run", overlap=4)[1]
+    assert str(found).endswith("; each window rereads 4 tokens")
+    assert "rereads" not in str(evaluate_text(tmp_path / "run")[1])
+    for overlap in (-1, 6):
+        with pytest.raises(ValueError, match=rf"^overlap must be at least 0 and below context \(6\), not {overlap}$"):
+            evaluate_text(tmp_path / "run", overlap=overlap)
 
 
 def test_resuming_with_other_text_is_refused(tmp_path: Path, data: LanguageDataConfig) -> None:

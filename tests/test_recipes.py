@@ -54,6 +54,7 @@ train_text = "train.txt"
 valid_text = "train.txt"
 test_text = "train.txt"
 tokenizer = "words"
+document = "file"
 context = 16
 [model]
 d_model = 16
@@ -158,6 +159,9 @@ def test_a_language_model_is_recorded_with_the_tokens_its_perplexity_is_of(tmp_p
     found = train_and_evaluate(job_of(Path("recipe.toml"), tmp_path, goals=(goal,)))
     _, expected = evaluate_text(tmp_path / "run")
     assert (found["perplexity"], found["test_tokens"]) == (expected.per_token, expected.tokens)
+    _, expected = evaluate_text(tmp_path / "run", overlap=8)
+    assert (found["overlap"], found["perplexity_overlapped"]) == (8, expected.per_token)
+    assert found["perplexity_overlapped"] != found["perplexity"]
     assert found["goals"] == {"perplexity <= 1e+09": True}
     assert not (tmp_path / "translations.jsonl").exists()
 

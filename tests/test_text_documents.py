@@ -16,8 +16,11 @@ from fastformer.text import (
     SpecialIds,
     WordTokenizer,
     collate_pieces,
+    counted_positions,
     cut_documents,
+    cut_stream,
     encode_documents,
+    token_stream,
 )
 
 IDS = SpecialIds(unk_id=3, pad_id=0, bos_id=1, eos_id=2)
@@ -80,6 +83,53 @@ def test_pieces_in_order_are_the_documents(documents, context):
     pieces = cut_documents(make_documents(documents), context)
     batch = collate_pieces(pieces, np.arange(len(pieces)))
     assert pieces_of(batch) == expected_pieces(documents, context)
+
+
+def expected_predictions(ids: list[int], context: int, overlap: int) -> list[tuple[int, int, int]]:
+    """(where its window begins, where it ends, the token) of every prediction of one run of ids, one after another."""
+    found, begin, end = [], 0, context
+    for position in range(len(ids) - 1):
+        if position == end:  # the window is full: the next one begins `overlap` tokens back
+            begin, end = position - overlap, position - overlap + context
+        found.append((begin, position, ids[position + 1]))
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["documents", "stream"])
+@settings(deadline=None)
+@given(some_documents, st.integers(1, 12), st.data())
+def test_overlapping_pieces_predict_every_token_once(stream, documents, context, data):
+    """What each counted prediction sees is what a loop over the tokens, one at a time, says."""
+    overlap = data.draw(st.integers(0, context - 1))
+    encoded = make_documents(documents)
+    if stream:
+        pieces, runs = cut_stream(encoded, context, overlap), [[IDS.eos_id, *token_stream(encoded).tolist()]]
+    else:
+        runs = [[IDS.bos_id, *tokens, IDS.eos_id] for tokens in documents]
+        pieces = cut_documents(encoded, context, overlap)
+    expected = [
+        (run[begin : position + 1], token)
+        for run in runs
+        for begin, position, token in expected_predictions(run, context, overlap)
+    ]
+    order = np.arange(len(pieces))
+    batch = collate_pieces(pieces, order)
+    counted = set(counted_positions(pieces, order).tolist())
+    found, offset = [], 0
+    for read, predicted in pieces_of(batch):
+        assert 0 < len(read) <= context
+        found += [(read[: i + 1], token) for i, token in enumerate(predicted) if offset + i in counted]
+        offset += len(read)
+    assert found == expected
+    assert pieces.predictions == len(counted) == len(expected) == sum(len(run) - 1 for run in runs)
+
+
+def test_positions_that_count_are_those_of_the_batch():
+    pieces = cut_documents(make_documents([[9] * 9, [9]]), context=4, overlap=3)
+    assert pieces.lengths.tolist() == [4] * 7 + [2]
+    assert pieces.reread.tolist() == [0] + [3] * 6 + [0]
+    assert counted_positions(pieces, np.array([7, 2, 0, 6])).tolist() == [0, 1, 5, 6, 7, 8, 9, 13]
+    assert counted_positions(pieces, np.array([7, 2, 0, 6])).dtype == torch.int64
 
 
 @settings(deadline=None)
@@ -184,6 +234,11 @@ def test_bad_arguments():
         ):
             with pytest.raises(ValueError, match=f"^context must be at least 1, not {context}$"):
                 call(context)
+    for overlap in (-1, 4, 5):
+        message = rf"^overlap must be at least 0 and below context \(4\), not {overlap}$"
+        for cut in (cut_documents, cut_stream):
+            with pytest.raises(ValueError, match=message):
+                cut(documents, 4, overlap)
     with pytest.raises(ValueError, match=r"^tokens=7 is less than context=8: a batch must have room for a piece$"):
         LanguageBatches(documents, context=8, tokens=7)
     assert LanguageBatches(documents, context=8, tokens=8).batches_in(0) == 1

@@ -25,6 +25,10 @@ def evaluate_command(
     target: Annotated[Path | None, typer.Option(help="file of their reference translations")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations")] = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="compare lower-cased")] = False,
+    overlap: Annotated[
+        int | None,
+        typer.Option(help="of a language model: tokens before it that each window reads again (default: 0)"),
+    ] = None,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
     *,
@@ -38,11 +42,15 @@ def evaluate_command(
         raise ValueError(f"split must be test or valid, not {split!r}")
     if read_kind(run) == "language":
         if target is not None or output is not None or lowercase or search:
-            raise ValueError(f"{run} is a language-model run; --split, --source, --checkpoint and --device are for it")
-        text, found = evaluate_text(run, source or split, checkpoint, choose_device(device))  # type: ignore[arg-type]
+            raise ValueError(
+                f"{run} is a language-model run; --split, --source, --overlap, --checkpoint and --device are for it"
+            )
+        text, found = evaluate_text(run, source or split, checkpoint, choose_device(device), overlap or 0)  # type: ignore[arg-type]
         console.print(f"{text}; checkpoint {checkpoint}")
         console.print(str(found))
         return
+    if overlap is not None:
+        raise ValueError(f"{run} is a translation run; --overlap is for language models")
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     if source is not None and target is not None:

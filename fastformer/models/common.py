@@ -20,13 +20,16 @@ def choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
     return {"help": help_, "choices": choices}
 
 
-def check_settings(settings: Any, sizes: Sequence[str], vocabulary: str | None = None) -> None:
+def check_settings(
+    settings: Any, sizes: Sequence[str], vocabulary: str | None = None, rates: Sequence[str] = ("dropout",)
+) -> None:
     """Check a model's configuration.
 
     Args:
-        settings: a dataclass with at least d_model, heads and dropout.
+        settings: a dataclass with at least d_model and heads.
         sizes: the fields that count something and must be at least 1.
         vocabulary: the field that pad_id, bos_id and eos_id must be below; None for a model without them.
+        rates: the fields that are rates of dropout; None, for one that follows another, is allowed.
 
     Raises:
         ValueError: a setting is out of range, or none of its choices.
@@ -41,8 +44,10 @@ def check_settings(settings: Any, sizes: Sequence[str], vocabulary: str | None =
                 raise ValueError(f"{name} must be below {vocabulary} ({size}), not {getattr(settings, name)}")
     if settings.d_model % settings.heads:
         raise ValueError(f"heads ({settings.heads}) must divide d_model ({settings.d_model})")
-    if not 0.0 <= settings.dropout < 1.0:
-        raise ValueError(f"dropout must be at least 0 and below 1, not {settings.dropout}")
+    for name in rates:
+        rate = getattr(settings, name)
+        if rate is not None and not 0.0 <= rate < 1.0:
+            raise ValueError(f"{name} must be at least 0 and below 1, not {rate}")
     for item in settings.__dataclass_fields__.values():
         choices = item.metadata.get("choices")
         value = getattr(settings, item.name)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fastformer import functional
 from fastformer.layers import TransformerEncoderLayer
 from fastformer.models.common import (
     Initialisation,
@@ -42,7 +43,16 @@ class LanguageConfig:
     heads: int = field(default=8, metadata={"help": "attention heads; must divide d_model"})
     layers: int = field(default=6, metadata={"help": "layers of the decoder"})
     feed_forward: int = field(default=2048, metadata={"help": "width of the feed-forward layers"})
-    dropout: float = field(default=0.1, metadata={"help": "dropout everywhere"})
+    dropout: float = field(default=0.1, metadata={"help": "dropout, where no rate of its own is set"})
+    embedding_dropout: float | None = field(
+        default=None, metadata={"help": "dropout of the embeddings, positions added; unset: dropout"}
+    )
+    attention_dropout: float | None = field(
+        default=None, metadata={"help": "dropout of the attention weights; unset: dropout"}
+    )
+    output_dropout: float = field(
+        default=0.0, metadata={"help": "dropout of the hidden states before the output projection"}
+    )
     activation: str = field(default="relu", metadata=choice("activation", ("relu", "gelu")))
     norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
     final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer"})
@@ -64,7 +74,8 @@ class LanguageConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocabulary", "d_model", "heads", "layers", "feed_forward", "max_positions")
-        check_settings(self, sizes, vocabulary="vocabulary")
+        rates = ("dropout", "embedding_dropout", "attention_dropout", "output_dropout")
+        check_settings(self, sizes, vocabulary="vocabulary", rates=rates)
 
     @property
     def longest(self) -> int | None:
@@ -83,10 +94,17 @@ class LanguageModel(nn.Module):
         self.config = config
         c = config
         positions: Positions = c.positions  # type: ignore[assignment]
-        layer = (c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias)
+        embedding_dropout = c.dropout if c.embedding_dropout is None else c.embedding_dropout
+        self.embedding = Embedding(
+            c.vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, embedding_dropout
+        )
+        layer = TransformerEncoderLayer(
+            c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias
+        )
+        if c.attention_dropout is not None:  # torch's layer has one rate for itself and for its attention
+            layer.self_attn.dropout = c.attention_dropout
         norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
-        self.embedding = Embedding(c.vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, c.dropout)
-        self.decoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.layers, norm)
+        self.decoder = TransformerEncoder(layer, c.layers, norm)
         self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
         initialise(self, c.initialisation, c.d_model)
         tie(self)
@@ -109,7 +127,8 @@ class LanguageModel(nn.Module):
         """
         ids, layout = packed_ids("ids", ids, lengths)
         x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
-        return self.decoder.packed(x, layout, causal=True)
+        hidden = self.decoder.packed(x, layout, causal=True)
+        return functional.dropout(hidden, self.config.output_dropout if self.training else 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states `[..., D]` to logits `[..., V]`."""
@@ -132,10 +151,19 @@ class LanguageModel(nn.Module):
         return self_attention_maps(self.decoder.layers, x, causal=True)[1]
 
 
-def language_model_loss(model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0) -> Tensor:
+def language_model_loss(
+    model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0, counted: Tensor | None = None
+) -> Tensor:
     """Sum of the cross entropy over the real tokens of a batch, fp32, in nats; padding never takes part.
 
-    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
+    Args:
+        model: may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
+        batch: packed, or padded at the end.
+        label_smoothing: share of the probability spread over all classes.
+        counted: int64, the positions of a packed batch whose predictions count, on its device; the others are read
+            only, and never projected. None: all.
     """
-    hidden = model(batch.ids_in, batch.lengths)
-    return summed_cross_entropy(model.output, hidden, batch.ids_out, batch.lengths, label_smoothing)
+    hidden, target = model(batch.ids_in, batch.lengths), batch.ids_out
+    if counted is not None:
+        hidden, target = hidden[counted], target[counted]
+    return summed_cross_entropy(model.output, hidden, target, batch.lengths, label_smoothing)

@@ -11,7 +11,7 @@ from .batches import Batch, Batches, collate, collate_source
 from .columns import ColumnBatches, cut_stream, token_stream
 from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
 from .docstrings import docstring_corpora
-from .documents import LanguageBatch, LanguageBatches, Pieces, collate_pieces, cut_documents
+from .documents import LanguageBatch, LanguageBatches, Pieces, collate_pieces, counted_positions, cut_documents
 from .encoding import (
     EncodedDocuments,
     EncodedPairs,
@@ -35,6 +35,7 @@ from .files import (
 )
 from .labelled import LabelledBatch, LabelledBatches
 from .numbers import english, french, german, number_corpus
+from .sides import Side
 from .special_ids import SpecialIds
 from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, read_text, split_text
 from .tokenizers import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
@@ -58,6 +59,7 @@ __all__ = [
     "Pieces",
     "SentencePieceTokenizer",
     "Sequences",
+    "Side",
     "SpecialIds",
     "TextCorpus",
     "TextError",
@@ -66,6 +68,7 @@ __all__ = [
     "collate",
     "collate_pieces",
     "collate_source",
+    "counted_positions",
     "cut_documents",
     "cut_lines",
     "cut_stream",

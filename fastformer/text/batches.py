@@ -11,6 +11,7 @@ Packed batches have no padding, so they may also be random. There is no prefetch
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .encoding import EncodedPairs, Ints, Sequences
 from .shares import rows_of, share_of
+from .sides import Side
 from .special_ids import SpecialIds
 
 
@@ -34,6 +36,11 @@ class Batch:
     target_in: Tensor  # bos + tokens
     target_out: Tensor  # tokens + eos
     target_lengths: Tensor  # [B]
+
+    SIDES: ClassVar[tuple[Side, ...]] = (
+        Side("source_lengths", ("source",)),
+        Side("target_lengths", ("target_in",), ("target_out",)),
+    )
 
     def __len__(self) -> int:
         return len(self.source_lengths)
@@ -180,6 +187,11 @@ class Batches:
                 cuts.append(i)
                 start, source, target = i, s, t
         return cuts
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sentence of either side, special ids counted."""
+        return int(max(self._source.max(), self._target.max()))
 
     def batches_in(self, epoch: int) -> int:
         """Number of batches of an epoch."""

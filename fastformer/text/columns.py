@@ -4,7 +4,8 @@ Training: the N tokens become `columns` columns of L = N // columns; the N % col
 a window of `context` rows (bptt) of all columns, and predicts for each of its tokens the one below it; so L - 1 tokens
 of each column are predicted an epoch, and the last window is short. The order of the windows is that of the text.
 
-Evaluation has no columns: every token is predicted once, from the tokens before it in its window.
+Evaluation has no columns: every token is predicted once, from the tokens before it in its window. Windows may overlap,
+as the pieces of documents do (`fastformer.text.documents`).
 
 Letters: N tokens, L rows of a column.
 """
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .documents import LanguageBatch, Pieces
+from .documents import LanguageBatch, Pieces, cut_windows
 from .encoding import EncodedDocuments
 
 
@@ -24,17 +25,14 @@ def token_stream(documents: EncodedDocuments) -> NDArray[np.int32]:
     return documents.documents.with_special(last=documents.special_ids.eos_id)[0].astype(np.int32)
 
 
-def cut_stream(documents: EncodedDocuments, context: int) -> Pieces:
-    """Windows of at most `context` predictions of the stream, in order, each cut off from the one before.
+def cut_stream(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
+    """Windows of at most `context` predictions of the stream, in order; each reads `overlap` tokens before it again.
 
     The first token is predicted from an end of line, since a stream has no other begin. Raises ``ValueError`` when
-    `context` is below 1.
+    `context` is below 1, and when `overlap` is below 0 or not below `context`.
     """
-    if context < 1:
-        raise ValueError(f"context must be at least 1, not {context}")
     stream = np.concatenate([np.array([documents.special_ids.eos_id], np.int32), token_stream(documents)])
-    starts = np.arange(0, len(stream) - 1, context)
-    return Pieces(stream, starts, np.minimum(context, len(stream) - 1 - starts))
+    return cut_windows(stream, np.zeros(1, np.int64), np.array([len(stream) - 1]), context, overlap)
 
 
 class ColumnBatches:
@@ -53,6 +51,11 @@ class ColumnBatches:
             raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
         self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
         self.context = context
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return min(self.context, self.table.shape[1] - 1)
 
     def batches_in(self, epoch: int) -> int:
         """Number of batches of an epoch."""

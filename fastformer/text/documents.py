@@ -6,6 +6,10 @@ the piece before it predicted last, and sees nothing further back. Cutting evenl
 less to look back on. So the number of predictions depends neither on the context nor on the batches, and perplexities
 compare; the corpus as one document gives the classical windows of a stream, documents of one line give each line alone.
 
+For evaluation, pieces may overlap: each but a document's first reads the `overlap` tokens before it again, without
+predicting them a second time, so that no prediction but a document's first ones looks back on fewer than `overlap`
+tokens. It moves on by context - overlap predictions, its stride, and no piece is longer than `context`.
+
 A batch is one run of tokens that holds as many whole pieces as its budget allows, from all over the corpus: a model
 that takes the lengths keeps them apart. The order depends on (seed, epoch) only, so a run resumed at batch i of epoch
 n sees exactly the batches that the uninterrupted run would have seen.
@@ -13,6 +17,7 @@ n sees exactly the batches that the uninterrupted run would have seen.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +26,7 @@ from torch import Tensor
 
 from .encoding import EncodedDocuments, Ints
 from .shares import rows_of, share_of
+from .sides import Side
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class LanguageBatch:
     ids_in: Tensor  # bos + tokens, or a window of that
     ids_out: Tensor  # tokens + eos, or the same window
     lengths: Tensor  # [B]
+
+    SIDES: ClassVar[tuple[Side, ...]] = (Side("lengths", ("ids_in",), ("ids_out",)),)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -63,34 +71,59 @@ class LanguageBatch:
 class Pieces:
     """Windows of a stream: piece i reads ``stream[starts[i] : starts[i] + lengths[i]]`` and predicts it one id later.
 
-    `stream` int32 [total], bos + tokens + eos of every document; `starts` and `lengths` int64 [pieces].
+    Its first `reread[i]` predictions are those of the piece before it, and do not count.
+
+    `stream` int32 [total], bos + tokens + eos of every document; `starts`, `lengths` and `reread` int64 [pieces].
     """
 
     stream: NDArray[np.int32]
     starts: Ints
     lengths: Ints
+    reread: Ints
 
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def predictions(self) -> int:
+        """Tokens that count: every token of the stream that can be predicted, once."""
+        return int((self.lengths - self.reread).sum())
 
-def cut_documents(documents: EncodedDocuments, context: int) -> Pieces:
+
+def cut_documents(documents: EncodedDocuments, context: int, overlap: int = 0) -> Pieces:
     """Put bos and eos around every document and cut it into pieces of at most `context` predictions, in order.
 
-    Raises ``ValueError`` when `context` is below 1.
+    Raises ``ValueError`` when `context` is below 1, and when `overlap` is below 0 or not below `context`.
+    """
+    special = documents.special_ids
+    stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
+    # bos is not predicted.
+    return cut_windows(stream.astype(np.int32), np.cumsum(lengths) - lengths, lengths - 1, context, overlap)
+
+
+def cut_windows(stream: NDArray[np.int32], first: Ints, predictions: Ints, context: int, overlap: int) -> Pieces:
+    """Windows of at most `context` predictions, of which `overlap` were made before, in every part of a stream.
+
+    Args:
+        stream: int32 [total].
+        first: int64 [parts], where each part begins in it.
+        predictions: int64 [parts], how many each part has.
+        context: most tokens that a window reads.
+        overlap: how many of them the window before it has read too; a part's first window has none before it.
+
+    Raises:
+        ValueError: `context` is below 1, or `overlap` is below 0 or not below `context`.
     """
     if context < 1:
         raise ValueError(f"context must be at least 1, not {context}")
-    special = documents.special_ids
-    stream, lengths = documents.documents.with_special(first=special.bos_id, last=special.eos_id)
-    first = np.cumsum(lengths) - lengths  # [documents]: where each begins in the stream
-    predictions = lengths - 1  # bos is not predicted
-    counts = -(-predictions // context)  # pieces of each document
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each piece in its document
-    starts = np.repeat(first, counts) + number * context
-    return Pieces(
-        stream.astype(np.int32), starts, np.minimum(context, np.repeat(predictions, counts) - number * context)
-    )
+    if not 0 <= overlap < context:
+        raise ValueError(f"overlap must be at least 0 and below context ({context}), not {overlap}")
+    stride = context - overlap
+    # What lies within the overlap, a window has predicted that began before; a part with any prediction has a window.
+    counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [parts]
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each window in its part
+    lengths = np.minimum(context, np.repeat(predictions, counts) - number * stride)
+    return Pieces(stream, np.repeat(first, counts) + number * stride, lengths, np.where(number > 0, overlap, 0))
 
 
 def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
@@ -100,6 +133,14 @@ def collate_pieces(pieces: Pieces, indices: Ints) -> LanguageBatch:
     where = np.arange(lengths.sum()) + np.repeat(pieces.starts[indices] - offsets, lengths)  # [T]
     ids_in, ids_out = (torch.from_numpy(pieces.stream[i].astype(np.int64)) for i in (where, where + 1))
     return LanguageBatch(ids_in, ids_out, torch.from_numpy(lengths))
+
+
+def counted_positions(pieces: Pieces, indices: Ints) -> Tensor:
+    """Where the predictions that count stand in the batch of the pieces at `indices`: int64, in order."""
+    lengths, reread = pieces.lengths[indices], pieces.reread[indices]
+    counted = lengths - reread
+    before = np.cumsum(reread)  # positions up to here that do not count
+    return torch.from_numpy(np.arange(counted.sum()) + np.repeat(before, counted))
 
 
 class LanguageBatches:
@@ -137,6 +178,11 @@ class LanguageBatches:
             cuts.append(int(np.searchsorted(ends, before + self.tokens, side="right")))  # the first that does not fit
             before = int(ends[cuts[-1] - 1])
         return np.split(order, cuts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return int(self.pieces.lengths.max())
 
     def batches_in(self, epoch: int) -> int:
         """Number of batches of an epoch."""

@@ -130,9 +130,12 @@ class Checkpoint:
                 shards.read_into({MODEL + kept: targets[name]})
 
     def check_architecture(self, config: Any) -> None:
-        """Raise CheckpointError naming the first setting that differs in a model (dataclass or mapping; None: any)."""
+        """Raise CheckpointError naming the first setting that differs in a model (dataclass or mapping; None: any).
+
+        A setting that the checkpoint does not state is newer than it, and has the dataclass's default.
+        """
         if config is not None:
-            check_architecture(self.config, settings(config), self.path)
+            check_architecture({**defaults(config), **self.config}, settings(config), self.path)
 
     def check(self) -> "Checkpoint":
         """Read all files and compare them with what was saved; raises CheckpointError naming the first that differs."""
@@ -218,6 +221,12 @@ def settings(config: Any) -> dict[str, Any]:
     values = {} if config is None else dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
+
+
+def defaults(config: Any) -> dict[str, Any]:
+    """The defaults of a dataclass's fields, as `settings` gives its values; a mapping has none."""
+    found = () if isinstance(config, Mapping) else dataclasses.fields(config)
+    return settings({each.name: each.default for each in found if each.default is not dataclasses.MISSING})
 
 
 def sha256(path: Path) -> str:

@@ -4,6 +4,9 @@ Batches have the sentence lengths of Multi30k en-de: random ones of 128 sentence
 padding, and bucketed ones of 4,096 positions, where 6 % is. Against torch.nn.Transformer on the same sentences, padded,
 and against T1's fixed length of 200, which gets 8 of the sentences because 128 take a minute. Speeds are real target
 tokens a second. "quick" is d256 with 3+3 layers and fp32, "full" d512 with 6+6, fp32 and bf16 by autocast.
+
+From CUDA graphs: the trainer's step, which begins with a batch on the CPU, on four batches in turn, against the same
+without graphs and against torch.nn.Transformer's on these batches.
 """
 
 from dataclasses import replace
@@ -12,9 +15,11 @@ from typing import Literal
 import pytest
 import torch
 
-from benchmarks.lengths import VOCABULARY, random_pairs, typical_pairs
+from benchmarks.competitors import require
+from benchmarks.lengths import VOCABULARY, first_pairs, random_pairs, typical_pairs
 from benchmarks.race import Race
 from benchmarks.training import race_training
+from benchmarks.training_graphs import race_graphs
 from fastformer.models import TranslationConfig
 
 Size = Literal["quick", "full"]
@@ -67,6 +72,31 @@ def bench_training_step(race: Race, batches: str, competitor: str, size: Size, d
         dtype=DTYPES[dtype],
         rounds=ROUNDS[size],
         goal=on_cpu if race.device.type == "cpu" else compiled if competitor.endswith("compile") else on_gpu,
+    )
+
+
+@pytest.mark.parametrize("batches", ["random", "bucketed"])
+@pytest.mark.parametrize(
+    ("competitor", "size", "dtype"),
+    [
+        ("no-graphs", "quick", "bf16"),
+        ("no-graphs", "full", "fp32"),
+        ("no-graphs", "full", "bf16"),
+        ("torch.nn", "full", "fp32"),
+        ("torch.nn", "full", "bf16"),
+    ],
+)
+def bench_training_step_graphs(race: Race, batches: str, competitor: str, size: Size, dtype: str) -> None:
+    require("no-graphs", race.device)  # without a GPU there are none
+    race_graphs(
+        race,
+        f"training step from CUDA graphs, {batches} batches, {_name(size)}, V {VOCABULARY:,}, {dtype}",
+        TINY if race.tiny else CONFIGS[size],
+        [random_pairs(4, seed) for seed in range(2)] if race.tiny else first_pairs(batches, 4),
+        competitor=competitor,
+        dtype=DTYPES[dtype],
+        rounds=ROUNDS[size],
+        goal=GOALS[batches, dtype][1] if competitor == "torch.nn" else None,
     )
 
 

@@ -5,12 +5,13 @@ cache flushed before each call, wall time of calls in a row, and device time of 
 host's launches do not count; the GPU's side is not measured on a GPU yet.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+
+from fastformer.cuda_graphs import capture
 
 _FLUSHED_BYTES = 1 << 28  # several times the 50 MB of an H100's L2
 _FLUSHES = 4  # takes the GPU a quarter of a millisecond, longer than the host needs to queue a short call
@@ -74,23 +75,7 @@ class Stopwatch:
         for _ in range(3):  # compiles, and lets libraries allocate
             run()
         torch.cuda.synchronize(self.device)
-        index, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool)
-        try:
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        except Exception:
-            # A capture that breaks off leaves the generator refusing to draw, and the allocator in the graph's pool.
-            generator = torch.cuda.default_generators[index]
-            generator.graphsafe_set_state(generator.clone_state())
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(index, pool)
-                torch._C._cuda_releasePool(index, pool)
-            raise
-        return graph.replay
+        return capture(run, torch.cuda.current_device())[0].replay
 
     def peak_memory(self, run: Call) -> int | None:
         """Bytes that a call takes at its peak beyond what was allocated before, on a GPU only."""

@@ -78,12 +78,21 @@ def typical_pairs(kind: str) -> EncodedPairs:
     return _typical(kind)[0]
 
 
-def _typical(kind: str) -> tuple[EncodedPairs, float]:
-    pairs = random_pairs()
+def first_pairs(kind: str, number: int) -> list[EncodedPairs]:
+    """The pairs of the first batches of an epoch; kinds as in `typical_pairs`."""
+    batches = _batches(kind)
+    return [batches.pairs.take(indices) for indices in batches.plan(0)[:number]]
+
+
+def _batches(kind: str) -> Batches:
     if kind == "random":
-        batches = Batches(pairs, sentences=128, bucket=False, packed=False)
-    else:
-        batches = Batches(pairs, tokens=4096, bucket=True, packed=False)
+        return Batches(random_pairs(), sentences=128, bucket=False, packed=False)
+    return Batches(random_pairs(), tokens=4096, bucket=True, packed=False)
+
+
+def _typical(kind: str) -> tuple[EncodedPairs, float]:
+    batches = _batches(kind)
+    pairs = batches.pairs
     source, target = pairs.source.lengths + 1, pairs.target.lengths + 1
     plan = [indices for indices in batches.plan(0) if kind == "bucketed" or len(indices) == 128]
 

@@ -276,8 +276,7 @@ class Race:
                 try:
                     graph = self.watch.replay(side.run)
                 except Exception as error:  # whatever a compiler or a driver raises
-                    first = error.__context__ or error  # what broke the capture, not that its end failed
-                    self.note(no_graph=f"{side.name}: {str(first).partition(chr(10))[0][:160]}")
+                    self.note(no_graph=f"{side.name}: {str(error).partition(chr(10))[0][:160]}")
                 else:
                     times[side.name] = statistics.median(self.watch(graph) for _ in range(10))
             self.note(graph_seconds=times)

@@ -120,7 +120,7 @@ def packed_attention(
         q, k, v, layout, key_layout: as in `functional.packed_attention`.
         rules: from `check_packed_attention`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
     H, Hkv, Kv = q.shape[1], k.shape[1], v.shape[2]
     plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
@@ -175,7 +175,7 @@ def _attend(
 
 
 def _in_one_group(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> Tensor:
-    """`packed_attention` without a look at the lengths, which no graph can take."""
+    """`packed_attention` without a look at the lengths, which no graph can take, a compiler's or CUDA's."""
 
     def padded(x: Tensor, layout: Layout) -> Tensor:  # [T, H, K] -> [B, H, max_length, K]
         B, L = layout.batch, layout.max_length

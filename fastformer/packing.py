@@ -23,7 +23,7 @@ class Layout:
     """Where B sequences lie in a run of T tokens, and in the padded batch `[B, columns]` that they came from.
 
     Attributes:
-        lengths: int64 `[B]`, on the CPU; zero is allowed.
+        lengths: int64 `[B]`, on the CPU; zero is allowed. On "meta" where only the device knows them (`in_place`).
         offsets: int64 `[B + 1]`, on the tokens' device; sequence b is `offsets[b]:offsets[b + 1]`.
         positions: int64 `[T]`, on the tokens' device; the position of each token in its sequence.
         slots: int64 `[T]`, on the tokens' device; the row of each token in `[B * max_length]`, where every sequence
@@ -110,6 +110,25 @@ class Layout:
         slots = rows * longest + positions
         return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
 
+    @classmethod
+    def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
+        """Build a layout of tensors that hold other sequences at each step, of which the host knows the shapes only.
+
+        That is what a CUDA graph needs. Make another one of the same tensors for each step: what it remembers is of
+        that step. Nothing can be unpacked that depends on the lengths as numbers.
+
+        Args:
+            offsets, positions, slots: as in the class.
+            max_length: no sequence is longer, and the columns of the slots.
+        """
+        lengths = torch.empty(offsets.numel() - 1, dtype=torch.int64, device="meta")
+        return cls(lengths, offsets, positions, slots, 0, max_length, max_length, slots)
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows the lengths."""
+        return not self.lengths.is_meta
+
     def to(self, device: torch.device | str) -> "Layout":
         """Return the layout of the same tokens on another device, without waiting for it."""
         if torch.device(device) == self.offsets.device:
@@ -150,8 +169,9 @@ class Layout:
             make: makes it, from this layout and the other one.
             other: the layout of the keys, where the thing depends on it.
         """
-        # A graph has no memory, and what is captured for CUDA has no values yet.
-        if torch.compiler.is_compiling() or (self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
+        capturing = self.known and self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or torch.compiler.is_compiling():
             return make()
         key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
         if key not in self._memory:

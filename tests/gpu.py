@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
+
+from fastformer.cuda_graphs import CudaRecorder, Recorded
 
 MARKS = [
     pytest.mark.gpu,
@@ -38,28 +40,28 @@ def no_host_sync() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """Capture a step as torch's notes on CUDA graphs describe it: what it returns holds the results of each replay.
+def captured(step: Callable[[], list[Tensor]]) -> tuple[Callable[[], object], list[Tensor]]:
+    """Capture a step: what repeats it, and tensors that then hold the results.
 
     Where the step cannot be captured, its own error is raised, and the process can still draw random numbers.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles kernels, and makes the libraries allocate what they need
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            results = step()
-        except BaseException:
-            with suppress(RuntimeError):
-                graph.capture_end()
-            # A capture that breaks off leaves the generator refusing to draw.
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
-            raise
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph, results
+    recorder = CudaRecorder(torch.device("cuda"), keeps_memory=True)
+    for _ in range(3):  # compiles kernels, and makes the libraries allocate what they need
+        recorder.warm_up(step)
+    torch.cuda.synchronize()
+    replay, results = recorder.capture(step)
+    return replay, results
+
+
+def counted_captures(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """A list that gets every capture that does not fail."""
+    seen: list[Recorded] = []
+    capture = CudaRecorder.capture
+
+    def count(self: CudaRecorder, step: Callable[[], object]) -> Recorded:
+        recorded = capture(self, step)
+        seen.append(recorded)
+        return recorded
+
+    monkeypatch.setattr(CudaRecorder, "capture", count)
+    return seen

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bench_cross_entropy, bench_feed_forward, competitors, training
+from benchmarks import bench_cross_entropy, bench_feed_forward, clock, competitors, training
 from benchmarks.bench_feed_forward import CASES, Case
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
@@ -62,34 +62,22 @@ def test_what_is_timed_may_be_another_call_than_what_is_compared():
     assert row.status == "dry run"
 
 
-def test_a_capture_that_breaks_off_leaves_the_generator_drawing(monkeypatch):
+def test_what_is_captured_has_run_before(monkeypatch):
     done = []
 
     class Graph:
-        def capture_begin(self, pool):
-            done.append(f"begin in {pool}")
+        def replay(self):
+            done.append("replay")
 
-        def capture_end(self):
-            raise RuntimeError("the capture was invalidated")
+    def capture(step, index):
+        step()
+        return Graph(), None
 
-    class Generator:
-        def clone_state(self):
-            return "a state that captures nothing"
-
-        def graphsafe_set_state(self, state):
-            done.append(state)
-
-    fakes = {"synchronize": lambda device: None, "current_device": lambda: 0, "graph_pool_handle": lambda: "pool"}
-    fakes |= {"CUDAGraph": Graph, "default_generators": (Generator(),)}
-    for name, fake in fakes.items():
+    for name, fake in {"synchronize": lambda device: done.append("wait"), "current_device": lambda: 0}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    for name in ("end", "release"):
-        function = "_cuda_endAllocateToPool" if name == "end" else "_cuda_releasePool"
-        monkeypatch.setattr(torch._C, function, lambda *arguments, name=name: done.append((name, *arguments)), False)
-    with pytest.raises(RuntimeError, match="invalidated"):
-        Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))
-    left = ["a state that captures nothing", ("end", 0, "pool"), ("release", 0, "pool")]
-    assert done == ["run"] * 3 + ["begin in pool", "run", *left]
+    monkeypatch.setattr(clock, "capture", capture)
+    Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))()
+    assert done == ["run", "run", "run", "wait", "run", "replay"]
 
 
 def test_the_compiled_model_is_compiled(monkeypatch):

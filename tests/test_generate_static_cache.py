@@ -1,17 +1,15 @@
 """Steps of fixed shapes: equal to those of the growing cache, eagerly and repeated as a CUDA graph would."""
 
 import warnings
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from fused_op import DEVICE, needs_kernels, poisoned
-from recorded_steps import TapeRecorder, steps_of_both
+from recorded_steps import steps_of_both, taped
 from translation_task import BOS, EOS, random_model
 from uncached_search import RAGGED, sources
 
-from fastformer import arguments, blank_padding
 from fastformer.generate import (
     DecoderState,
     SearchOptions,
@@ -32,12 +30,7 @@ MODELS = {
 
 @pytest.fixture
 def tape(monkeypatch):
-    """Steps are captured and repeated, and nothing looks at values, as on a GPU."""
-    recorder = TapeRecorder()
-    monkeypatch.setattr(step_graph, "recorder", lambda device: recorder)
-    for module in (arguments, blank_padding):
-        monkeypatch.setattr(module, "readable", lambda x: False)
-    return recorder
+    return taped(monkeypatch, step_graph)
 
 
 @pytest.fixture(params=["eager", "repeated"])
@@ -258,114 +251,20 @@ class TestStepGraph:
             warnings.simplefilter("error")
             assert all(int(graph.run(lambda t=t: torch.tensor(t), 100)) == t for t in range(3))
 
+    def test_after_a_failure_of_another_capture_there_is_a_new_graph(self, tape):
+        """That one has replaced the generator's state, which an earlier graph belongs to."""
+        graph, step, _ = self.graph(tape)
+        for left in (30, 29, 28):
+            graph.run(step, left)
+        assert (tape.captured, tape.replayed) == (1, 2)
+        tape.failures += 1
+        for left in (27, 26):
+            graph.run(step, left)
+        assert (tape.captured, tape.replayed) == (2, 4)
+
     def test_errors_that_are_none_of_the_capture_are_raised(self, tape):
         graph, step, _ = self.graph(tape)
         graph.run(step, 30)
         tape.capture = lambda step: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             graph.run(step, 29)
-
-
-class FakeCuda:
-    """What `CudaRecorder` asks of torch.cuda, written down in order."""
-
-    def __init__(self, monkeypatch):
-        self.log, self.streams, self.fails_at_end = [], [], False
-        fake = self
-
-        class Stream:
-            def __init__(self, index):
-                self.name = f"side {len(fake.streams)}"
-                fake.streams.append(self)
-
-            def wait_stream(self, other):
-                fake.log.append(f"{self.name} waits for {other.name}")
-
-        class Graph:
-            def capture_begin(self, pool, capture_error_mode):
-                self.handle = pool
-                fake.log.append(f"begin in {pool}, {capture_error_mode}")
-
-            def capture_end(self):
-                fake.log.append("end")
-                if fake.fails_at_end:
-                    raise RuntimeError("the end cannot be captured")
-
-            def pool(self):
-                return self.handle
-
-            def replay(self):
-                fake.log.append("replay")
-
-        class Generator:
-            def clone_state(self):
-                return "state"
-
-            def graphsafe_set_state(self, state):
-                fake.log.append(f"generator gets {state}")
-
-        handles = iter(range(100))
-        current = Stream(0)
-        current.name = "current"
-        fakes = {
-            "Stream": Stream,
-            "CUDAGraph": Graph,
-            "stream": lambda stream: nullcontext(),
-            "current_stream": lambda index: current,
-            "graph_pool_handle": lambda: f"pool {next(handles)}",
-            "default_generators": {0: Generator()},
-        }
-        for name, value in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            call = lambda index, pool, name=name: self.log.append(f"{name} {index} {pool}")  # noqa: E731
-            monkeypatch.setattr(torch._C, name, call, raising=False)
-        monkeypatch.setattr(step_graph, "_idle", {})
-
-
-class TestCudaRecorder:
-    """Its calls; that CUDA takes them is tested on a GPU."""
-
-    device = torch.device("cuda", 0)
-
-    def test_captures_share_a_pool_as_long_as_one_recorder_has_it(self, monkeypatch):
-        cuda = FakeCuda(monkeypatch)
-        recorder, other = step_graph.recorder(self.device), step_graph.recorder(self.device)
-        for each in (recorder, recorder, other):
-            assert each.capture(lambda: cuda.log.append("step") or torch.ones(1)).output == 1
-        begins = [line for line in cuda.log if line.startswith("begin")]
-        assert begins == [f"begin in pool {i}, thread_local" for i in (0, 0, 1)]
-        assert cuda.log[:5] == ["side 1 waits for current", begins[0], "step", "end", "current waits for side 1"]
-        home = recorder.home
-        del recorder, each
-        again = step_graph.recorder(self.device)
-        assert again.home is home
-        assert step_graph.recorder(self.device).home is not home
-
-    def test_a_warm_up_is_between_what_comes_before_and_after(self, monkeypatch):
-        cuda = FakeCuda(monkeypatch)
-        step_graph.recorder(self.device).warm_up(lambda: cuda.log.append("step"))
-        assert cuda.log == ["side 1 waits for current", "step", "current waits for side 1"]
-
-    @pytest.mark.parametrize("fails", ["the step", "the end"])
-    def test_a_capture_that_fails_cleans_up_and_says_why(self, monkeypatch, fails):
-        def step():
-            if fails == "the step":
-                raise RuntimeError("the step cannot be captured")
-            return torch.ones(1)
-
-        cuda = FakeCuda(monkeypatch)
-        recorder = step_graph.recorder(self.device)
-        recorder.capture(lambda: torch.ones(1))
-        last, cuda.fails_at_end = recorder.home.last, True
-        cuda.log.clear()
-        with pytest.raises(RuntimeError, match=f"{fails} cannot be captured"):
-            recorder.capture(step)
-        assert cuda.log[2:] == [
-            "end",
-            "generator gets state",
-            "_cuda_endAllocateToPool 0 pool 0",
-            "_cuda_releasePool 0 pool 0",
-            "current waits for side 1",
-        ]
-        assert recorder.home.last is last

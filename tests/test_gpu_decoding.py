@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from gpu import MARKS, captured, no_host_sync
+from gpu import MARKS, captured, counted_captures, no_host_sync
 from recorded_steps import steps_of_both
 from translation_task import BOS, random_model
 from uncached_search import RAGGED, sources
@@ -14,7 +14,6 @@ import fastformer
 from fastformer.generate import SearchOptions, beam_search, greedy_search, static_cache
 from fastformer.generate.cache import DecoderState
 from fastformer.generate.static_cache import StaticDecoderState
-from fastformer.generate.step_graph import CudaRecorder
 
 pytestmark = MARKS
 
@@ -25,17 +24,7 @@ def gpu_model(dtype=torch.float32, **changes):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The captures that did not fail."""
-    seen = []
-    capture = CudaRecorder.capture
-
-    def count(self, step):
-        recorded = capture(self, step)
-        seen.append(recorded)
-        return recorded
-
-    monkeypatch.setattr(CudaRecorder, "capture", count)
-    return seen
+    return counted_captures(monkeypatch)
 
 
 # Random errors of the dtype, as a share of the norm; a position that stands still makes it 0.09 and more.
@@ -133,8 +122,8 @@ def test_a_capture_that_fails_leaves_everything_usable(captures, monkeypatch):
     assert not captures
     before = torch.randn(1000, device="cuda")
     assert not torch.equal(before, torch.randn(1000, device="cuda"))
-    graph, [drawn] = captured(lambda: [torch.randn(1000, device="cuda")])
-    graph.replay()
+    replay, [drawn] = captured(lambda: [torch.randn(1000, device="cuda")])
+    replay()
     assert torch.isfinite(drawn).all()
     found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
     assert [h.ids for h in found] == [h.ids for h in expected]

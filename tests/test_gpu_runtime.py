@@ -71,11 +71,11 @@ STEPS = [*CASES, "encoder layer", "packed encoder layer"]
 def test_a_cuda_graph_replays_on_new_inputs(name):
     with fastformer.backend("triton"):
         step, given = step_of(name)
-        graph, results = captured(step)
+        replay, results = captured(step)
         with torch.no_grad():
             for x in given:
                 x.copy_(torch.randn_like(x))
-        graph.replay()
+        replay()
         replayed = [x.clone() for x in results]
         for a, b in zip(replayed, step(), strict=True):
             assert_close(a, b, roundings=4)  # matrix products may be others than outside of a graph
@@ -84,10 +84,10 @@ def test_a_cuda_graph_replays_on_new_inputs(name):
 @pytest.mark.parametrize("name", ["attention", "feed_forward", "dropout_add_layer_norm", "embedding", "encoder layer"])
 def test_a_cuda_graph_draws_new_dropout_in_each_replay(name):
     with fastformer.backend("triton"):
-        graph, results = captured(step_of(name, 0.5)[0])
+        replay, results = captured(step_of(name, 0.5)[0])
         replays = []
         for _ in range(2):
-            graph.replay()
+            replay()
             replays.append([x.clone() for x in results])
     assert not torch.equal(replays[0][0], replays[1][0])
     assert all(torch.isfinite(x).all() for x in (*replays[0], *replays[1]))

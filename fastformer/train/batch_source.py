@@ -10,7 +10,9 @@ class Batch(Protocol):
     """What the loop asks of a batch.
 
     With several processes it asks for `share(rank, world)`, too: the part of process `rank`, a batch or None. Every
-    sentence must be in exactly one of the parts.
+    sentence must be in exactly one of the parts. With CUDA graphs, for a dataclass whose `SIDES` name all its fields
+    (`fastformer.text.Side`), ids packed `[T]`, and a loss that takes a `Layout` in place of lengths and asks for
+    nothing but the fields.
     """
 
     @property
@@ -22,7 +24,11 @@ class Batch(Protocol):
 
 
 class BatchSource(Protocol):
-    """The training data. The batches of an epoch must depend on its number only, not on global generators."""
+    """The training data. The batches of an epoch must depend on its number only, not on global generators.
+
+    `longest`, where it has that, is the number of tokens of its longest sequence; CUDA graphs need it for models that
+    take no longer ones.
+    """
 
     def batches_in(self, epoch: int) -> int:
         """Number of batches of an epoch (the first is 0)."""

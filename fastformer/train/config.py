@@ -75,6 +75,9 @@ class TrainConfig:
     precision: str = option(
         "fp32", "fp32, or autocast to bf16 or fp16 (the latter with loss scaling)", choices=("fp32", "bf16", "fp16")
     )
+    cuda_graphs: bool = option(
+        False, "repeat steps as CUDA graphs, for small batches on a GPU; one process, fp32 or bf16"
+    )
     parallel: str = option(
         "ddp", "torchrun: ddp, every process holds the model; fsdp: its part of it", choices=("ddp", "fsdp")
     )
@@ -88,6 +91,8 @@ class TrainConfig:
         check_values(self)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}; it must not be")
+        if self.cuda_graphs and self.precision == "fp16":
+            raise ValueError("cuda_graphs=True is for precision fp32 and bf16, not for fp16")
         if self.average > self.keep:
             raise ValueError(f"average={self.average} needs keep >= {self.average}, but keep={self.keep}")
         if self.steps is None and self.epochs is None and self.minutes is None:

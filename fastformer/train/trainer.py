@@ -30,6 +30,7 @@ from fastformer.train.batch_source import BatchSource
 from fastformer.train.checkpoint_files import Checkpoint, average_checkpoints
 from fastformer.train.checkpoints import CheckpointFolder
 from fastformer.train.config import TrainConfig
+from fastformer.train.graphs import new_update
 from fastformer.train.interrupt import Interrupt
 from fastformer.train.metrics import MetricsLog, RunningSums
 from fastformer.train.parallel import gathered
@@ -38,7 +39,6 @@ from fastformer.train.progress import Progress, describe
 from fastformer.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
 from fastformer.train.saving import CheckpointWriter
 from fastformer.train.schedules import Schedule
-from fastformer.train.update import Update
 from fastformer.train.weights import CheckpointError, put_weights
 
 _LOWER_IS_BETTER = ("loss", "perplexity")
@@ -110,7 +110,7 @@ class Trainer:
         self._processes = Processes.current()
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
         self._progress = Progress(show and self._processes.is_main)
-        self._update = Update(model, loss, config, self._processes)
+        self._update = new_update(model, loss, config, self._processes, getattr(batches, "longest", None))
         self._writer = CheckpointWriter(self.checkpoints, model, self._update, self._processes, architecture)
         self._schedule = Schedule(
             config.schedule, config.lr, config.warmup_steps, config.min_lr,

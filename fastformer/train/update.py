@@ -74,26 +74,44 @@ class Update:
         for number, batch in enumerate(batches, start=1):
             share = self._processes.share(batch)
             with exchange(self.module, self._processes, last=number == len(batches)):
-                with self.autocast():
-                    loss = self.module(None if share is None else share.to(self.device, non_blocking=True))
-                # The processes' gradients are averaged, but their sum is wanted.
-                self._scaler.scale(loss * self._processes.world / max(tokens, 1)).backward()
-            total += loss.detach()
+                on_device = None if share is None else share.to(self.device, non_blocking=True)
+                total += self.backward(on_device, max(tokens, 1))
         self._processes.sum(total)
         with self._processes.contact():  # of sharded gradients, the processes compare what is finite
             self._scaler.unscale_(self.optimizer)
+        return total, self.norm(), tokens
+
+    def backward(self, batch: Any, tokens: int | Tensor) -> Tensor:
+        """Add the gradients of a batch's loss, divided by the tokens of the step; its sum, without a gradient.
+
+        Args:
+            batch: on the device; None where this process has none.
+            tokens: at least 1.
+        """
+        with self.autocast():
+            loss: Tensor = self.module(batch)
+        # The processes' gradients are averaged, but their sum is wanted.
+        self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def norm(self) -> Tensor:
+        """The norm of the gradients, a scalar."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return total, whole_norm(nn.utils.get_total_norm(gradients), self._processes), tokens
+        return whole_norm(nn.utils.get_total_norm(gradients), self._processes)
 
     def apply(self, norm: Tensor, rate: float) -> None:
         """Clip the gradients, whose norm is `norm`, and change the parameters by them at the learning rate `rate`."""
+        self.step(norm, rate)
+        self.optimizer.zero_grad()
+
+    def step(self, norm: Tensor, rate: float | Tensor) -> None:
+        """As `apply`, but the gradients stay."""
         if self._config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self._config.clip_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        self.optimizer.zero_grad()
 
     def scaler_state(self) -> dict[str, Any]:
         """The loss scale and its history; empty without one."""

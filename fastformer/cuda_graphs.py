@@ -155,10 +155,8 @@ class CudaRecorder:
             RuntimeError: it waits for the device, or does something else that a graph cannot hold; random numbers can
                 be drawn and memory allocated as before.
         """
-        last, self.home.last = (
-            self.home.last,
-            None,
-        )  # where it fails for want of memory, that of the pool is to be freed
+        # Where the capture fails for want of memory, that of the pool is free once the caller drops its graphs.
+        last, self.home.last = self.home.last, None
         with self._beside():
             graph, output = capture(step, self.index, None if last is None else last.pool())
         self.home.last = graph

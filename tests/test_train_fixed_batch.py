@@ -3,16 +3,26 @@
 from dataclasses import dataclass
 
 import language_task
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from translation_task import random_batch, random_model
+from translation_task import IDS, random_batch, random_model
 
 from fastformer import arguments
 from fastformer.models import language_model_loss, translation_loss
 from fastformer.packing import Layout
-from fastformer.text import LabelledBatch, LanguageBatch
+from fastformer.text import (
+    Batches,
+    ColumnBatches,
+    EncodedDocuments,
+    EncodedPairs,
+    LabelledBatch,
+    LanguageBatch,
+    LanguageBatches,
+    Sequences,
+)
 from fastformer.train.fixed_batch import FixedBatch, Shape, shape_of
 
 CPU = torch.device("cpu")
@@ -160,6 +170,23 @@ def test_shapes_are_few():
         lengths = torch.randint(mean - 2, mean + 3, (4096 // (mean + 3),), generator=generator)
         shapes.add(shape_of(language_task.random_batch(lengths.tolist())))
     assert len(shapes) <= 12
+
+
+def test_sources_of_batches_know_their_longest_sequence():
+    random = np.random.default_rng(0)
+    lists = [random.integers(4, 17, n).tolist() for n in (3, 14, 1, 9)]
+    source, target = Sequences.from_lists(lists), Sequences.from_lists(lists[::-1])
+    documents = EncodedDocuments(source, IDS, 17)
+    sources = [
+        Batches(EncodedPairs(source, target, IDS, IDS), sentences=2),
+        LanguageBatches(documents, context=6, tokens=10),
+        LanguageBatches(documents, context=40, tokens=40),
+        ColumnBatches(documents, columns=2, context=7),
+        ColumnBatches(documents, columns=2, context=40),
+    ]
+    for each in sources:
+        found = [getattr(batch, side.lengths) for batch in each.epoch(0) for side in batch.SIDES]
+        assert each.longest == max(int(x.max()) for x in found)
 
 
 def test_a_longest_that_is_not_is_no_limit():

@@ -4,7 +4,7 @@ Useful work is counted, of real positions and allowed pairs alone: 4 D operation
 of q, k, v and the output, and backward those again with four gradients. Ours is told lengths and causality and makes no
 mask. fp64 results are of all heads where that is 0.5 GiB of scores, else of some.
 
-325 cases, 12 of them of packages that are rarely there. An estimate, not measured on a GPU: a third of a second a case,
+328 cases, 12 of them of packages that are rarely there. An estimate, not measured on a GPU: a third of a second a case,
 half a minute for the kernels of ours and as long for those of flex_attention, 3 minutes together.
 """
 
@@ -215,6 +215,31 @@ def bench_padding_causal(race: Race, shape: Shape, competitor: str, way: str | N
 def bench_padding(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
     goals = (1.2, 1.2) if competitor == "varlen" else (1.8, 1.6)
     _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@_cases(("full", PADDED[1:2], [("own-lengths", None)]))
+def bench_key_mask(race: Race, shape: Shape, competitor: str, way: None, direction: Direction) -> None:
+    """Ours told of padding by a key mask, which each tile of values has to wait for, against ours told lengths."""
+    _take(race, "key mask", shape, competitor, way, direction)
+    p = problem(race, shape)
+    inputs, upstream = p.leaves(), p.random()
+
+    def by_mask() -> Tensor:
+        with fastformer.backend("triton"):
+            ends = p.lengths_on_device
+            return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_mask=p.real)
+
+    race.op(
+        case_name("attention, key mask", shape, p),
+        Op("fastformer", by_mask, inputs, p.compared),
+        Op("fastformer, lengths", lambda: _ours(p, inputs), inputs, p.compared),
+        upstream=upstream,
+        expected=p.expected(inputs, upstream),
+        tolerance=TOLERANCE[p.dtype],
+        direction=direction,
+        work=p.work(direction),
+    )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

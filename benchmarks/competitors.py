@@ -64,6 +64,7 @@ COMPETITORS = {
     "xformers": Competitor("xformers", _package("xformers")),
     "transformers": Competitor("Hugging Face transformers", _package("transformers", gpu=False)),
     "ctranslate2": Competitor("CTranslate2, from our export", _package("ctranslate2", gpu=False)),
+    "own-lengths": Competitor("our own attention, told of padding by lengths"),
     "no-graphs": Competitor("our own steps without CUDA graphs", _gpu),
 }
 

@@ -115,13 +115,13 @@ def perplexity(
 
 def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
     device = model.output.weight.device
-    total = 0.0
+    total, overlapping = 0.0, bool(pieces.reread.any())
     ends = np.cumsum(pieces.lengths)
     # Whole pieces, about as many tokens a batch as asked for.
     cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
     for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
         if len(indices):
             batch = collate_pieces(pieces, indices)
-            counted = counted_positions(pieces, indices)
-            total += float(language_model_loss(model, batch.to(device), counted=counted.to(device)))
+            counted = counted_positions(pieces, indices).to(device) if overlapping else None
+            total += float(language_model_loss(model, batch.to(device), counted=counted))
     return total

@@ -23,11 +23,14 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=300, help="generated bad inputs of each test in test_fuzz_*.py")
+    parser.addoption(
+        "--seed", type=int, default=0, help="what every test begins with: other random tensors, same claims"
+    )
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+def _seed(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(request.config.getoption("--seed"))
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ def check(
     torchs: nn.Module | Callable[..., Tensor],
     dtype: torch.dtype,
     inputs: dict[str, Tensor],
-    roundings: float | None = None,
     **settings: Any,
 ) -> None:
     """Compare outputs and the gradients of all floating-point inputs, masks among them, and of all parameters.
@@ -48,7 +47,6 @@ def check(
         torchs: a module with parameters of the same names, or a function of the parameters and of what ours takes.
         dtype: of inputs and parameters.
         inputs: by the names that forward gives them.
-        roundings: as in `assert_as_accurate_as_reference`.
         settings: what else forward takes; the name of an input stands for it.
     """
     parameters = values(ours)
@@ -64,7 +62,7 @@ def check(
         return as_op(call, [*inputs, *(f"parameter {name}" for name in parameters)], settings)
 
     tensors = [*inputs.values(), *parameters.values()]
-    assert_as_accurate_as_reference(run(ours), tensors, dtype, roundings, run(torchs))
+    assert_as_accurate_as_reference(run(ours), tensors, dtype, run(torchs))
 
 
 def padding(S: int, float_: bool = False) -> Tensor:

@@ -194,7 +194,7 @@ def test_what_is_saved():
 
 
 def test_only_wanted_gradients(monkeypatch):
-    """Nothing is allocated or computed for the others."""
+    """Nothing is allocated or computed for the others; rows may be added up in another order."""
     asked, backward = [], fused._backward
     monkeypatch.setattr(fused, "_backward", lambda *x: asked.append([t is not None for t in x[-4:]]) or backward(*x))
     tensors = [t.float() for t in inputs(5, 24)]
@@ -211,7 +211,7 @@ def test_only_wanted_gradients(monkeypatch):
             assert asked[-1] == [residual, x, 2 in wanted, 3 in wanted]
         for one in results[1:]:
             for i, grad in one.items():
-                assert torch.equal(grad, results[0][i])
+                assert_close(grad, results[0][i])
         asked.clear()
         given = [tensors[0], tensors[1], *(t.clone().requires_grad_() for t in tensors[2:])]
         dropout_add_layer_norm(*given[:2], 24, *given[2:], dropout_p=p)[0].sum().backward()

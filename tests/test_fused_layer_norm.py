@@ -125,7 +125,7 @@ def test_what_is_beyond_the_kernels():
 
 
 def test_only_wanted_gradients(monkeypatch):
-    """Nothing is allocated or computed for the others."""
+    """Nothing is allocated or computed for the others; rows may be added up in another order."""
     asked = record_partials(monkeypatch, "layer_norm")
     tensors = [random(5, 8).float(), random(8).float(), random(8).float()]
     leaves = [t.clone().requires_grad_() for t in tensors]
@@ -134,7 +134,7 @@ def test_only_wanted_gradients(monkeypatch):
         given = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
         found = gradients(layer_norm(given[0], 8, *given[1:]), [given[i] for i in wanted])
         for i, grad in zip(wanted, found, strict=True):
-            assert torch.equal(grad, all_[i])
+            assert_close(grad, all_[i])
         assert asked[-1] == tuple(torch.float32 if i in wanted else None for i in (1, 2))
 
 

@@ -114,7 +114,7 @@ def test_what_is_beyond_the_kernels():
 
 
 def test_only_wanted_gradients(monkeypatch):
-    """Nothing is allocated or computed for the others."""
+    """Nothing is allocated or computed for the others; rows may be added up in another order."""
     asked = record_partials(monkeypatch, "rms_norm")
     tensors = [random(5, 8).float(), random(8).float()]
     leaves = [t.clone().requires_grad_() for t in tensors]
@@ -122,7 +122,7 @@ def test_only_wanted_gradients(monkeypatch):
     for wanted in (0, 1):
         given = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
         (found,) = gradients(rms_norm(given[0], 8, given[1]), [given[wanted]])
-        assert torch.equal(found, both[wanted])
+        assert_close(found, both[wanted])
         assert asked[-1] == ((torch.float32,) if wanted == 1 else (None,))
 
 

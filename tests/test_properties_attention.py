@@ -159,9 +159,8 @@ def test_the_reference_is_the_formula(problem: Problem) -> None:
 def test_the_kernels_are_the_reference(problem: Problem) -> None:
     problem = replace(problem, value_width=problem.width)  # what the kernels take
     inputs, rules = problem.tensors()
-    # Who sees one key has gradient 0 there, as the difference of two products of order 1.
     fused_op.assert_as_accurate_as_reference(
-        lambda *given: call(problem, dict(rules), given, attention), inputs, torch.float32, roundings=30.0, least=1.0
+        lambda *given: call(problem, dict(rules), given, attention), inputs, torch.float32
     )
 
 

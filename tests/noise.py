@@ -34,6 +34,8 @@ _WRITTEN_OUT = get_decompositions(
         _aten._log_softmax_backward_data,
         _aten.native_layer_norm,
         _aten.native_layer_norm_backward,
+        _aten._fused_rms_norm,
+        _aten._fused_rms_norm_backward,
     ]
 )
 

@@ -213,8 +213,8 @@ def test_nan_and_infinity_stay_in_their_rows():
     clean = fused(attention, q, k, v)
     q[0, 0, 3] = math.nan
     q[0, 0, 5, 0] = math.inf
-    out, expected = fused(attention, q, k, v), plain(attention, q, k, v)
-    assert torch.equal(out.isnan(), expected.isnan())
+    out = fused(attention, q, k, v)
+    assert out[:, :, [3, 5]].isnan().all()  # of infinite scores the largest is taken away: inf - inf
     others = [i for i in range(20) if i not in (3, 5)]
     assert torch.equal(out[:, :, others], clean[:, :, others])
 

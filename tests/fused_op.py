@@ -4,7 +4,7 @@ The inputs are rounded to the dtype first, so that the fp64 result of the same i
 error <= 2 x the reference's own error + 4 x the noise of the formula (noise.py). Twice, because a fused kernel adds up
 in another order; the noise, because how well the reference rounds is the luck of its inputs and of the code that torch,
 oneDNN and MKL choose for a machine. Right computations have errors around the noise: a result of one number is
-normally distributed with it as deviation, and 4 deviations are left by 6 in 100,000.
+normally distributed with it as deviation, and 6 in 100,000 are more than 4 deviations away.
 """
 
 import warnings
@@ -15,7 +15,7 @@ import pytest
 import torch
 from closeness import gradients
 from interpreter import replace_once_a_launch
-from noise import noise
+from noise import DEVIATIONS, noise
 from torch import Tensor
 
 import fastformer
@@ -29,7 +29,6 @@ needs_kernels = pytest.mark.skipif(
 )
 if fused._TRITON and fused._INTERPRETED:
     replace_once_a_launch()
-DEVIATIONS = 4.0
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """torch's own module database, run against our classes: every sample it has, values and gradients."""
 
+import copy
 import warnings
 from functools import cache
 
 import pytest
 import torch
 from closeness import assert_close, gradients
+from noise import DEVIATIONS, noise
 from torch import Tensor, nn
 
 import fastformer
@@ -47,6 +49,23 @@ def without_padding(module: nn.Module, outputs: list[Tensor], arguments: dict[st
     return [x.masked_fill(padding[..., None], 0.0) for x in outputs]
 
 
+def results(module: nn.Module, inputs: tuple[Tensor, ...], arguments: dict[str, Tensor | None]) -> list[Tensor]:
+    """Outputs, those of torch as ours should be, and gradients of inputs and parameters."""
+    outputs = flat(module(*inputs, **arguments))
+    if type(module).__module__.startswith("torch."):
+        outputs = without_padding(module, outputs, arguments)
+    return [*outputs, *gradients(outputs, [*(x for x in inputs if x.requires_grad), *module.parameters()])]
+
+
+def noise_of(
+    module: nn.Module, inputs: tuple[Tensor, ...], arguments: dict[str, Tensor | None], dtype: torch.dtype
+) -> list[float]:
+    exact = copy.deepcopy(module).double()
+    doubles = tuple(x.detach().double().requires_grad_(x.requires_grad) for x in inputs)
+    masks = {k: x.double() if isinstance(x, Tensor) and x.dtype == dtype else x for k, x in arguments.items()}
+    return noise(lambda: results(exact, doubles, masks), results(exact, doubles, masks), dtype)
+
+
 @pytest.mark.usefixtures("slow_path")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("name", NAMES)
@@ -63,15 +82,16 @@ def test_every_sample_of_torchs_database(name, training, dtype):
         ours = getattr(fastformer, name)(*args, **{**kwargs, **settings}).train(training)
         ours.load_state_dict(torchs.state_dict(), strict=True)
         inputs, arguments = sample.forward_input.args, sample.forward_input.kwargs
-        expected, out = flat(torchs(*inputs, **arguments)), flat(ours(*inputs, **arguments))
-        expected = without_padding(torchs, expected, arguments)
-        assert len(out) == len(expected)
-        for a, w in zip(out, expected, strict=True):
-            assert_close(a, w)
-        leaves = [x for x in inputs if x.requires_grad]
-        actual = gradients(out, [*leaves, *ours.parameters()])
-        for a, w in zip(actual, gradients(expected, [*leaves, *torchs.parameters()]), strict=True):
-            assert_close(a, w)
+        found, wanted = (results(module, inputs, arguments) for module in (ours, torchs))
+        noises = cache(lambda: noise_of(torchs, inputs, arguments, dtype))  # noqa: B023
+        for index, (a, w) in enumerate(zip(found, wanted, strict=True)):
+            try:
+                assert_close(a, w)
+            except AssertionError:
+                # The gradient of a norm over four numbers that happen to be alike magnifies roundings, on both sides.
+                assert (a.shape, a.dtype) == (w.shape, w.dtype)
+                error, allowed = (a - w).abs().max(), 2 * DEVIATIONS * noises()[index]
+                assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"
 
 
 def test_every_class_that_replaces_torchs_is_a_subclass_of_it():

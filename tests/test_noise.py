@@ -68,6 +68,6 @@ def test_it_is_the_same_each_time():
 
 
 def test_what_hides_subtractions_is_written_out():
-    """This torch has the formulas, those too that its modules take on GPUs only."""
+    """The installed torch has the formulas, those too that its modules take on GPUs only."""
     for name in ("gelu", "_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward"):
         assert getattr(_aten, name).default in _WRITTEN_OUT

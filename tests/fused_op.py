@@ -7,6 +7,7 @@ oneDNN and MKL choose for a machine. Right computations have errors around the n
 normally distributed with it as deviation, and 6 in 100,000 are more than 4 deviations away.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from closeness import gradients
 from interpreter import replace_once_a_launch
 from noise import DEVIATIONS, noise
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastformer
 from fastformer import fused
@@ -64,6 +65,20 @@ def outputs_and_gradients(op: Op, inputs: Sequence[Tensor | None], dtype: torch.
     return [*outputs, *gradients(outputs, leaves)]
 
 
+def compare(ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], noises: Sequence[float]) -> None:
+    """Hold our results to the rule: those of the reference in the same dtype, in fp64, and their noise."""
+    for index, (a, p, e, n) in enumerate(zip(ours, plain, exact, noises, strict=True)):
+        assert a.shape == p.shape, f"result {index}: shape {list(a.shape)}, not {list(p.shape)}"
+        assert a.dtype == p.dtype, f"result {index}: {a.dtype}, not {p.dtype}"
+        if a.numel() == 0:
+            continue
+        # Triton's interpreter truncates fp32 to bf16 where GPUs round to nearest: twice the error.
+        deviations = DEVIATIONS * (2 if a.dtype == torch.bfloat16 and DEVICE == "cpu" else 1)
+        error, allowed = (a.double() - e).abs().max().item(), (p.double() - e).abs().max().item()
+        allowed = 2 * allowed + deviations * n
+        assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"  # false for NaN
+
+
 def assert_as_accurate_as_reference(
     op: Op,
     inputs: Sequence[Tensor | None],
@@ -85,13 +100,14 @@ def assert_as_accurate_as_reference(
         noises = noise(lambda: outputs_and_gradients(reference or op, exact_inputs, torch.float64), exact, dtype)
     with fastformer.backend("triton"), poisoned():
         ours = outputs_and_gradients(op, exact_inputs, dtype)
-    # Triton's interpreter truncates fp32 to bf16 where GPUs round to nearest: twice the error.
-    deviations = DEVIATIONS * (2 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1)
-    for index, (a, p, e, n) in enumerate(zip(ours, plain, exact, noises, strict=True)):
-        assert a.shape == p.shape, f"result {index}: shape {list(a.shape)}, not {list(p.shape)}"
-        assert a.dtype == p.dtype, f"result {index}: {a.dtype}, not {p.dtype}"
-        if a.numel() == 0:
-            continue
-        error, allowed = (a.double() - e).abs().max().item(), (p.double() - e).abs().max().item()
-        allowed = 2 * allowed + deviations * n
-        assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"  # false for NaN
+    compare(ours, plain, exact, noises)
+
+
+def assert_model_as_accurate_as_reference(model: nn.Module, results: Callable[[nn.Module], Sequence[Tensor]]) -> None:
+    """Hold a model in fp32 to the rule, with results that are computed from a model; not those of dropout."""
+    wide = copy.deepcopy(model).double()
+    with fastformer.backend("reference"):
+        exact, plain = results(wide), results(model)
+        noises = noise(lambda: results(wide), exact, torch.float32)
+    with fastformer.backend("triton"):
+        compare(results(model), plain, exact, noises)

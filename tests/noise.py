@@ -41,15 +41,16 @@ _WRITTEN_OUT = get_decompositions(
 )
 
 
-_SUMS = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.dim, _aten.var_mean.correction}
-_PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+_SUMS = {_aten.sum, _aten.mean, _aten.var_mean}
+_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # where the first factor stands
 
 
 def _terms(func: Any, args: Any) -> int:
     """How many numbers are added up for an element of the result."""
-    if func in _PRODUCTS:
-        return int(args[_PRODUCTS[func]].shape[-1])
-    if func in _SUMS:
+    name = func.overloadpacket
+    if name in _PRODUCTS:
+        return int(args[_PRODUCTS[name]].shape[-1])
+    if name in _SUMS:
         dims = args[1] if len(args) > 1 and args[1] else range(args[0].dim())
         return math.prod(args[0].shape[i] for i in dims)
     return 0
@@ -78,13 +79,21 @@ class _Rounded(TorchDispatchMode):
         if func in _WRITTEN_OUT:
             with self:
                 return _WRITTEN_OUT[func](*args, **kwargs)
-        if func.is_view or func._schema.is_mutable:
+        if func.is_view:
             return func(*args, **kwargs)
-        if terms := _terms(func, args):
+        terms = _terms(func, args)
+        if terms and func._schema.arguments[0].alias_info is None:
             # Added one after the other, n terms of like size have the error of terms rounded sqrt(n / 2) times each.
-            eps = torch.finfo(torch.float32).eps * max(1.0, (terms / 2) ** 0.5)
+            eps = min(self.info.eps, torch.finfo(torch.float32).eps) * max(1.0, (terms / 2) ** 0.5)
             args = tree_map_only(Tensor, lambda x: self.rounded(x, eps), args)
-        return tree_map_only(Tensor, lambda x: self.rounded(x, self.info.eps), func(*args, **kwargs))
+        found = func(*args, **kwargs)
+        if not func._schema.is_mutable:
+            return tree_map_only(Tensor, lambda x: self.rounded(x, self.info.eps), found)
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                tree_map_only(Tensor, lambda x: x.copy_(self.rounded(x, self.info.eps)), written)
+        return found
 
 
 def noise(run: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], dtype: torch.dtype) -> list[float]:

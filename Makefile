@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: check test notebook dist
+.PHONY: check test lowest notebook dist
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -9,6 +9,11 @@ check:  ## formatter, linter, types, import order; changes nothing
 
 test:
 	$(PYTHON) -m pytest
+
+lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
+	  tests/test_noise.py tests/test_fused_*.py tests/test_layers.py tests/test_stacks.py tests/test_multihead_attention.py \
+	  -k "not contract and (values or rules or infinity or nan or everywhere or module or layer or attention or stack or noise)"
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py

@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests."""
 
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported: idle OpenMP threads that spin cost other processes more than they save here.
@@ -31,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(request.config.getoption("--seed"))
+
+
+@pytest.fixture(autouse=True)
+def _no_plans() -> None:
+    """Launchers that are not interpreted repeat what they did for an earlier test: not what this one replaces in them."""
+    if plan := sys.modules.get("fastformer_kernels.plan"):
+        plan.forget()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = 2  # a launcher, of benchmarks/codegen_cases, each with dozens of variants
@@ -38,6 +39,25 @@ def test_most_calls_are_repeated_from_a_plan(facts):
             assert fact["repeated"] == 0
         else:
             assert fact["repeated"] >= 0.7 * fact["calls"], name
+
+
+def test_what_is_forgotten_is_watched_anew(monkeypatch):
+    """Else a part of a launcher that a test replaces would not be asked, where an earlier test made the same call."""
+    plan = pytest.importorskip("fastformer_kernels.plan")
+    seen = []
+
+    def watch(launcher, args, plans, key):
+        seen.append(key)
+        plans[key] = plan._NEVER
+
+    monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(plan, "_watched", watch)
+    run, x = plan.planned(lambda x: x), torch.ones(2)
+    for calls in (1, 2):
+        run(x)
+        run(x)
+        assert len(seen) == calls
+        plan.forget()
 
 
 def test_everything_is_launched_by_launch():

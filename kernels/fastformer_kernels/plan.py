@@ -45,6 +45,13 @@ class _Plan(NamedTuple):
 
 
 _Plans = dict[tuple[Any, ...], _Plan | str]
+_memories: list[_Plans] = []  # of all launchers
+
+
+def forget() -> None:
+    """Forget all plans, for who has replaced a part of a launcher."""
+    for plans in _memories:
+        plans.clear()
 
 
 def _watched(launcher: Callable[..., Any], args: tuple[Any, ...], plans: _Plans, key: Any) -> Any:
@@ -85,6 +92,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
     if knobs.runtime.interpret:
         return launcher
     plans: _Plans = {}
+    _memories.append(plans)
 
     @wraps(launcher)
     def run(*args: Any) -> Any:

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.modules import LayerNorm, activation_name, drop_in, plain, take_over
+from fastformer.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
 from fastformer.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
+from fastformer.torch_calls import encoder_masks
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
@@ -88,6 +89,17 @@ class _Layer(nn.Module):
         """Whether `forward` or a block of the layer was replaced, which `packed` and `compose` do not call."""
         forwards = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
         return self.has_own_blocks or type(self).forward not in forwards
+
+    @property
+    def attentions(self) -> tuple[nn.Module, ...]:
+        """Its attention modules: ours, or what took their place."""
+        found: dict[str, Any] = self._modules
+        return tuple(found[name] for name in ("self_attn", "multihead_attn") if name in found)
+
+    @property
+    def watched(self) -> bool:
+        """Whether code that is not ours sees with which arguments the layer, or attention in it, is called."""
+        return self.overridden or has_hooks(self) or not all(plain(x, MultiheadAttention) for x in self.attentions)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
@@ -168,6 +180,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         """
         if self.has_own_blocks:
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+        if not plain(self.self_attn, MultiheadAttention):
+            src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
 
         def attention(x: Tensor) -> Tensor:
             return self.self_attn(  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer import functional
 from fastformer.arguments import ACTIVATIONS, GATED, REDUCTIONS, Activation, Reduction, check_choice, check_probability
@@ -68,21 +69,24 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class says, so that its parameters must not be used past it.
 
-    An instance whose `forward` was replaced counts too: libraries that move weights between devices do that.
+    An instance whose `forward` was replaced counts too: libraries that move weights between devices do that. So does a
+    hook that torch calls for all modules.
     """
     state: dict[str, Any] = module.__dict__
-    return "forward" in state or any(state.get(name) for name in _HOOKS)
+    return "forward" in state or any(state.get(name) for name in _HOOKS) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
     """Recognise the activations that `functional.feed_forward` knows."""
-    if activation is F.relu or type(activation) is nn.ReLU:
+    if activation is F.relu:
         return "relu"
     if activation is F.gelu:
         return "gelu"
-    if type(activation) is nn.GELU:
+    if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):
+        return None
+    if isinstance(activation, nn.GELU):
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    return None
+    return "relu"
 
 
 def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
@@ -199,8 +203,7 @@ def _feed_forward_parts(block: nn.Module) -> tuple[Any, ...]:
     first, activation, dropout, second, last = parts
     linear = plain(first, nn.Linear) and plain(second, nn.Linear) and first.out_features == second.in_features
     dropped = all(x is None or plain(x, nn.Dropout) for x in (dropout, last))
-    known = activation_name(activation) is not None and not has_hooks(activation)
-    return tuple(parts) if linear and dropped and known else ()
+    return tuple(parts) if linear and dropped and activation_name(activation) is not None else ()
 
 
 class LinearCrossEntropy(nn.Module):

@@ -6,6 +6,7 @@ the masks that torch takes. `packed` is the part in between, for sequences that 
 Letters: B batch, T targets, S sources, D model width.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.modules import drop_in, has_hooks, take_over, twin
 from fastformer.packing import Layout, from_nested, to_nested
 from fastformer.padding_free import Side, has_values, is_causal_mask, obstacle, read_side, same_mask, zero_padding
+from fastformer.torch_calls import causal_hint, encoder_masks
+
+
+class _AsTorch(threading.local):
+    """Set while an encoder runs whose padding a decoder will see: its rows are then what torch makes of them, not 0.
+
+    No argument of the encoder's says so, because hooks on it, and encoders of other classes, are to see torch's call.
+    """
+
+    rows = False
+
+
+_as_torch = _AsTorch()
 
 
 class _Stack(nn.Module):
@@ -35,14 +50,33 @@ class _Stack(nn.Module):
 
     @property
     def layers_batch_first(self) -> bool | None:
-        """The order of dimensions that the layers take; None where they do not say."""
+        """The order of dimensions that the layers take; None where they do not say, or differ."""
         layers: Any = self.layers
-        attention = getattr(layers[0], "self_attn", None) if len(layers) else None
-        return getattr(attention, "batch_first", None)
+        parts = [getattr(layer, name, None) for layer in layers for name in ("self_attn", "multihead_attn")]
+        orders = {part.batch_first for part in parts if hasattr(part, "batch_first")}
+        return orders.pop() if len(orders) == 1 else None
+
+    @property
+    def watched(self) -> bool:
+        """Whether code that is not ours sees with which arguments layers, or attention in them, are called."""
+        ours = TransformerEncoderLayer, TransformerDecoderLayer
+        return not all(isinstance(layer, ours) and not layer.watched for layer in self.layers)  # type: ignore[union-attr]
+
+    def _hint(self, mask: Tensor | None, stated: bool | None, x: Tensor) -> bool:
+        """What layers are told of a self-attention mask: as in torch where anybody looks, else what was stated."""
+        if not self.watched:
+            return stated is True
+        layers: Any = self.layers
+        return causal_hint(mask, stated, x, getattr(layers[0].self_attn, "batch_first", False))
+
+    def _blank(self, output: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
+        """Set the rows of padding to 0 where the stack is to skip it."""
+        wanted = self.padding_free and not _as_torch.rows if padding_free is None else padding_free
+        return zero_padding(output, padding, self.layers_batch_first) if wanted else output
 
     def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Whether there is padding to skip, and nothing against skipping it."""
-        wanted = self.padding_free if padding_free is None else padding_free
+        wanted = self.padding_free and not _as_torch.rows if padding_free is None else padding_free
         given = [mask for mask in masks if mask is not None]
         return wanted and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
 
@@ -108,12 +142,14 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first)
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
-        output = src
+        output, padding = src, src_key_padding_mask
+        if self.watched:
+            mask, padding = encoder_masks(mask, padding, src, "mask")
+        hint = self._hint(mask, is_causal, src)
         for layer in self.layers:
-            output = layer(output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
+            output = layer(output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
         output = output if self.norm is None else self.norm(output)
-        wanted = self.padding_free if padding_free is None else padding_free
-        return zero_padding(output, src_key_padding_mask, self.layers_batch_first) if wanted else output
+        return self._blank(output, src_key_padding_mask, padding_free)
 
     def encode(self, side: Side, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
@@ -180,7 +216,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
                 if side is not None:
                     memory = source.pack(memory)
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
-        output = tgt
+        output, hint = tgt, self._hint(tgt_mask, tgt_is_causal, tgt)
         for layer in self.layers:
             output = layer(
                 output,
@@ -189,12 +225,11 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
                 memory_mask=memory_mask,
                 tgt_key_padding_mask=tgt_key_padding_mask,
                 memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=bool(tgt_is_causal),
+                tgt_is_causal=hint,
                 memory_is_causal=memory_is_causal,
             )
         output = output if self.norm is None else self.norm(output)
-        wanted = self.padding_free if padding_free is None else padding_free
-        return zero_padding(output, tgt_key_padding_mask, self.layers_batch_first) if wanted else output
+        return self._blank(output, tgt_key_padding_mask, padding_free)
 
     def read_target(self, tgt: Tensor, padding: Tensor | None, source: Side) -> Side | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""
@@ -331,12 +366,13 @@ class Transformer(nn.Transformer):
             if source is not None and side is not None:
                 memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
                 return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
-        # Rows of padding that the decoder will see are what torch makes of them, not 0.
-        switchable = getattr(type(self.encoder), "forward", None) is TransformerEncoder.forward
-        as_torch = {"padding_free": False} if switchable and not same else {}
-        memory = self.encoder(
-            src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal, **as_torch
-        )
+        before, _as_torch.rows = _as_torch.rows, not same
+        try:
+            memory = self.encoder(
+                src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
+            )
+        finally:
+            _as_torch.rows = before
         return self.decoder(  # type: ignore[no-any-return]
             tgt,
             memory,

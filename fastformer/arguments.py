@@ -6,7 +6,7 @@ Letters: B batch, H heads, T queries, S keys, K head size, D model width, F feed
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -52,6 +52,16 @@ class AttentionRules:
         """How far to the (left, right) of position t + shift query t attends; None: to the end."""
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of the caller: the mask, and what is not differentiable."""
+        return self.mask, self.query_lengths, self.key_lengths, self.key_mask
+
+    def with_tensors(self, *tensors: Tensor | None) -> "AttentionRules":
+        """Return the same rules with these in place of `tensors`."""
+        mask, query_lengths, key_lengths, key_mask = tensors
+        return replace(self, mask=mask, query_lengths=query_lengths, key_lengths=key_lengths, key_mask=key_mask)
 
 
 def check_probability(name: str, p: float) -> None:
@@ -175,6 +185,17 @@ def _check_masks(q: Tensor, k: Tensor, mask: Tensor | None, key_mask: Tensor | N
             raise ValueError(f"key_mask must be of shape {[q.shape[0], k.shape[2]]}, not {list(key_mask.shape)}")
 
 
+def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
+    """Return an additive mask in the dtype that is computed in, where that is narrower, as torch does.
+
+    What a query sees is decided there: the lowest number of fp32 is -inf in bf16, -1e9 is in fp16.
+    """
+    autocast = q.dtype != torch.float64 and torch.is_autocast_enabled(q.device.type)
+    dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
+    return mask if fits else mask.to(dtype)
+
+
 def _check_window(window: Window | None, causal: bool, length: int) -> Window | None:
     """Return the window with causality in it, or None where it says no more than `causal` does.
 
@@ -227,8 +248,9 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
     _check_masks(q, k, rules.mask, rules.key_mask)
     check_probability("dropout_p", rules.dropout_p)
     mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
-    if mask is not None and mask.dim() < 2:
-        mask = mask.expand(1, mask.numel())  # SDPA takes [T, S] at least
+    if mask is not None:
+        mask = _in_dtype_of_scores(mask, q)
+        mask = mask.expand(1, mask.numel()) if mask.dim() < 2 else mask  # SDPA takes [T, S] at least
     if query_lengths is not None:
         query_lengths = _check_lengths("query_lengths", query_lengths, "q", q)
     if key_lengths is not None:

@@ -132,7 +132,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
             mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
-            out = functional.attention(q, k, v, mask, key_mask=key_layout.mask(), dropout_p=dropout_p)
+            key_mask = key_layout.once("mask", key_layout.mask)
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
             out = pack(out.transpose(1, 2), layout)
         return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 

@@ -67,7 +67,7 @@ class Layout:
             raise TypeError(f"lengths must be integers, not {lengths.dtype}")
         if lengths.dim() != 1:
             raise ValueError(f"lengths must be one-dimensional [B], not of shape {list(lengths.shape)}")
-        lengths = lengths.to("cpu", torch.int64)
+        lengths = lengths.to("cpu", torch.int64, copy=True)  # the caller's may change
         shortest, longest = _range(lengths)
         if shortest < 0:
             raise ValueError(f"lengths must not be negative: {shortest}")
@@ -154,10 +154,7 @@ class Layout:
         return self.total == self.batch * self.max_length
 
     def mask(self) -> Tensor:
-        """Bool `[B, columns]` on the tokens' device, True at real tokens."""
-        return self.once("mask", self._mask)
-
-    def _mask(self) -> Tensor:
+        """Bool `[B, columns]` on the tokens' device, True at real tokens; a new one, which the caller may change."""
         flat = torch.zeros(self.batch * self.columns, dtype=torch.bool, device=self.offsets.device)
         return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
 

@@ -71,9 +71,25 @@ def attend_in_blocks(
     for first in range(0, T, rows):
         last = min(first + rows, T)
         keys = _keys(rules, shifts, first, last, S)
-        its = q[:, :, first:last], k[:, :, keys], v[:, :, keys], _rules_of_block(rules, slice(first, last), keys)
-        outs.append(checkpoint(attend, *its, use_reentrant=False) if torch.is_grad_enabled() else attend(*its))
+        its = q[:, :, first:last], k[:, :, keys], v[:, :, keys]
+        of_block = _rules_of_block(rules, slice(first, last), keys)
+        if torch.is_grad_enabled():
+            # As arguments, which are kept the way autograd keeps tensors: it notices if one is changed in place.
+            outs.append(checkpoint(_with_tensors, attend, of_block, *its, *of_block.tensors, use_reentrant=False))
+        else:
+            outs.append(attend(*its, of_block))
     return torch.cat(outs, 2)
+
+
+def _with_tensors(
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionRules], Tensor],
+    rules: AttentionRules,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *tensors: Tensor | None,
+) -> Tensor:
+    return attend(q, k, v, rules.with_tensors(*tensors))
 
 
 def _absolute(rules: AttentionRules, T: int, S: int) -> tuple[AttentionRules, tuple[int, int] | None]:

@@ -187,8 +187,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
     dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
     merged, dead = _guard(rules.mask, None if causal else allowed_positions(q, k, rules))
-    if merged is not None and merged.is_floating_point():
-        merged = merged.to(q.dtype)
     out = F.scaled_dot_product_attention(
         q, k, v, merged, dropout_p, is_causal=causal, scale=scale, enable_gqa=bool(k.shape[1] != q.shape[1])
     )

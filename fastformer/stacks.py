@@ -52,7 +52,7 @@ class _Stack(nn.Module):
     def layers_batch_first(self) -> bool | None:
         """The order of dimensions that the layers take; None where they do not say, or differ."""
         layers: Any = self.layers
-        parts = [getattr(layer, name, None) for layer in layers for name in ("self_attn", "multihead_attn")]
+        parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("self_attn", "multihead_attn")]
         orders = {part.batch_first for part in parts if hasattr(part, "batch_first")}
         return orders.pop() if len(orders) == 1 else None
 

@@ -25,9 +25,9 @@ def encoder_masks(
     Raises:
         AssertionError: a mask is of integers.
     """
-    other = F._none_or_dtype(mask)  # type: ignore[attr-defined]
-    padding = F._canonical_mask(padding, padding_name, other, name, x.dtype)  # type: ignore[attr-defined]
-    return F._canonical_mask(mask, name, None, "", x.dtype, False), padding  # type: ignore[attr-defined]
+    other = F._none_or_dtype(mask)
+    padding = F._canonical_mask(padding, padding_name, other, name, x.dtype)
+    return F._canonical_mask(mask, name, None, "", x.dtype, False), padding
 
 
 def causal_hint(mask: Tensor | None, stated: bool | None, x: Tensor, batch_first: bool | None) -> bool:

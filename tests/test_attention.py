@@ -434,3 +434,28 @@ BAD = [
 def test_bad_arguments(function, arguments, error, message):
     with pytest.raises(error, match=message):
         function(**{"q": q, "k": k, "v": k, **arguments})
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"softcap": 3.0}, {"weights": True}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "lowest"),
+    [(torch.bfloat16, torch.finfo(torch.float32).min), (torch.float16, -1e9), (torch.float32, -1e300)],
+    ids=str,
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_query_sees_is_decided_in_the_dtype_of_the_scores(dtype, lowest, options, autocast):
+    if autocast and dtype == torch.float32:
+        pytest.skip("autocast does not compute in float32")
+    q, k, v = (torch.randn(1, 2, 4, 8, dtype=torch.float32 if autocast else dtype) for _ in range(3))
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    mask = torch.zeros(4, 4, dtype=wide)
+    mask[1] = lowest  # -inf in dtype
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    op = attention_with_weights if options.get("weights") else attention
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out = op(*inputs, mask, **{name: x for name, x in options.items() if name != "weights"})
+    out = out[0] if isinstance(out, tuple) else out
+    assert not out[:, :, 1].any()
+    grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][:, :, 1].any()

@@ -67,7 +67,9 @@ def attention(
     )
     rules = check_attention(q, k, v, rules)
     if runs_fused("attention", q, lambda: attention_limit(q, k, v)):
-        formula = eager_formula(lambda q, k, v, mask: reference.attention(q, k, v, replace(rules, mask=mask)))
+        formula = eager_formula(
+            lambda q, k, v, mask: reference.attention(q, k, v, replace(rules, mask=mask)), *rules.tensors[1:]
+        )
         return fused_attention(q, k, v, rules, formula)[0]
     return reference.attention(q, k, v, rules)
 
@@ -98,7 +100,8 @@ def attention_with_weights(
     rules = check_attention(q, k, v, rules)
     if runs_fused("attention_with_weights", q, lambda: attention_limit(q, k, v)):
         formula = eager_formula(
-            lambda q, k, v, mask: reference.attention_with_weights(q, k, v, replace(rules, mask=mask))
+            lambda q, k, v, mask: reference.attention_with_weights(q, k, v, replace(rules, mask=mask)),
+            *rules.tensors[1:],
         )
         out, weights = fused_attention(q, k, v, rules, formula, wants_weights=True)
         assert weights is not None

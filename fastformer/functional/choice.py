@@ -44,9 +44,30 @@ def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None
     return reason is None
 
 
-def eager_formula(plain: Callable[..., Tensor | tuple[Tensor, ...]]) -> Formula | None:
-    """Hand an op's plain formula to its fused Function, for second derivatives; torch.compile has none."""
-    return None if torch.compiler.is_compiling() else plain
+def eager_formula(plain: Callable[..., Tensor | tuple[Tensor, ...]], *others: Tensor | None) -> Formula | None:
+    """Hand an op's plain formula to its fused Function, for second derivatives; torch.compile has none.
+
+    Args:
+        plain: a function of the op's differentiable inputs.
+        others: the tensors of the caller that it uses besides, which must be unchanged by then.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    # Tensors made in inference mode have no version, and may not be changed where autograd could notice.
+    versions = [(x, x._version) for x in others if x is not None and not x.is_inference()]
+    if not versions:
+        return plain
+
+    def unchanged(*inputs: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        for x, version in versions:
+            if x._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(x.shape)}, needed for a second derivative, was modified by an inplace "
+                    f"operation: it is at version {x._version}; expected version {version} instead"
+                )
+        return plain(*inputs)
+
+    return unchanged
 
 
 def explain(subject: nn.Module | Tensor) -> str:

@@ -59,7 +59,8 @@ def linear_cross_entropy(
             formula=eager_formula(
                 lambda x, w, b: reference.linear_cross_entropy(
                     x, w, target, b, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
-                )
+                ),
+                target,
             ),
         )
         loss = loss / (target != ignore_index).sum() if reduction == "mean" else loss

@@ -241,7 +241,7 @@ def _split_mask(mask: Tensor | None, key_mask: Tensor | None, B: int, S: int) ->
         return None, key_mask
     shape: Sequence[int] = (1, 1, 1, 1, *mask.shape)[-4:]
     if mask.dtype != torch.bool or shape[1] != 1 or shape[2] != 1:
-        return mask.float() if mask.dtype == torch.float64 else mask, key_mask
+        return mask, key_mask
     keys = mask.reshape(shape[0], shape[3]).expand(B, S)
     return None, keys if key_mask is None else keys & key_mask
 

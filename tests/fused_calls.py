@@ -26,8 +26,7 @@ class Call(NamedTuple):
     compilations: int = 1
 
 
-# Strides that the number of tokens is part of: 1, a multiple of 16, or neither; and tiles for short and long sequences.
-BY_LENGTH = 6
+BY_LENGTH = 2  # tiles for short and for long sequences
 
 
 def ids(n: int, device: str) -> Tensor:

@@ -1,7 +1,6 @@
 """Facts about the compiler's view of the kernels, found without a GPU; a program, as the interpreter must be off.
 
-python tests/kernel_facts.py compilations OP ...   # how often each kernel of an op would be compiled; JSON
-python tests/kernel_facts.py offsets               # products of indices in 32 bits that end up in an address; JSON
+python tests/kernel_facts.py [CASES]   # products of indices in 32 bits that end up in an address; JSON
 
 **Offsets.** A tensor may have 2^31 elements and more, so an index times a stride needs 64 bits. In the first form of a
 kernel that Triton keeps (ttir, helpers inlined, constants folded) the rule is: in 32 bits, nothing that an address
@@ -25,41 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-TOKENS = (1, 2, 15, 16, 17, 100, 128, 1000, 1024)
 ARCH = 90
-
-
-def compilations(ops: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Run ops and their backward on meta tensors for many numbers of tokens; what of each kernel would be compiled."""
-    from fastformer.fused import registration
-
-    def define(schema, launcher, fake):
-        return lambda *args: registration._launcher(*launcher.split("."))(*args)
-
-    registration.define = define  # before the ops are defined: launchers see the meta tensors, not their fakes
-    import torch
-    from fused_calls import CALLS, leaves, tensors
-
-    from benchmarks.codegen_compile import record
-    from fastformer import fused
-
-    fused.unsupported = lambda op, x: None
-    torch.is_autocast_enabled = lambda *_: False  # torch knows no autocast for meta tensors
-
-    def run(op: str, n: int) -> None:
-        call, inputs = CALLS[op], leaves(op, n, "meta", torch.bfloat16)
-        outputs = tensors(call.call(call.extra(n, "meta"), 0.1 if call.dropout else 0.0, *inputs))
-        torch.autograd.grad(outputs, inputs, [torch.empty_like(x) for x in outputs], allow_unused=True)
-
-    found: dict[str, dict[str, list[str]]] = {}
-    for op in ops:
-        rows, faults = record([(f"{n} tokens", lambda op=op, n=n: run(op, n)) for n in TOKENS], ARCH)
-        if faults:
-            raise RuntimeError("\n".join(faults))
-        kernels = found.setdefault(op, {})
-        for row in rows:
-            kernels.setdefault(row.kernel, []).append(f"{row.case}: {row.configuration}")
-    return found
 
 
 class Value(NamedTuple):
@@ -219,7 +184,4 @@ def offsets(package: str = "benchmarks.codegen_cases") -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "compilations":
-        print(json.dumps(compilations(sys.argv[2:])))
-    else:
-        print(json.dumps(offsets(*sys.argv[2:])))
+    print(json.dumps(offsets(*sys.argv[1:])))

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, row_strides, views
+from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, kernel, launch, noted, power_of_two
 from fastformer_kernels.random import row_keys
 
 
@@ -41,7 +41,7 @@ def _dots(
     return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
 
 
-@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "shift", "left", "right", "threshold"])
+@kernel("stride_ms", anywhere=LOOKED_UP)
 def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,

@@ -14,11 +14,10 @@ an order that changes from run to run. Tiles without a visible pair are skipped 
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, row_strides, views
+from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, views
 from fastformer_kernels.attention_tiles import (
     key_tiles,
     load_bounds,
@@ -29,11 +28,11 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, kernel, launch, noted, power_of_two
 from fastformer_kernels.random import row_keys
 
 
-@triton.jit(do_not_specialize=["T", "tiles"])
+@kernel(anywhere=LOOKED_UP)
 def _attention_delta(
     out_ptr, dout_ptr, delta_ptr, bounds_ptr,
     stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, stride_lb, stride_lh,
@@ -57,7 +56,7 @@ def _attention_delta(
     tl.store(delta_ptr + rows, tl.sum(out * dout, 1), mask=rows < end_row)
 
 
-@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "shift", "left", "right", "threshold"])
+@kernel("stride_ms", anywhere=LOOKED_UP)
 def _attention_keys_values(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
@@ -142,7 +141,7 @@ def _attention_keys_values(
     tl.store(dv_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
 
 
-@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "shift", "left", "right", "threshold"])
+@kernel("stride_ms", anywhere=LOOKED_UP)
 def _attention_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,

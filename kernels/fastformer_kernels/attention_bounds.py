@@ -6,16 +6,15 @@ tiles of padding on the left and on the right, and a flag for gaps in between.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import as_bytes, guard, launch, noted
+from fastformer_kernels.launch import as_bytes, guard, kernel, launch, noted
 
 BLOCK = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@kernel(anywhere=["query_lengths_ptr", "key_lengths_ptr", "key_mask_ptr"])
 def _attention_bounds(
     bounds_ptr, query_lengths_ptr, key_lengths_ptr, key_mask_ptr, T, S,
     PACKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_QUERY_LENGTHS: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr,

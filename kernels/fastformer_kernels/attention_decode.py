@@ -9,16 +9,15 @@ Inference only; no mask other than bounds, key mask, causality and window; no dr
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, views
+from fastformer_kernels.attention_problem import LOOKED_UP, Problem, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, launch, noted, power_of_two
+from fastformer_kernels.launch import device_of, guard, kernel, launch, noted, power_of_two
 
 
-@triton.jit(do_not_specialize=["T", "S", "splits", "shift", "left", "right"])
+@kernel(anywhere=LOOKED_UP)
 def _attention_split(
     q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_cb,
@@ -81,7 +80,7 @@ def _attention_split(
     tl.store(total_ptr + row, total, mask=rows < T)
 
 
-@triton.jit(do_not_specialize=["T", "splits"])
+@kernel(anywhere=LOOKED_UP)
 def _attention_combine(
     part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, stride_ob, stride_oh, stride_ot, T, splits,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, HAS_BOUNDS: tl.constexpr,

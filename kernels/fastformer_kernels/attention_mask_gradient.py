@@ -8,11 +8,10 @@ keys are left to the caller.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import (
     load_bounds,
     load_lse,
@@ -21,13 +20,11 @@ from fastformer_kernels.attention_tiles import (
     score_gradient,
     weight_gradient,
 )
-from fastformer_kernels.launch import guard, launch, noted
+from fastformer_kernels.launch import guard, kernel, launch, noted
 from fastformer_kernels.random import row_keys
 
 
-@triton.jit(
-    do_not_specialize=["second_part", "T", "S", "tiles", "key_tiles", "B", "shift", "left", "right", "threshold"]
-)
+@kernel("stride_ms", anywhere=LOOKED_UP)
 def _attention_mask_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,

@@ -8,6 +8,9 @@ from torch import Tensor
 from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, power_of_two, precision
 from fastformer_kernels.random import threshold_and_scale
 
+# What kernels look up number by number, and may be a part of any tensor; not every kernel has all of them.
+LOOKED_UP = ("bounds_ptr", "key_mask_ptr", "mask_ptr", "seed_ptr", "dweights_ptr")
+
 
 class View(NamedTuple):
     """A tensor of heads as the kernels see it: dense `[B, H, T, K]` or packed `[T, H, K]`, and its strides."""
@@ -93,6 +96,8 @@ class Problem(NamedTuple):
     def mask_strides(self, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
         """Return the stride of the key mask's rows, and the mask's of B, H, T and S, 0 where it is broadcast."""
         mask = (0, 0, 0, 0) if self.mask is None else self.mask.expand(sizes).stride()
+        if self.mask is not None and sizes[3] == 1:  # the last means nothing then, but kernels are compiled for it
+            mask = (*mask[:3], 1)
         return (0 if self.key_mask is None else self.key_mask.shape[1], *mask)
 
     def scalars(self) -> tuple[int | float, ...]:

@@ -5,17 +5,16 @@ P = exp2(s - lse), after dropout as torch returns them; 0 where a query may not 
 
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import exponentials, hide, load_bounds, load_lse, offset, scores, visible
-from fastformer_kernels.launch import guard, launch, noted
+from fastformer_kernels.launch import guard, kernel, launch, noted
 from fastformer_kernels.random import keep, row_keys
 
 
-@triton.jit(do_not_specialize=["second_part", "T", "S", "tiles", "key_tiles", "shift", "left", "right", "threshold"])
+@kernel("stride_ms", anywhere=LOOKED_UP)
 def _attention_weights(
     q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_lb, stride_lh,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels import layer_norm
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted, power_of_two
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted, power_of_two
 from fastformer_kernels.norm import (
     TILE,
     backward_tile,
@@ -24,6 +24,7 @@ from fastformer_kernels.norm import (
     load_standardised,
     load_tile,
     new_partials,
+    row_strides,
     scale_and_shift,
     standardise,
     standardise_gradient,
@@ -43,7 +44,7 @@ def dropped(x, seed_ptr, rows, first_column, threshold, scale):
     return x
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel(anywhere=["seed_ptr"])
 def dropout_add_layer_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -61,6 +62,7 @@ def dropout_add_layer_norm_forward_kernel(
     scale,
     eps,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -69,8 +71,8 @@ def dropout_add_layer_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask)
-    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
+    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask, ALIGN)
     s = (residual + dropped(x, seed_ptr, rows, 0, threshold, scale)).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + starts * N + cols, s, mask)
     s = s.to(tl.float32)
@@ -81,7 +83,7 @@ def dropout_add_layer_norm_forward_kernel(
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel(anywhere=["seed_ptr"])
 def dropout_add_layer_norm_backward_kernel(
     dy_ptr,
     ds_ptr,
@@ -101,6 +103,7 @@ def dropout_add_layer_norm_backward_kernel(
     threshold,
     scale,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -115,15 +118,15 @@ def dropout_add_layer_norm_backward_kernel(
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask)
-        normal, rstd = load_standardised(s_ptr, mean_ptr, rstd_ptr, rows, starts, s_stride, cols, mask, M)
+        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask, ALIGN)
+        normal, rstd = load_standardised(s_ptr, mean_ptr, rstd_ptr, rows, starts, s_stride, cols, mask, M, ALIGN)
         g = dy
         if weight_ptr is not None:
             g = dy * weight
         mean_gs, mean_g = two_sums(g * normal, g)
         total = standardise_gradient(g, normal, mean_gs / N, mean_g / N, rstd)
         if ds_ptr is not None:
-            total += load_tile(ds_ptr, starts, ds_stride, cols, mask)
+            total += load_tile(ds_ptr, starts, ds_stride, cols, mask, ALIGN)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + starts * N + cols, total, mask)
         if dx_ptr is not None:
@@ -133,7 +136,7 @@ def dropout_add_layer_norm_backward_kernel(
     store_partials(dw_ptr, db_ptr, dw, db, cols, N)
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel(anywhere=["seed_ptr"])
 def dropout_add_kernel(
     x_ptr,
     residual_ptr,
@@ -145,6 +148,7 @@ def dropout_add_kernel(
     threshold,
     scale,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -154,13 +158,13 @@ def dropout_add_kernel(
     first_column = tl.program_id(1) * BLOCK_N
     cols = first_column + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask)
-    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
+    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask, ALIGN)
     s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)
     tl.store(s_ptr + starts * N + cols, s, mask)
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel(anywhere=["seed_ptr"])
 def dropout_add_backward_kernel(
     dnorm_ptr,
     ds_ptr,
@@ -172,6 +176,7 @@ def dropout_add_backward_kernel(
     threshold,
     scale,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -183,9 +188,9 @@ def dropout_add_backward_kernel(
     mask = (rows < M)[:, None] & (cols < N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if dnorm_ptr is not None:
-        total += load_tile(dnorm_ptr, starts, N, cols, mask)
+        total += load_tile(dnorm_ptr, starts, N, cols, mask, 1)
     if ds_ptr is not None:
-        total += load_tile(ds_ptr, starts, ds_stride, cols, mask)
+        total += load_tile(ds_ptr, starts, ds_stride, cols, mask, ALIGN)
     if dresidual_ptr is not None:
         tl.store(dresidual_ptr + starts * N + cols, total, mask)
     if dx_ptr is not None:
@@ -223,12 +228,12 @@ def forward(
     x, residual = inner_contiguous(x), inner_contiguous(residual)
     M, N = x.shape
     s = noted(x.new_empty((M, N), dtype=torch.promote_types(x.dtype, residual.dtype)))
-    strides = (x.stride(0), residual.stride(0))
+    align, strides = row_strides(x, residual)
     dropout = threshold_and_scale(dropout_p)
     if x.numel() > 0 and is_wide(N):
         with guard(x):
             grid, tile = elementwise(x)
-            launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, **tile)
+            launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, align, **tile)
         y, mean, rstd = layer_norm.forward(s, weight, bias, eps, dtype)
         return y, s, mean, rstd
     y = noted(x.new_empty((M, N), dtype=dtype))
@@ -237,8 +242,9 @@ def forward(
         tile = forward_tile(N)
         programs = cdiv(M, tile["BLOCK_M"])
         tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
+        scalars = (M, *dropout, eps)
         with guard(x):
-            launch(dropout_add_layer_norm_forward_kernel, (programs,), *tensors, *strides, M, *dropout, eps, N, **tile)
+            launch(dropout_add_layer_norm_forward_kernel, (programs,), *tensors, *strides, *scalars, N, align, **tile)
     return y, s, mean, rstd
 
 
@@ -283,16 +289,17 @@ def backward(
         return residual_grad, x_grad, *(s.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     dy, ds = (None if grad is None else inner_contiguous(grad) for grad in (dy, ds))
     written = (None if dresidual is None else residual_grad, None if dx is None else x_grad)
-    ds_stride, ds_bytes = (0, 0) if ds is None else (ds.stride(0), ds.element_size())
+    ds_bytes = 0 if ds is None else ds.element_size()
     dropout = threshold_and_scale(dropout_p)
     elements = elements_a_thread(N, any(dtype not in (None, s.dtype) for dtype in (dresidual, dx)))
     if dy is not None and elements is not None:
         grid, tile = backward_tile(s, dy.element_size() + s.element_size() + ds_bytes, elements)
         partials = new_partials(s, grid[0], dw, db)
         tensors = (dy, ds, s, weight, mean, rstd, seed, *written, *partials)
-        strides = (dy.stride(0), ds_stride, s.stride(0))
+        align, strides = row_strides(dy, ds, s)
+        sizes = (M, *dropout, N, align)
         with guard(s):
-            launch(dropout_add_layer_norm_backward_kernel, (grid[0],), *tensors, *strides, M, *dropout, N, **tile)
+            launch(dropout_add_layer_norm_backward_kernel, (grid[0],), *tensors, *strides, *sizes, **tile)
             return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
     dnorm, w_grad, b_grad = None, noted(s.new_empty(0)), noted(s.new_empty(0))
     if dy is not None:
@@ -300,6 +307,8 @@ def backward(
         dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)
     if written != (None, None):
         grid, tile = elementwise(s)
+        align, (_, ds_stride) = row_strides(s, ds)
+        sizes = (M, *dropout, N, align)
         with guard(s):
-            launch(dropout_add_backward_kernel, grid, dnorm, ds, seed, *written, ds_stride, M, *dropout, N, **tile)
+            launch(dropout_add_backward_kernel, grid, dnorm, ds, seed, *written, ds_stride, *sizes, **tile)
     return residual_grad, x_grad, w_grad, b_grad

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted, power_of_two
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted, power_of_two
 from fastformer_kernels.random import keep_tile, threshold_and_scale
 
 
@@ -21,7 +21,7 @@ def rows_of(matrix_ptr, ids, count, stride, columns, inside):
     return tl.load(matrix_ptr + at, mask=inside & there[:, None], other=float("nan")).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["M", "V", "P", "threshold"])
+@kernel("N", "weight_stride", "table_stride", anywhere=["ids_ptr", "positions_ptr", "seed_ptr"])
 def embedding_kernel(
     ids_ptr,
     weight_ptr,
@@ -57,7 +57,7 @@ def embedding_kernel(
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], out, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel("N", anywhere=["seed_ptr"])
 def scaled_gradient_kernel(
     dout_ptr, seed_ptr, dx_ptr, M, N, factor, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, device_of, guard, launch, noted, power_of_two
+from fastformer_kernels.launch import cdiv, device_of, guard, kernel, launch, noted, power_of_two
 from fastformer_kernels.random import keep_tile, threshold_and_scale
 
 # The function f of each activation, and whether a second half of h is multiplied with it.
@@ -74,7 +74,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr, ERF: tl.constexpr):
     return value, slope
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel("F", anywhere=["seed_ptr"])
 def activate_kernel(
     h_ptr,
     seed_ptr,
@@ -106,7 +106,7 @@ def activate_kernel(
     tl.store(a_ptr + rows.to(tl.int64)[:, None] * F + columns[None, :], a, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+@kernel("F", anywhere=["seed_ptr"])
 def activate_backward_kernel(
     da_ptr,
     h_ptr,
@@ -161,7 +161,7 @@ def activate_backward_kernel(
             tl.store(here + F, tl.sum(value_total, 0), mask=real)
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel("F")
 def relu_backward_kernel(
     da_ptr, a_ptr, dh_ptr, partials_ptr, M, F, dropout_scale, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):
@@ -183,7 +183,7 @@ def relu_backward_kernel(
         tl.store(here, tl.sum(total, 0), mask=real)
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel("N")
 def add_partials_kernel(partials_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     """The sum over P rows of `[P, N]`, in a fixed order."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,7 +1,8 @@
 """What every launcher needs on the host: the launch itself, the device guard, and the facts of the device."""
 
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -108,6 +109,26 @@ def inner_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def kernel(*fixed: str, anywhere: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Return `triton.jit` for a kernel that is compiled once for its constants, whatever the batches are.
+
+    Triton compiles again where an integer is 1, a multiple of 16, or neither, and where an address is a multiple of 16
+    bytes or not: for seconds, at the first batch of such a length, which may be in the middle of training. So here it
+    looks at what is named, and at no other integer.
+
+    Args:
+        fixed: integers that the model decides on, never the batch.
+        anywhere: pointers to what is looked up number by number, which may be a part of any tensor.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        given = [p for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+        sizes = [p.name for p in given if not p.name.endswith("_ptr") and p.name not in fixed]
+        return triton.jit(function, do_not_specialize=sizes, do_not_specialize_on_alignment=[*anywhere])
+
+    return decorate
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Do what `kernel[grid](*args, **options)` does, with fused multiply-add; return the compiled kernel.
 
@@ -134,10 +155,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
         if found is not None:  # a hook may stop the compilation
             _compiled[key] = found
     else:
-        found[(*grid, 1, 1)](*bound.values())
+        _start(found, (*grid, 1, 1)[:3], driver.active.get_current_stream(device), bound.values())
     if watch is not None:
         watch.launches.append(Launch(found, (*grid, 1, 1)[:3], list(bound.values())))
     return found
+
+
+def _start(compiled: Any, grid: tuple[int, int, int], stream: int, values: Iterable[Any]) -> None:
+    """Launch what was compiled."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if any(getattr(hook, "calls", hook) for hook in hooks):
+        compiled[grid](*values)  # profilers that hook launches want to be told about them
+    else:
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 def repeat(launched: list[Launch]) -> None:
@@ -145,10 +175,7 @@ def repeat(launched: list[Launch]) -> None:
     device = driver.active.get_current_device()
     stream = driver.active.get_current_stream(device)
     for compiled, grid, values in launched:
-        if knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None:
-            compiled[grid](*values)  # profilers that hook launches want to be told about them
-        else:
-            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        _start(compiled, grid, stream, values)
 
 
 @contextmanager

@@ -11,11 +11,10 @@ second kernel to add up. The variance is the mean of squared deviations, for row
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted
 from fastformer_kernels.norm import (
     backward_tile,
     forward_tile,
@@ -24,6 +23,7 @@ from fastformer_kernels.norm import (
     load_standardised,
     load_tile,
     new_partials,
+    row_strides,
     scale_and_shift,
     standardise,
     standardise_gradient,
@@ -34,7 +34,7 @@ from fastformer_kernels.norm import (
 )
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel()
 def layer_norm_forward_kernel(
     x_ptr,
     weight_ptr,
@@ -46,6 +46,7 @@ def layer_norm_forward_kernel(
     M,
     eps,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -54,7 +55,7 @@ def layer_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
     normal, mean, rstd = standardise(x, cols, eps, N)
     y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
@@ -62,7 +63,7 @@ def layer_norm_forward_kernel(
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
 
-@triton.jit
+@kernel("N")
 def layer_norm_wide_forward_kernel(
     x_ptr,
     weight_ptr,
@@ -73,6 +74,7 @@ def layer_norm_wide_forward_kernel(
     x_stride,
     N,
     eps,
+    ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -87,7 +89,7 @@ def layer_norm_wide_forward_kernel(
     squares = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
         change = tl.where(cols < N, x - means, 0.0)
         means += change * (1.0 / (first // BLOCK_N + 1))
         squares += change * (x - means)
@@ -96,14 +98,14 @@ def layer_norm_wide_forward_kernel(
     rstd = tl.rsqrt(tl.sum(squares + counts * (means - mean) * (means - mean)) / N + eps)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
         y = scale_and_shift((x - mean) * rstd, weight_ptr, bias_ptr, cols, N, 1)
         tl.store(y_ptr + row * N + cols, y, cols < N)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+@kernel("N")
 def layer_norm_gradient_means_kernel(
     dy_ptr,
     x_ptr,
@@ -114,6 +116,7 @@ def layer_norm_gradient_means_kernel(
     dy_stride,
     x_stride,
     N,
+    ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -124,8 +127,8 @@ def layer_norm_gradient_means_kernel(
     sum_g = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N)
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N, ALIGN)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
         if weight_ptr is not None:
             g *= load_row(weight_ptr, cols, N, 1)
         sum_gx += g * (x - mean) * rstd
@@ -134,7 +137,7 @@ def layer_norm_gradient_means_kernel(
     tl.store(means_ptr + tl.num_programs(0) + row, tl.sum(sum_g) / N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel()
 def layer_norm_backward_kernel(
     dy_ptr,
     x_ptr,
@@ -149,6 +152,7 @@ def layer_norm_backward_kernel(
     x_stride,
     M,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -168,8 +172,8 @@ def layer_norm_backward_kernel(
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask)
-        normal, rstd = load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, x_stride, cols, mask, M)
+        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask, ALIGN)
+        normal, rstd = load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, x_stride, cols, mask, M, ALIGN)
         g = dy
         if weight_ptr is not None:
             g = dy * weight
@@ -205,12 +209,13 @@ def forward(
     if x.numel() == 0:
         return y, mean, rstd
     tensors = (x, weight, bias, y, mean, rstd)
+    align, strides = row_strides(x)
     with guard(x):
         if is_wide(N):
-            launch(layer_norm_wide_forward_kernel, (M,), *tensors, x.stride(0), N, eps, **wide_tile())
+            launch(layer_norm_wide_forward_kernel, (M,), *tensors, *strides, N, eps, align, **wide_tile())
         else:
             tile = forward_tile(N)
-            launch(layer_norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, x.stride(0), M, eps, N, **tile)
+            launch(layer_norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, *strides, M, eps, N, align, **tile)
     return y, mean, rstd
 
 
@@ -238,12 +243,13 @@ def backward(
         return x_grad, *(x.new_zeros(0 if dtype is None else N, dtype=dtype) for dtype in (dw, db))
     grid, tile = backward_tile(x, dy.element_size() + x.element_size())
     partials = new_partials(x, grid[0], dw, db)
+    align, strides = row_strides(dy, x)
     with guard(x):
         means = None
         if is_wide(N) and dx is not None:
             means = gradient_means(dy, x, weight, mean, rstd)
         tensors = (dy, x, weight, mean, rstd, means, None if dx is None else x_grad, *partials)
-        launch(layer_norm_backward_kernel, grid, *tensors, dy.stride(0), x.stride(0), M, N, **tile)
+        launch(layer_norm_backward_kernel, grid, *tensors, *strides, M, N, align, **tile)
         return x_grad, *sum_partials(x, partials, dw, db)
 
 
@@ -252,5 +258,6 @@ def gradient_means(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, r
     M, N = x.shape
     means = noted(x.new_empty((2, M), dtype=torch.float32))
     tensors = (dy, x, weight, mean, rstd, means)
-    launch(layer_norm_gradient_means_kernel, (M,), *tensors, dy.stride(0), x.stride(0), N, **wide_tile())
+    align, strides = row_strides(dy, x)
+    launch(layer_norm_gradient_means_kernel, (M,), *tensors, *strides, N, align, **wide_tile())
     return means

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.constants import LOG2E, LOWEST
-from fastformer_kernels.launch import cdiv, guard, launch, power_of_two
+from fastformer_kernels.launch import cdiv, guard, kernel, launch, power_of_two
 
 CHUNK_ROWS = 4096  # enough for full matrix products
 CHUNK_BYTES = 256 << 20
@@ -115,14 +115,11 @@ def _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS: tl.con
     return label.to(tl.int32), counts, valid, z
 
 
-# Sizes of a chunk and addresses within targets, losses and gradients of rows vary by batch; what the kernels know of
-# them must not, or they would be compiled again.
-_jit = triton.jit(
-    do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["target_ptr", "grad_ptr", "loss_ptr"]
-)
+# A chunk's targets, losses and gradients of rows begin anywhere.
+_kernel = kernel("V", "stride", anywhere=["target_ptr", "grad_ptr", "loss_ptr"])
 
 
-@_jit
+@_kernel
 def cross_entropy_kernel(
     logits_ptr, bias_ptr, target_ptr, loss_ptr, V, stride, ignore_index, smoothing,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr,
@@ -136,7 +133,7 @@ def cross_entropy_kernel(
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
 
 
-@_jit
+@_kernel
 def cross_entropy_gradients_kernel(
     logits_ptr, bias_ptr, target_ptr, grad_ptr, loss_ptr, V, stride, ignore_index, smoothing, scale,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr, HAS_GRAD: tl.constexpr,

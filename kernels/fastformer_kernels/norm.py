@@ -5,12 +5,14 @@ tiles of a part of one row. N is a compile-time constant: a model has one or two
 no column needs a mask.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, device_of, launch, noted, power_of_two
+from fastformer_kernels.launch import cdiv, device_of, kernel, launch, noted, power_of_two
 
 # Elements of a tile at 16 elements a thread and 4 warps.
 TILE = 2048
@@ -75,10 +77,22 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     return (min(cdiv(M, BLOCK_M), programs), parts), tile
 
 
+def row_strides(*matrices: Tensor | None) -> tuple[int, tuple[int, ...]]:
+    """Return what the strides of rows are multiples of, ALIGN in the kernels, and these in units of that; None: 0.
+
+    Up to 16 bytes, as far as the length of a row allows: multiplied in the kernel, it tells the compiler that rows load
+    in whole vectors, whatever their number and their distance.
+    """
+    given = [x for x in matrices if x is not None]
+    strides = [0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices]  # of one row: any
+    align = math.gcd(16 // min(x.element_size() for x in given), given[0].shape[1], *strides)
+    return align, tuple([stride // align for stride in strides])
+
+
 @triton.jit
-def load_tile(ptr, starts, stride, cols, mask):
+def load_tile(ptr, starts, stride, cols, mask, ALIGN: tl.constexpr):
     """Load a tile of a matrix as fp32, 0 outside."""
-    return tl.load(ptr + starts * stride + cols, mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + starts * stride * ALIGN + cols, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -117,9 +131,9 @@ def scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M: tl.constexpr
 
 
 @triton.jit
-def load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride, cols, mask, M):
+def load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride, cols, mask, M, ALIGN: tl.constexpr):
     """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, and rstd."""
-    x = load_tile(x_ptr, starts, stride, cols, mask)
+    x = load_tile(x_ptr, starts, stride, cols, mask, ALIGN)
     mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
     rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
     return (x - mean[:, None]) * rstd[:, None], rstd
@@ -141,7 +155,7 @@ def store_partials(dw_ptr, db_ptr, dw, db, cols, N: tl.constexpr):
         tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@kernel()
 def norm_sum_partials_kernel(
     dw_partials_ptr,
     db_partials_ptr,

@@ -8,11 +8,10 @@ The plan is that of `layer_norm`.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, launch, noted
+from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted
 from fastformer_kernels.norm import (
     backward_tile,
     forward_tile,
@@ -20,6 +19,7 @@ from fastformer_kernels.norm import (
     load_row,
     load_tile,
     new_partials,
+    row_strides,
     scale_and_shift,
     store_partials,
     sum_partials,
@@ -27,7 +27,7 @@ from fastformer_kernels.norm import (
 )
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel()
 def rms_norm_forward_kernel(
     x_ptr,
     weight_ptr,
@@ -37,6 +37,7 @@ def rms_norm_forward_kernel(
     M,
     eps,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -45,14 +46,14 @@ def rms_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask)
+    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     y = scale_and_shift(x * rstd[:, None], weight_ptr, None, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
 
-@triton.jit
+@kernel("N")
 def rms_norm_wide_forward_kernel(
     x_ptr,
     weight_ptr,
@@ -61,6 +62,7 @@ def rms_norm_wide_forward_kernel(
     x_stride,
     N,
     eps,
+    ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -69,18 +71,18 @@ def rms_norm_wide_forward_kernel(
     squares = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
         y = scale_and_shift(x * rstd, weight_ptr, None, cols, N, 1)
         tl.store(y_ptr + row * N + cols, y, cols < N)
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+@kernel("N")
 def rms_norm_gradient_mean_kernel(
     dy_ptr,
     x_ptr,
@@ -90,6 +92,7 @@ def rms_norm_gradient_mean_kernel(
     dy_stride,
     x_stride,
     N,
+    ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -98,15 +101,15 @@ def rms_norm_gradient_mean_kernel(
     total = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N)
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N)
+        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N, ALIGN)
+        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
         if weight_ptr is not None:
             g *= load_row(weight_ptr, cols, N, 1)
         total += g * x
     tl.store(mean_ptr + row, tl.sum(total) * tl.load(rstd_ptr + row) / N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel()
 def rms_norm_backward_kernel(
     dy_ptr,
     x_ptr,
@@ -119,6 +122,7 @@ def rms_norm_backward_kernel(
     x_stride,
     M,
     N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -137,8 +141,8 @@ def rms_norm_backward_kernel(
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask)
-        x = load_tile(x_ptr, starts, x_stride, cols, mask)
+        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask, ALIGN)
+        x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
         rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
         normal = x * rstd[:, None]
         g = dy
@@ -168,13 +172,14 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) ->
     y, rstd = noted(x.new_empty((M, N), dtype=dtype)), noted(x.new_empty(M, dtype=torch.float32))
     if x.numel() == 0:
         return y, rstd
+    tensors = (x, weight, y, rstd)
+    align, strides = row_strides(x)
     with guard(x):
         if is_wide(N):
-            launch(rms_norm_wide_forward_kernel, (M,), x, weight, y, rstd, x.stride(0), N, eps, **wide_tile())
+            launch(rms_norm_wide_forward_kernel, (M,), *tensors, *strides, N, eps, align, **wide_tile())
         else:
             tile = forward_tile(N)
-            grid = (cdiv(M, tile["BLOCK_M"]),)
-            launch(rms_norm_forward_kernel, grid, x, weight, y, rstd, x.stride(0), M, eps, N, **tile)
+            launch(rms_norm_forward_kernel, (cdiv(M, tile["BLOCK_M"]),), *tensors, *strides, M, eps, N, align, **tile)
     return y, rstd
 
 
@@ -195,12 +200,12 @@ def backward(
         return x_grad, x.new_zeros(0 if dw is None else N, dtype=dw)
     grid, tile = backward_tile(x, dy.element_size() + x.element_size())
     partials = new_partials(x, grid[0], dw)
-    strides = (dy.stride(0), x.stride(0))
+    align, strides = row_strides(dy, x)
     with guard(x):
         mean = None
         if is_wide(N) and dx is not None:
             mean = noted(x.new_empty(M, dtype=torch.float32))
-            launch(rms_norm_gradient_mean_kernel, (M,), dy, x, weight, rstd, mean, *strides, N, **wide_tile())
+            launch(rms_norm_gradient_mean_kernel, (M,), dy, x, weight, rstd, mean, *strides, N, align, **wide_tile())
         tensors = (dy, x, weight, rstd, mean, None if dx is None else x_grad, *partials)
-        launch(rms_norm_backward_kernel, grid, *tensors, *strides, M, N, **tile)
+        launch(rms_norm_backward_kernel, grid, *tensors, *strides, M, N, align, **tile)
         return x_grad, sum_partials(x, partials, dw)[0]

@@ -7,7 +7,7 @@ python -m benchmarks.codegen --update                        # write what was fo
 How it is found is in `codegen_compile.py`; Triton's cache on disk makes a second run short.
 
 **Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
-get; at least one block on a multiprocessor; on sm_90 products of 16-bit tiles are wgmma, and these are not serialised.
+get; at least one block on a multiprocessor; on sm_90 products of 16 bits or tf32 are wgmma, and these not serialised.
 What is exempt stands in the budget file under "exceptions": {"rows": pattern of row names, "limit": compiles | stack |
 shared | registers | wgmma | serialised, "reason": why, "triton": pattern of versions, if not all}.
 
@@ -45,7 +45,7 @@ def broken_limits(arch: int, result: Resources | str) -> Iterator[tuple[str, str
     if result.ctas == 0 and result.shared <= limit:
         yield "registers", f"no block fits on a multiprocessor with {result.registers} registers a thread"
     if result.other_dots:
-        yield "wgmma", f"{result.other_dots} products of 16-bit tiles are not wgmma"
+        yield "wgmma", f"{result.other_dots} products of 16 bits or tf32 are not wgmma"
     if result.serialised:
         yield "serialised", f"its {result.wgmma} wgmma are serialised"
 

@@ -93,7 +93,7 @@ class Resources(NamedTuple):
     ctas: int  # per multiprocessor
     wgmma: int
     serialised: bool
-    other_dots: int  # on sm_90, products of 16-bit tiles that are not wgmma
+    other_dots: int  # on sm_90, products of tiles of 16 bits or tf32 that are not wgmma
     async_copies: int  # cp.async and TMA instructions in the PTX
 
 
@@ -233,7 +233,8 @@ def compile_job(job: Job) -> Resources:
     wgmma, serialised, other_dots = len(re.findall(r"\btcgen05\.mma\b", ptx)), False, 0
     if job.arch == 90:
         # What Triton leaves as tt.dot is no wgmma but mma.sync, at half of the rate or less.
-        other_dots = len(re.findall(r"\btt\.dot\b.*: tensor<[\dx]+x(?:bf16|f16)\b", compiled.asm["ttgir"]))
+        asked = r"\btt\.dot\b.*(?:inputPrecision = tf32|: tensor<[\dx]+x(?:bf16|f16)\b)"
+        other_dots = len(re.findall(asked, compiled.asm["ttgir"]))
         if "wgmma.mma_async" in ptx:
             sass = tool("nvdisasm", "-c", cubin)
             wgmma, serialised = len(re.findall(r"\bHGMMA\b", sass)), is_serialised(ptx, sass)

@@ -87,6 +87,9 @@ def capture(step: Step, index: int, pool: Any = None) -> tuple[torch.cuda.CUDAGr
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
+        # Where the end fails before it comes to that, the allocator of pinned memory goes on asking whether the capture
+        # is on, a question to the driver an allocation, and refuses this pool to another capture; Python has no call
+        # that ends it. So whoever captures again must not give this pool.
         raise
     return graph, output
 

@@ -1,7 +1,6 @@
 """What would be compiled over a hundred lengths, found without a GPU; a program, as the interpreter must be off.
 
-python tests/compilation_facts.py   # JSON: kernel -> configuration -> the form and the length that each variant came up at
-                                    # first; and the launches of each form
+python tests/compilation_facts.py   # JSON: kernel -> configuration -> where its variants came up; launches of forms
 
 Ops and models run on CPU tensors, so that addresses are those of real allocations and slices. Triton binds and
 specialises what is launched as it does for an H200; its compiler is replaced by a note. A configuration is what a

@@ -1,18 +1,19 @@
 """Run by test_plan.py in a process of its own, without the interpreter: what launchers launch with and without memory.
 
 Nothing is compiled: a stand-in for each compiled kernel writes down what it would be launched with. Prints one JSON
-object: launcher -> calls, those that were repeated from a plan, and differences.
+object: launcher -> calls, those that were repeated from a plan, and differences; and what hooks of launches see.
 """
 
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.compiler import CompiledKernel
 
 import fastformer.functional  # noqa: F401  defines the ops
 from benchmarks.codegen_compile import find_cases
@@ -26,6 +27,7 @@ HARMLESS = {
     aten.detach.default,
 }  # fmt: skip
 _log: list[tuple[Any, ...]] = []
+_straight: list[bool] = []  # of each launch, whether it took no hooks along
 
 
 class Ops(TorchDispatchMode):
@@ -41,25 +43,25 @@ class Ops(TorchDispatchMode):
 
 
 class Compiled:
-    """Takes the place of a compiled kernel."""
+    """Takes the place of a compiled kernel, with Triton's own ways to its launch."""
 
-    function = packed_metadata = None
+    function = packed_metadata = src = metadata = None
 
     def __init__(self, key: str) -> None:
-        self.key = key
+        self.key = self.name = key
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *values: self.note(grid, values)
+    def _init_handles(self) -> None:
+        pass
 
-    def launch_metadata(self, *_: object) -> None:
-        return None
+    __getitem__, launch_metadata = CompiledKernel.__getitem__, CompiledKernel.launch_metadata
 
-    def run(self, x: int, y: int, z: int, stream: int, function: None, metadata: None, info: None, enter: Any,
+    def run(self, x: int, y: int, z: int, stream: int, function: None, metadata: None, info: Any, enter: Any,
             leave: Any, *values: Any) -> None:  # fmt: skip
-        self.note((x, y, z), values)
-
-    def note(self, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
-        _log.append((self.key, (*grid, 1, 1)[:3], [describe(value) for value in values]))
+        _straight.append(enter is None)
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(info)
+        _log.append((self.key, (x, y, z), [describe(value) for value in values]))
 
 
 def storage(x: Tensor) -> int:
@@ -117,6 +119,33 @@ def variants(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         for other in others_of(x):
             yield (*args[:i], other, *args[i + 1 :])
     yield args
+
+
+def hooks(call: Callable[[], object]) -> dict[str, Any]:
+    """Call what has been launched before, without and with hooks: did it go straight, and what they saw."""
+    from triton import knobs
+
+    found: dict[str, Any] = {}
+    seen: list[str] = []
+
+    def see(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    for name, chain in (
+        ("none", None),
+        ("enter", knobs.runtime.launch_enter_hook),
+        ("exit", knobs.runtime.launch_exit_hook),
+        ("removed", None),
+    ):
+        _straight.clear()
+        seen.clear()
+        if chain is not None:
+            chain.add(see)
+        call()
+        if chain is not None:
+            chain.remove(see)
+        found[name] = {"straight": list(_straight), "seen": list(seen)}
+    return found
 
 
 def main() -> None:
@@ -221,7 +250,11 @@ def main() -> None:
         keys.add(launch.launch(kernel, (1,), x, x, 4, 32, BLOCK_P=64, BLOCK_N=32, num_warps=warps).key)
     assert len(keys) == 2
     assert all("'enable_fp_fusion': True" in key for key in keys)
-    print(json.dumps(found))
+    doors = {
+        "launched": hooks(lambda: launch.launch(kernel, (1,), x, x, 4, 32, BLOCK_P=64, BLOCK_N=32, num_warps=4)),
+        "repeated": hooks(lambda: activate(x, None, "gelu", 0.0)),
+    }
+    print(json.dumps({"launchers": found, "hooks": doors}))
 
 
 if __name__ == "__main__":

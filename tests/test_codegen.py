@@ -55,7 +55,7 @@ def test_every_fault_is_found_and_nothing_else(faults):
         r"faults/no power of two \| .* \| sm_90: does not compile: .*power of 2.*",
         r"faults/spills \| .* \| sm_90: \d+ bytes of stack: it spills",
         r"faults/shared memory \| .* \| sm_90: 327680 bytes of shared memory, and a block gets at most 232448",
-        r"faults/too few rows for wgmma \| .* \| sm_90: 1 products of 16-bit tiles are not wgmma",
+        r"faults/too few rows for wgmma \| .* \| sm_90: 1 products of 16 bits or tf32 are not wgmma",
     ]
     assert len(found) == len(expected), faults.stdout
     for pattern, line in zip(expected, found, strict=True):

@@ -304,6 +304,31 @@ def test_fp16_keeps_gradients_that_fp16_cannot_hold(triton):
     assert_close(found[1:].float(), torch.full((V - 1, 1), 2.0**17 * math.exp(-18.0), device=DEVICE), roundings=5e3)
 
 
+class ScaledProducts(TorchDispatchMode):
+    """Notes the dtypes of what matrix products with a factor return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if "addmm" in func.name() and (kwargs or {}).get("alpha", 1) != 1:
+            self.dtypes.append(found.dtype)
+        return found
+
+
+def test_fp16_scales_back_in_fp32(kernels):
+    """A product that a library splits is rounded before its factor is applied: 2^15 times a weight of 4 is no fp16."""
+    x, weight, bias = (y.detach() for y in leaves(5, 3, 7, torch.float16))
+    weight *= 4
+    with ScaledProducts() as products:
+        _, dx, _, _ = kernels.forward(x, weight, bias, targets(5, 7), IGNORED, 0.0, [True] * 3)
+    assert products.dtypes == [torch.float32] * 2  # dx and dW
+    assert dx.dtype == torch.float16
+    assert dx.isfinite().all()
+
+
 def test_half_precision_accumulates_in_fp32(kernels, monkeypatch, triton):
     """1 + 48 / 256 in chunks of a row: bf16 would round each sum back to 1."""
     monkeypatch.setattr(kernels, "CHUNK_ROWS", 1)

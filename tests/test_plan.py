@@ -28,13 +28,18 @@ def facts():
     return json.loads(ran.stdout)
 
 
-def test_every_way_launches_the_same(facts):
-    assert sum(fact["calls"] for fact in facts.values()) > 50
-    assert not [difference for fact in facts.values() for difference in fact["differences"]]
+@pytest.fixture(scope="module")
+def launchers(facts):
+    return facts["launchers"]
 
 
-def test_most_calls_are_repeated_from_a_plan(facts):
-    for name, fact in facts.items():
+def test_every_way_launches_the_same(launchers):
+    assert sum(fact["calls"] for fact in launchers.values()) > 50
+    assert not [difference for fact in launchers.values() for difference in fact["differences"]]
+
+
+def test_most_calls_are_repeated_from_a_plan(launchers):
+    for name, fact in launchers.items():
         if name in UNPLANNED:
             assert fact["repeated"] == 0
         else:
@@ -58,6 +63,17 @@ def test_what_is_forgotten_is_watched_anew(monkeypatch):
         run(x)
         assert len(seen) == calls
         plan.forget()
+
+
+@pytest.mark.parametrize("way", ["launched", "repeated"])
+def test_launches_go_straight_unless_hooks_want_to_see_them(facts, way):
+    found = facts["hooks"][way]
+    for name in ("none", "removed"):
+        assert found[name] == {"straight": [True], "seen": []}, name
+    for name in ("enter", "exit"):
+        assert found[name]["straight"] == [False]
+        assert len(found[name]["seen"]) == 1
+        assert "kernel" in found[name]["seen"][0]
 
 
 def test_everything_is_launched_by_launch():

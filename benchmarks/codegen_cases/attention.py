@@ -20,6 +20,9 @@ B, H = 4, 8
 FORWARD = {16: (1024,), 32: (1024,), 64: (100, 400, 1024), 128: (400, 1024), 256: (1024,)}
 BACKWARD = {16: (1024,), 32: (1024,), 64: (400, 1024), 128: (1024,), 256: (1024,)}
 SINGLE = {64: (1024,), 128: (1024,), 256: (1024,)}  # fp32
+# Tiles of tf32 are those of 16 bits and twice the head size.
+TF32_FORWARD = {16: (1024,), 32: (100, 400, 1024), 64: (400, 1024), 128: (1024,), 256: (1024,)}
+TF32_BACKWARD = {16: (1024,), 32: (400, 1024), 64: (1024,), 128: (1024,), 256: (1024,)}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,20 +97,41 @@ def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
     return run
 
 
+def cases_of(
+    kind: str, dtype: torch.dtype, forward: dict[int, tuple[int, ...]], backward: dict[int, tuple[int, ...]]
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those of one way to multiply."""
+    for options in (light, heavy):
+        for K, lengths in forward.items():
+            for T in lengths if options is light else lengths[-1:]:  # heavy tiles are the same at every length
+                yield f"forward K {K} T {T} {kind} {options.__name__}", forward_case(T, K, dtype, options)
+        for K, lengths in backward.items():
+            for T in lengths if options is light else lengths[-1:]:
+                yield f"backward K {K} T {T} {kind} {options.__name__}", backward_case(T, K, dtype, options)
+    for name in ("delta", "weights", "mask gradient", "decode"):
+        for K in (64, 128, 256):
+            yield f"{name} K {K} {kind}", smaller_case(name, K, dtype)
+
+
+def in_tf32(call: Callable[[], object]) -> Callable[[], object]:
+    """The call, where torch's own products of fp32 are asked to be tf32."""
+
+    def run() -> object:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            return call()
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Name and call of every configuration."""
-    for dtype, forward, backward in ((torch.bfloat16, FORWARD, BACKWARD), (torch.float32, SINGLE, SINGLE)):
-        kind = str(dtype).removeprefix("torch.")
-        for options in (light, heavy):
-            for K, lengths in forward.items():
-                for T in lengths if options is light else lengths[-1:]:  # heavy tiles are the same at every length
-                    yield f"forward K {K} T {T} {kind} {options.__name__}", forward_case(T, K, dtype, options)
-            for K, lengths in backward.items():
-                for T in lengths if options is light else lengths[-1:]:
-                    yield f"backward K {K} T {T} {kind} {options.__name__}", backward_case(T, K, dtype, options)
-        for name in ("delta", "weights", "mask gradient", "decode"):
-            for K in (64, 128, 256):
-                yield f"{name} K {K} {kind}", smaller_case(name, K, dtype)
+    yield from cases_of("bfloat16", torch.bfloat16, FORWARD, BACKWARD)
+    yield from cases_of("float32", torch.float32, SINGLE, SINGLE)
+    yield from ((name, in_tf32(call)) for name, call in cases_of("tf32", torch.float32, TF32_FORWARD, TF32_BACKWARD))
     for K in (64, 128):
         yield f"backward K {K} dropout", backward_case(1024, K, torch.bfloat16, dropped)
         yield f"backward K {K} with weights", backward_case(1024, K, torch.bfloat16, light, weights=True)

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, views
+from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, head_width, lined_up, row_strides, views
 from fastformer_kernels.attention_tiles import (
     key_tiles,
     load_bounds,
@@ -28,7 +28,7 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import device_of, guard, has_small_memory, kernel, launch, noted, power_of_two
+from fastformer_kernels.launch import device_of, guard, has_small_memory, kernel, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -56,7 +56,7 @@ def _attention_delta(
     tl.store(delta_ptr + rows, tl.sum(out * dout, 1), mask=rows < end_row)
 
 
-@kernel("stride_ms", anywhere=LOOKED_UP)
+@kernel(*LINED_UP, anywhere=LOOKED_UP)
 def _attention_keys_values(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
@@ -141,7 +141,7 @@ def _attention_keys_values(
     tl.store(dv_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
 
 
-@kernel("stride_ms", anywhere=LOOKED_UP)
+@kernel(*LINED_UP, anywhere=LOOKED_UP)
 def _attention_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
@@ -215,8 +215,8 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which takes registers. Chosen from
     what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    K, generation = power_of_two(q.shape[-1], 16), device_of(q).capability // 10
-    if q.dtype == torch.float32:
+    (K, plain), generation = head_width(q), device_of(q).capability // 10
+    if plain:
         tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
@@ -230,15 +230,16 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
         light = not (heavy or fast or problem.seed is not None or generation > 9)
         tile = (64, 64, 8, 2) if light else (32, 64, 8, 1 if fast else 2)
     else:
-        tile = (16, 32, 8, 2) if heavy or generation < 9 or has_small_memory(q) else (16, 64, 8, 2)
+        small = heavy or generation < 9 or has_small_memory(q) or q.dtype == torch.float32
+        tile = (16, 32, 8, 2) if small else (16, 64, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
 def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
-    K, generation = power_of_two(q.shape[-1], 16), device_of(q).capability // 10
+    (K, plain), generation = head_width(q), device_of(q).capability // 10
     crowded = heavy and problem.key_mask is not None
-    if q.dtype == torch.float32:
+    if plain:
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
         if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
             tile = (16, 16, 4, 1)
@@ -247,7 +248,7 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     elif K <= 64:
         tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
     elif K == 128:
-        warps = 8 if crowded and generation == 8 else 4
+        warps = 8 if (crowded and generation == 8) or (heavy and q.dtype == torch.float32) else 4
         tile = (64, 32, warps, 2) if heavy or problem.seed is not None else (64, 64, 4, 2)
     else:
         tile = (32, 32, 8, 1) if heavy or has_small_memory(q) else (64, 32, 8, 2)
@@ -303,7 +304,7 @@ def backward(
         wants_q, wants_keys: whether the gradient of q, and those of k and v, are wanted.
         fast: add the gradient of q with atomics, in an order that changes from run to run.
     """
-    problem = Problem(*settings)
+    problem = Problem.of(*settings)
     B, H, T, S = problem.sizes(q)
     fast = fast and wants_q and wants_keys and q.shape[-1] <= 128  # wider, its tiles do not fit into registers
     dq, dk, dv = (
@@ -317,7 +318,7 @@ def backward(
     align, (q_view, k_view, v_view, dout_view, *others) = views(q, k, v, dout, *made)
     dq_strides, dk_strides = others[0].strides, others[-1].strides  # dv lies like dk
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
-    dweights = None if dweights is None else dweights.float().contiguous()
+    dweights = None if dweights is None else lined_up(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
     input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LOOKED_UP, Problem, views
+from fastformer_kernels.attention_problem import LOOKED_UP, Problem, head_width, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
 from fastformer_kernels.launch import device_of, guard, kernel, launch, noted, power_of_two
 
@@ -119,8 +119,8 @@ def _shares(q: Tensor, heads: int, tiles: int) -> int:
 
 def _tile(q: Tensor) -> dict[str, int]:
     """Choose the number of keys a tile: the most that spill nothing. Not measured on a GPU."""
-    K = power_of_two(q.shape[-1], 16)
-    if q.dtype == torch.float32:
+    K, plain = head_width(q)
+    if plain:
         block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
         block, warps, stages = (64, 4, 2) if K <= 128 else (32, 4, 1)

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, lined_up, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import (
     load_bounds,
     load_lse,
@@ -24,7 +24,7 @@ from fastformer_kernels.launch import guard, kernel, launch, noted
 from fastformer_kernels.random import row_keys
 
 
-@kernel("stride_ms", anywhere=LOOKED_UP)
+@kernel(*LINED_UP, anywhere=LOOKED_UP)
 def _attention_mask_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
@@ -102,7 +102,7 @@ def mask_gradient(
         lse: as forward returned it; delta: as backward computed it.
         dweights: the gradient of returned weights `[B, H, T, S]`, or None.
     """
-    problem = Problem(*settings)
+    problem = Problem.of(*settings)
     assert problem.mask is not None
     B, H, T, S = problem.sizes(q)
     shape = (1, 1, 1, 1, *problem.mask.shape)[-4:]
@@ -111,7 +111,7 @@ def mask_gradient(
     if dmask.numel() == 0 or B * H == 0:
         return dmask.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
-    dweights = None if dweights is None else dweights.float().contiguous()
+    dweights = None if dweights is None else lined_up(dweights.float())
     tile = score_tile(q)
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     grid = (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)

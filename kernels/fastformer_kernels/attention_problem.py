@@ -1,6 +1,6 @@
 """What the launchers of all attention kernels share: the arguments, as the kernels take them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,10 @@ from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, pow
 from fastformer_kernels.random import threshold_and_scale
 
 # What kernels look up number by number, and may be a part of any tensor; not every kernel has all of them.
-LOOKED_UP = ("bounds_ptr", "key_mask_ptr", "mask_ptr", "seed_ptr", "dweights_ptr")
+LOOKED_UP = ("bounds_ptr", "key_mask_ptr", "seed_ptr")
+# Strides of masks and of gradients of weights, which `lined_up` takes care of.
+LINED_UP = ("stride_mb", "stride_mh", "stride_mt", "stride_ms", "stride_wb", "stride_wh", "stride_wt")
+_LINE = 16  # elements
 
 
 class View(NamedTuple):
@@ -40,6 +43,18 @@ def views(*tensors: Tensor) -> tuple[int, list[View]]:
     return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in found]
 
 
+def lined_up(x: Tensor) -> Tensor:
+    """Return x `[..., S]`, copied if its rows do not begin at multiples of 16 elements, so that kernels may rely on it.
+
+    They load a tile of it in whole vectors then. Compiled for odd S they took 40 to 90 registers more, and spilled.
+    """
+    rows = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _LINE for stride in rows):
+        return x
+    copy = x.new_empty((*x.shape[:-1], -(-x.shape[-1] // _LINE) * _LINE))[..., : x.shape[-1]]
+    return copy.copy_(x)
+
+
 def row_strides(x: Tensor) -> tuple[int, int]:
     """Return the strides of batch (0 where packed) and head of `[H, T]`, `[B, H, T]` or `[2, B, H, T]`."""
     return (0, x.stride(0)) if x.dim() == 2 else (x.stride(-3), x.stride(-2))
@@ -60,6 +75,12 @@ class Problem(NamedTuple):
     scale: float
     softcap: float  # 0 = none
     dropout_p: float
+
+    @classmethod
+    def of(cls, *settings: Any) -> "Problem":
+        """Return the problem of a kernel that reads the mask."""
+        problem = cls(*settings)
+        return problem if problem.mask is None else problem._replace(mask=lined_up(problem.mask))
 
     def sizes(self, q: Tensor) -> tuple[int, int, int, int]:
         """Return (B, H, T, S)."""
@@ -95,9 +116,15 @@ class Problem(NamedTuple):
 
     def mask_strides(self, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
         """Return the stride of the key mask's rows, and the mask's of B, H, T and S, 0 where it is broadcast."""
-        mask = (0, 0, 0, 0) if self.mask is None else self.mask.expand(sizes).stride()
-        if self.mask is not None and sizes[3] == 1:  # the last means nothing then, but kernels are compiled for it
-            mask = (*mask[:3], 1)
+        mask = [0, 0, 0, 0]
+        if self.mask is not None:
+            given = [
+                0 if size == 1 else stride for size, stride in zip(self.mask.shape, self.mask.stride(), strict=True)
+            ]
+            mask[4 - len(given) :] = given
+            mask[3] = (
+                1 if sizes[3] == 1 else mask[3]
+            )  # of one key it means nothing, but the kernels are compiled for it
         return (0 if self.key_mask is None else self.key_mask.shape[1], *mask)
 
     def scalars(self) -> tuple[int | float, ...]:
@@ -116,7 +143,7 @@ class Problem(NamedTuple):
             "HAS_LEFT": self.left >= 0,
             "HAS_RIGHT": self.right >= 0,
             "HAS_KEY_MASK": self.key_mask is not None,
-            "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if q.dtype == torch.float32 else 1,
+            "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if is_exact(q) else 1,
             "PRECISION": precision(q),
         }
 
@@ -132,16 +159,33 @@ class Problem(NamedTuple):
         }
 
 
+def is_exact(q: Tensor) -> bool:
+    """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32."""
+    return q.dtype == torch.float32 and precision(q) == "ieee"
+
+
+def head_width(q: Tensor) -> tuple[int, bool]:
+    """Return the head size that tiles depend on, and whether they are those of fp32 on plain cores.
+
+    Of 16 bits that is K. A row of tf32 takes twice the shared memory, and registers where it is an operand: 2 K. At
+    K = 256 no tile of 16 bits is small enough for it, and those of fp32 serve.
+    """
+    K = power_of_two(q.shape[-1], 16)
+    if q.dtype != torch.float32:
+        return K, False
+    return (K, True) if is_exact(q) or K > 128 else (2 * K, False)
+
+
 def score_tile(q: Tensor) -> dict[str, int]:
     """Choose the tile of a kernel that makes one tile of scores and no more: the largest square that spills nothing.
 
     Chosen from what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    if q.dtype == torch.float32:
-        block = 32 if q.shape[-1] <= 128 else 16
+    (width, plain), generation = head_width(q), device_of(q).capability // 10
+    if plain:
+        block = 32 if width <= 128 else 16
     else:
-        generation = device_of(q).capability // 10
         block = 64 if generation >= 9 else 32
-        if q.shape[-1] > 128 and generation != 9:
+        if width > 128 and generation != 9:
             block = 16
     return {"BLOCK_T": block, "BLOCK_S": block, "num_warps": 8, "num_stages": 1}

@@ -8,17 +8,17 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LOOKED_UP, Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import exponentials, hide, load_bounds, load_lse, offset, scores, visible
 from fastformer_kernels.launch import guard, kernel, launch, noted
 from fastformer_kernels.random import keep, row_keys
 
 
-@kernel("stride_ms", anywhere=LOOKED_UP)
+@kernel(*LINED_UP, anywhere=LOOKED_UP)
 def _attention_weights(
     q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_lb, stride_lh,
-    stride_wb, stride_wh, stride_wt, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_ob, stride_oh, stride_ot, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
     second_part, T, S, tiles, key_tiles, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -52,9 +52,9 @@ def _attention_weights(
     if HAS_DROPOUT:
         keys = row_keys(tl.load(seed_ptr), rows, b * H + h)
         p = tl.where(keep(keys[:, None], columns[None, :], threshold), p * keep_scale, 0.0)
-    weights_ptr += offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
+    weights_ptr += offset(b, 1, stride_ob) + offset(h, 1, stride_oh)
     written = (rows < T)[:, None] & (columns < S)[None, :]
-    tl.store(weights_ptr + wide_rows * stride_wt + columns[None, :], p, mask=written)
+    tl.store(weights_ptr + wide_rows * stride_ot + columns[None, :], p, mask=written)
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
@@ -64,7 +64,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
         q, k, settings: as in forward, dense.
         lse: what forward returned.
     """
-    problem = Problem(*settings)
+    problem = Problem.of(*settings)
     B, H, T, S = problem.sizes(q)
     result = noted(q.new_empty((B, H, T, S)))
     if result.numel() == 0:

@@ -231,7 +231,13 @@ def forward(
                 continue
             tensors = (*inputs, None if grad is None else grad[rows], loss[rows])
             launch(cross_entropy_gradients_kernel, grid, *tensors, V, stride, *scalars, scale, **constants)
-            if wanted[0]:
+            if wanted[0] and x.dtype == torch.float16:
+                # A product may be split, and its parts rounded to fp16 before they are multiplied with alpha: times
+                # 2^15 they overflow from weights of 1 on. In fp32 they do not.
+                product = dx.new_empty(dx[rows].shape, dtype=torch.float32)
+                _add_product(product, logits, weight, beta=0.0, alpha=1.0 / scale)
+                dx[rows] = product
+            elif wanted[0]:
                 dx[rows].addmm_(logits, weight, beta=0.0, alpha=1.0 / scale)
             if wanted[1]:
                 _add_product(dweight, logits.t(), x[rows], beta=float(start > 0), alpha=1.0 / scale)

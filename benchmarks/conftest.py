@@ -49,6 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
             competitors.chosen(names)
         except ValueError as error:
             raise pytest.UsageError(f"--competitor: {error}") from None
+    if config.getoption("--record") is not None:
+        try:
+            environment.commit()
+        except ValueError as error:
+            raise pytest.UsageError(f"--record: {error}") from None
     if config.getoption("--dry-run") and os.environ.get("TRITON_INTERPRET") != "1":
         raise pytest.UsageError("--dry-run runs kernels in Triton's interpreter: set TRITON_INTERPRET=1")
 
@@ -75,7 +80,8 @@ def ceilings(stopwatch: Stopwatch, pytestconfig: pytest.Config) -> Ceilings:
 @pytest.fixture(scope="session")
 def record(stopwatch: Stopwatch, ceilings: Ceilings, pytestconfig: pytest.Config) -> Iterator[Record]:
     """The results of this run."""
-    record = Record(environment.facts(stopwatch.device), pytestconfig.getoption("--record"))
+    path = pytestconfig.getoption("--record")
+    record = Record({} if path is None else environment.facts(stopwatch.device), path)
     pytestconfig.stash[_RECORD] = record
     yield record
     record.close(ceilings.measured())

@@ -2,19 +2,29 @@
 
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = "FASTFORMER_COMMIT"  # environment variable: what to believe where a copy of the files has no history
 DIRTY = "+changes"
+_HASH = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
 
-def facts(device: torch.device) -> dict[str, str]:
-    """Name and version of everything that a figure depends on."""
+def facts(device: "torch.device") -> dict[str, str]:
+    """Name and version of everything that a figure depends on.
+
+    Raises:
+        ValueError: nothing says of which commit the files are; see `commit`.
+    """
+    import torch
+
     found = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
@@ -39,13 +49,32 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the files, with `+changes` where they differ from it; "unknown" where there is no history."""
+    """The commit of the files, with `+changes` where they differ from it.
+
+    Raises:
+        ValueError: they have no history, and the environment variable names no commit. Whoever records asks before
+            the first measurement, since figures of unknown code count for nothing.
+    """
     if COMMIT in os.environ:
-        return os.environ[COMMIT]
-    head = _first_line("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    if head == "unknown":
-        return head
-    return head + (DIRTY if _first_line("git", "-C", str(ROOT), "status", "--porcelain") != "" else "")
+        return checked(os.environ[COMMIT], COMMIT)
+    git = ("git", "--git-dir", str(ROOT / ".git"), "--work-tree", str(ROOT))  # never of a repository around a copy
+    head = _first_line(*git, "rev-parse", "HEAD")
+    changed = head != "unknown" and _first_line(*git, "status", "--porcelain") != ""
+    return checked(head + DIRTY * changed, str(ROOT))
+
+
+def checked(commit: str, where: str) -> str:
+    """Give back what is a commit's hash.
+
+    Raises:
+        ValueError: it is none; `where` it was found.
+    """
+    if not _HASH.fullmatch(commit):
+        raise ValueError(
+            f"{where}: the commit is {commit!r}; needed are 7 to 40 hexadecimal digits. Where a copy of the files has "
+            f"no history, set {COMMIT} to what `git rev-parse HEAD` says where they come from"
+        )
+    return commit
 
 
 def _processor() -> str:

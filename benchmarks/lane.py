@@ -1,25 +1,27 @@
-"""Everything that waits for a GPU in one command that fits a time limit.
+"""Everything that waits for a GPU, in runs of minutes.
 
-    python -m benchmarks.lane --minutes 9 --out DIR
+    python -m benchmarks.lane --only tests --out DIR       # then ops, training, models, compiled: `lane_plan`
+    python -m benchmarks.lane --minutes 9 --out DIR        # of everything what fits into 9 minutes
+    python -m benchmarks.lane --only layer_norm            # some of the steps
     python -m benchmarks.lane --dry-run                    # proves this script on a CPU: tiny shapes, interpreter
-    python -m benchmarks.lane --only facts,layer_norm      # some of the steps
+    python -m benchmarks.report DIR NAME                   # all runs in DIR as one result
 
-Runs from a bare checkout, without installation or network. Steps go in the order of their worth, each in processes of
-its own, which are killed together at the step's share of the time that is left; what a step leaves over, the later ones
-get. All is written as it comes, so that a run that is cut keeps what it has:
+Works from a bare checkout, without installation or network. Steps go in the order of the plan, each in processes of its
+own, which are killed together when they have used their time and what the earlier ones left over. Steps that do not fit
+in are named before anything begins. All is written as it comes, so that a run that is cut keeps what it has, into the
+folder DIR/WHAT, where WHAT is what `--only` says or "all":
 
 - facts.json: machine, versions, ceilings
 - log.txt: what the steps print
-- benchmarks.jsonl: the rows, for `python -m benchmarks.report benchmarks.jsonl NAME`
+- benchmarks.jsonl: the rows
 - tuning.jsonl and profile.txt
 - summary.txt: what is printed at the end, 40 lines at most
 
-Exit code: 1 if ours is wrong (a failed test or gate), 2 for arguments that cannot be, 0 otherwise. Where the files have
-no git history, FASTFORMER_COMMIT says which commit they are.
+Exit code: 1 if ours is wrong (a failed test or gate), 2 for arguments that cannot be, 0 otherwise. After failed tests
+nothing is measured. Where the files have no git history, FASTFORMER_COMMIT says which commit they are.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -31,91 +33,41 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.lane_process import GRACE, Gathered, Outcome, Step, run_step
+from benchmarks import environment
+from benchmarks.lane_plan import PLAN, chosen, fitting, has, step_of
+from benchmarks.lane_process import GRACE, ROOT, Gathered, Outcome, Step, run_step
 
-ROOT = Path(__file__).resolve().parents[1]
-HERE = Path(__file__).resolve().parent
 LINES = 40  # of the summary
-_ORDER = ("attention", "layer_norm", "cross_entropy", "feed_forward", "training_step", "decoding", "packing")
 _STEP_LINES = 24  # of the summary
-LEAST = 5.0  # seconds of a step, if they are left
 _SUMMARY_SECONDS = 8.0  # kept for the end
 NO_GPU = 3  # exit code of benchmarks.lane_steps
-_TESTS = ("test_gpu*.py", "test_fused_*.py")  # those that need a GPU, and values with every backend
 _OPTIONAL = ("pytest", "pytest_benchmark", "xdist", "matplotlib", "rich", "typer", "liger_kernel", "transformers")
 
 
-def plan(out: Path, part: Path, dry: bool, minutes: float) -> list[Step]:
-    """All steps in order.
-
-    Args:
-        out: where results go.
-        part: where benchmarks record a step's rows.
-        dry: tiny shapes on a CPU.
-        minutes: of the whole run; tuning is told its share.
-    """
-    python, flag = sys.executable, ("--dry-run",) if dry else ()
-    quiet = "--show-capture=no --color=no -p no:cacheprovider --durations=3 --tb=short"
-    pytest = (python, "-m", "pytest", *quiet.split())
-    jobs = ("-n", "4") if _has("xdist") and not dry else ()
-    gpu_tests, fused = (sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob(name)) for name in _TESTS)
-    if dry:
-        fused = ["tests/test_fused_layer_norm.py", "-k", "value"]
-    race = (*pytest, "--record", str(part), *flag)
-    if _has("pytest_benchmark"):
-        race += ("--benchmark-only", "--benchmark-columns=median", "--benchmark-disable-gc")
-    files = _benchmarks()
-    chosen = {name: path for name, path in files.items() if not dry or name == "layer_norm"}
-    narrow = ("--competitor", "eager") if dry else ()
-    here = (python, "-m")
-    steps = [
-        Step("facts", (*here, "benchmarks.lane_steps", "facts", str(out), *flag), 8),
-        Step("gpu-tests", (*pytest, "-m", "gpu", *jobs, *gpu_tests), 12, True, ("pytest",)),
-        Step("fused-tests", (*pytest, *jobs, *fused), 12, True, ("pytest",)),
-        Step("quick", (*race, "-k", "quick", *narrow, *chosen.values()), 25, True, ("pytest",)),
-    ]
-    weights = dict.fromkeys(_ORDER, 6.0) | {"attention": 12.0}
-    steps += [
-        Step(name, (*race, *narrow, path), weights.get(name, 3.0), True, ("pytest",)) for name, path in chosen.items()
-    ]
-    tuning = ("benchmarks.tuning", "--minutes", f"{minutes / 8:.2f}", "--out", str(out / "tuning.jsonl"))
-    steps.append(Step("tuning", (*here, *tuning, *flag), 8, needs=("benchmarks/tuning.py",)))
-    steps.append(Step("profile", (*here, "benchmarks.lane_steps", "profile", str(out), *flag), 4))
-    return steps
-
-
-def _benchmarks() -> dict[str, str]:
-    """Name -> file, by value."""
-    files = {path.stem.removeprefix("bench_"): str(path.relative_to(ROOT)) for path in sorted(HERE.glob("bench_*.py"))}
-    return {name: files[name] for name in [*(n for n in _ORDER if n in files), *(n for n in files if n not in _ORDER)]}
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _without_summary(seconds: float) -> float:
+    return seconds - min(_SUMMARY_SECONDS, 0.1 * seconds)
 
 
 def run_all(
-    steps: Sequence[Step], seconds: float, out: Path, environment: Mapping[str, str], gathered: Gathered
+    steps: Sequence[Step], seconds: float, out: Path, variables: Mapping[str, str], gathered: Gathered
 ) -> list[Outcome]:
-    """Run the steps one after another within so many seconds."""
-    end = time.monotonic() + seconds - min(_SUMMARY_SECONDS, 0.1 * seconds)
+    """Run the steps one after another within so many seconds; each has its own, and what the earlier ones left over."""
+    end = time.monotonic() + _without_summary(seconds)
     outcomes: list[Outcome] = []
-    quick_done = False
+    wrong = ""  # the tests that failed
     with (out / "log.txt").open("w", encoding="utf-8") as log:
         for number, step in enumerate(steps):
-            left = end - time.monotonic() - GRACE
-            missing = [name for name in step.needs if not (_has(name) if "/" not in name else (ROOT / name).is_file())]
+            left = end - time.monotonic() - sum(later.seconds for later in steps[number + 1 :]) - GRACE
+            missing = [name for name in step.needs if not has(name)]
             if missing:
                 outcome = Outcome(step.name, f"left out: no {', '.join(missing)}")
-            elif left < 1:
+            elif wrong and not step.is_test:
+                outcome = Outcome(step.name, f"left out: {wrong} failed")
+            elif left <= 0:
                 outcome = Outcome(step.name, "left out: no time")
             else:
-                if quick_done and step.records:  # those cases are recorded
-                    step = Step(step.name, (*step.command, "-k", "not quick"), step.weight, step.proves, step.needs)
-                share = step.weight / sum(other.weight for other in steps[number:])
-                # Most steps end before their time, so each may take twice its share.
-                outcome = run_step(step, min(left, max(2 * share * left, LEAST)), log, environment, gathered)
-                quick_done |= step.name == "quick" and outcome.state.startswith("done")
+                outcome = run_step(step, left, log, variables, gathered)
+                wrong = wrong or step.name * (outcome.wrong and step.is_test)
             outcomes.append(outcome)
             print(f"{step.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
             if step.name == "facts":
@@ -171,7 +123,7 @@ def _ratio_lines(path: Path) -> list[str]:
     return [text for _, text in sorted(lines, key=lambda line: line[0])]
 
 
-def _environment(dry: bool) -> dict[str, str]:
+def _variables(dry: bool) -> dict[str, str]:
     """The children's: our packages found where they are; for a dry run no GPU, and the interpreter."""
     found = dict(os.environ)
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [found.get("PYTHONPATH")])]
@@ -183,41 +135,48 @@ def _environment(dry: bool) -> dict[str, str]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lane", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="all steps together (default: 9)")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: a new one, which is printed)")
-    parser.add_argument("--only", metavar="STEP,...", help="some of the steps")
+    parser.add_argument("--minutes", type=float, help="all steps together (default: what the plan has for them)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (default: a new one, printed)")
+    parser.add_argument("--only", metavar="NAME,...", help=f"runs ({', '.join(PLAN)}) or their steps")
     parser.add_argument("--dry-run", action="store_true", help="prove this script on a CPU with tiny shapes")
     options = parser.parse_args(arguments)
-    if not options.minutes > 0:
+    if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes is {options.minutes:g}; allowed is more than 0")
-    if options.out is not None and options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        parser.error(f"--out: {options.out} is not an empty folder; nothing there is overwritten")
+    if options.out is not None:
+        options.out = options.out.resolve()
+        here = options.out / _name(options)
+        if (options.out.exists() and not options.out.is_dir()) or (here.is_dir() and any(here.iterdir())):
+            parser.error(f"--out: {here} is not an empty folder; nothing there is overwritten")
     return options
+
+
+def _name(options: argparse.Namespace) -> str:
+    return options.only or "all"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps and print the summary."""
     options = _options(arguments)
-    out = Path(tempfile.mkdtemp(prefix="lane-")) if options.out is None else options.out.resolve()
+    signal.signal(signal.SIGTERM, _terminated)
     with tempfile.TemporaryDirectory() as scratch:
         part = Path(scratch) / "rows.jsonl"
-        steps = plan(out, part, options.dry_run, options.minutes)
-        if options.only is not None:
-            known, wanted = [step.name for step in steps], options.only.split(",")
-            for name in wanted:
-                if name not in known:
-                    print(f"error: --only: unknown step {name!r}; known: {', '.join(known)}", file=sys.stderr)
-                    return 2
-            steps = [step for step in steps if step.name in wanted]
-        out.mkdir(parents=True, exist_ok=True)
-        print(f"results in {out}")
-        missing = [name for name in _OPTIONAL if not _has(name)]
-        if missing:
-            print(f"not installed here, so left out where needed: {', '.join(missing)}")
-        signal.signal(signal.SIGTERM, _terminated)
-        gathered = Gathered(out / "benchmarks.jsonl", part)
         try:
-            outcomes = run_all(steps, 60 * options.minutes, out, _environment(options.dry_run), gathered)
+            commit = environment.commit()
+            asked = chosen(options.only, options.dry_run)
+            out = (options.out or Path(tempfile.mkdtemp(prefix="lane-"))) / _name(options)
+            seconds = 60 * options.minutes if options.minutes else sum(asked.values()) + _SUMMARY_SECONDS
+            planned = fitting(asked, _without_summary(seconds))
+            steps = [step_of(name, kept, out, part, options.dry_run) for name, kept in planned.items()]
+            out.mkdir(parents=True, exist_ok=True)
+            print(f"{seconds / 60:.1f} minutes; results in {out}, of commit {commit}")
+            left_out = [f"{name} ({kept:.0f} s)" for name, kept in asked.items() if name not in planned]
+            if left_out:
+                print(f"no time for {', '.join(left_out)}")
+            missing = [name for name in _OPTIONAL if not has(name)]
+            if missing:
+                print(f"not installed here, so left out where needed: {', '.join(missing)}")
+            gathered = Gathered(out / "benchmarks.jsonl", part)
+            outcomes = run_all(steps, seconds, out, _variables(options.dry_run), gathered)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

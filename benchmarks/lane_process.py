@@ -21,18 +21,23 @@ _COUNTS = re.compile(rb"\d+ (?:failed|errors?|passed|skipped)\b")  # of pytest's
 
 @dataclass(frozen=True)
 class Step:
-    """A command; `weight` is its share of the time, among the steps that are left."""
+    """A command, and the seconds that are kept for it."""
 
     name: str
     command: tuple[str, ...]
-    weight: float
+    seconds: float
     proves: bool = False  # it fails only if ours is wrong
-    needs: tuple[str, ...] = ()  # modules and files
+    needs: tuple[str, ...] = ()  # modules
 
     @property
     def records(self) -> bool:
         """It is a benchmark."""
         return "--record" in self.command
+
+    @property
+    def is_test(self) -> bool:
+        """It proves, and measures nothing."""
+        return self.proves and not self.records
 
 
 @dataclass

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import environment
 from benchmarks.recipe_table import RECORD, read_rows, table
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         _check_modules(_NEEDED)
+        environment.commit()
         import torch
 
         if options.device == "auto":

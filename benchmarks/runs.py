@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import DIRTY
+from benchmarks.environment import DIRTY, checked
 from benchmarks.record import FORMAT, Row
 
 _DIGITS = 5  # significant ones that are kept
@@ -66,34 +66,54 @@ def read_run(path: Path) -> Run:
     for entry in entries[1:]:
         if "row" in entry:
             row = _row(entry["row"], path)
-            rows[row.benchmark, row.case, row.against] = row
+            rows[_key(row)] = row
         elif "ceilings" in entry:
             ceilings |= entry["ceilings"]
             complete = not entry.get("cut")  # the steps of benchmarks.lane that did not end
     return Run(entries[0]["machine"], tuple(rows.values()), ceilings, complete)
 
 
-def condense(path: Path, name: str) -> Result:
-    """What of a run is committed.
+def merge(paths: Sequence[Path]) -> Run:
+    """Runs of the same code on the same machine as one; of a case measured twice the row of the later file.
 
     Raises:
-        ValueError: a name that makes no file name, a run of uncommitted code, a dry run, or one without measurements.
+        ValueError: a file is no run, or two of them differ in something that figures depend on.
+    """
+    found = [read_run(path) for path in paths]
+    first = found[0].machine
+    for path, run in zip(paths, found, strict=True):
+        for key in sorted({*first, *run.machine} - {"date"}):
+            here, there = first.get(key), run.machine.get(key)
+            if here != there:
+                raise ValueError(
+                    f"{paths[0]} and {path} differ in {key}: {here!r} and {there!r}; a result is of one of both"
+                )
+    rows = {_key(row): row for run in found for row in run.rows}
+    ceilings = {key: rate for run in found for key, rate in run.ceilings.items()}
+    return Run(found[-1].machine, tuple(rows.values()), ceilings, all(run.complete for run in found))
+
+
+def condense(paths: Sequence[Path], name: str) -> Result:
+    """What of one or several runs is committed.
+
+    Raises:
+        ValueError: a name that makes no file name, runs that do not belong together, of uncommitted or unknown code,
+            dry ones, or without measurements.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"NAME is {name!r}; allowed are small letters and digits in words joined by -, as in h200-full"
         )
-    run = read_run(path)
+    run = merge(paths)
     rows = run.rows
-    commit = run.machine["commit"]
+    said = ", ".join(map(str, paths))
+    commit = checked(run.machine.get("commit", ""), said)
     if any(row.status == "dry run" for row in rows):
-        raise ValueError(f"{path} is a dry run: no figure of it means anything")
+        raise ValueError(f"{said}: a dry run, no figure of which means anything")
     if not any(row.ours is not None for row in rows):
-        raise ValueError(f"{path} holds no measurement")
+        raise ValueError(f"{said}: there is no measurement")
     if commit.endswith(DIRTY):
-        raise ValueError(f"{path} measures uncommitted code ({commit}); commit, then measure again")
-    if commit == "unknown":
-        raise ValueError(f"{path} does not know its commit; set FASTFORMER_COMMIT where the code has no history")
+        raise ValueError(f"{said}: uncommitted code was measured ({commit}); commit, then measure again")
     rates = [row.matmul_rate for row in rows if not math.isnan(row.matmul_rate)]
     return Result(
         name,
@@ -140,6 +160,10 @@ def load(path: Path) -> Result:
         )
     except KeyError as error:
         raise ValueError(f"{path} has no {error}") from None
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.benchmark, row.case, row.against
 
 
 def _check_format(head: object, path: Path) -> None:

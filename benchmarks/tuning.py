@@ -215,6 +215,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--workers must be 0 or more, not {options.workers}")
     if options.out is not None and not options.out.parent.is_dir():
         parser.error(f"--out {options.out}: {options.out.parent} is no directory")
+    if options.out is not None:
+        try:
+            environment.commit()
+        except ValueError as error:
+            parser.error(f"--out: {error}")
     if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("--dry-run runs kernels in Triton's interpreter: set TRITON_INTERPRET=1")
     if not options.dry_run and not torch.cuda.is_available():

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_entropy, bench_feed_forward, clock, competitors, training
@@ -78,6 +79,35 @@ def test_what_is_captured_has_run_before(monkeypatch):
     monkeypatch.setattr(clock, "capture", capture)
     Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))()
     assert done == ["run", "run", "run", "wait", "run", "replay"]
+
+
+def test_the_cache_is_flushed_by_reading_so_that_the_call_pays_for_no_line_of_another(monkeypatch):
+    watch = Stopwatch(CPU)
+    watch._flushed = other = torch.zeros(64)
+    seen = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            seen.append("event")
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 2.0
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append("reads" if args[0] is other and not op._schema.is_mutable else "writes")
+            return op(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with Watching():
+        assert watch(lambda: seen.append("call"), 2) == 4e-3
+    assert seen == [*["reads"] * clock._FLUSHES, "event", "call", "event"] * 2
 
 
 def test_the_compiled_model_is_compiled(monkeypatch):

@@ -2,11 +2,15 @@
 
 import json
 import math
+import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
-from benchmarks import charts, report, runs, tables
+from benchmarks import charts, environment, recipes, report, runs, tables, tuning
 from benchmarks.environment import DIRTY
 from benchmarks.record import FORMAT, Row
 
@@ -53,7 +57,7 @@ def record(path, rows, machine=MACHINE, ceilings=CEILINGS, version=FORMAT):
 def result(tmp_path):
     """A run, condensed, written and read again."""
     run = record(tmp_path / "run.jsonl", [MEASURED, SLOW, FULL, WRONG])
-    return runs.load(runs.save(runs.condense(run, "h200"), tmp_path / "results"))
+    return runs.load(runs.save(runs.condense([run], "h200"), tmp_path / "results"))
 
 
 def test_the_readme_and_the_tables_agree_with_the_results():
@@ -140,7 +144,7 @@ def test_large_results_are_summarised_in_the_readme(result):
 def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):
     path = record(tmp_path / "cut.jsonl", [MEASURED, SLOW], ceilings=None)
     path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    cut = runs.condense(path, "cut")
+    cut = runs.condense([path], "cut")
     assert [row.case for row in cut.rows] == [MEASURED.case]
     assert not cut.complete
     assert "cut before its end" in tables.heading(cut)
@@ -149,6 +153,55 @@ def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):
 def test_of_a_case_measured_twice_the_later_counts(tmp_path):
     run = runs.read_run(record(tmp_path / "run.jsonl", [MEASURED, SLOW, replace(MEASURED, ratio=9.0)]))
     assert [row.ratio for row in run.rows] == [9.0, 0.5]
+
+
+@pytest.fixture
+def three_runs(tmp_path):
+    """In folders of their own, as benchmarks.lane leaves them."""
+
+    def write(name, rows, change=None, **others):
+        (tmp_path / "lane" / name).mkdir(parents=True)
+        return record(tmp_path / "lane" / name / report.RECORD, rows, MACHINE | (change or {}), **others)
+
+    write("ops", [MEASURED, WRONG], ceilings={"copy": 1.0, "matmul_float32": 2.0})
+    write("training", [SLOW, replace(MEASURED, ratio=9.0)], {"date": "2026-01-03"})
+    (tmp_path / "lane" / "training" / "tuning.jsonl").write_text("{}", encoding="utf-8")
+    return write
+
+
+def test_several_runs_of_a_machine_are_one_result(three_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "write", lambda results: [])
+    for given in ([tmp_path / "lane"], [tmp_path / "lane" / run / report.RECORD for run in ("ops", "training")]):
+        assert report.main([*map(str, given), "h200"]) == 0
+        (found,) = report.load_results(tmp_path / "results")
+        assert [(row.case, row.against, row.ratio) for row in found.rows] == [
+            (MEASURED.case, "sdpa", 9.0),
+            (WRONG.case, "flex", None),
+            (SLOW.case, "sdpa", 0.5),
+        ]
+        assert (found.ceilings, found.complete) == ({"copy": 4.2e12, "matmul_float32": 2.0, **CEILINGS}, True)
+        assert found.machine["date"] == "2026-01-03"
+    three_runs("cut", [FULL], ceilings=None)
+    assert not runs.merge(sorted((tmp_path / "lane").rglob(report.RECORD))).complete
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"commit": "abcdef0"},
+            "ops/benchmarks.jsonl and .*/zero/.* differ in commit: '0123456789abcdef' and 'abcdef0'",
+        ),
+        ({"torch": "2.12.0"}, "differ in torch: '2.11.0' and '2.12.0'"),
+        ({"gpu": "Another"}, "differ in gpu: 'A GPU' and 'Another'"),
+        ({"xpu": "A GPU"}, "differ in xpu: None and 'A GPU'"),
+    ],
+)
+def test_runs_of_other_machines_or_code_are_refused(change, message, three_runs, tmp_path):
+    three_runs("zero", [SLOW], change)
+    with pytest.raises(ValueError, match=message):
+        runs.condense(sorted((tmp_path / "lane").rglob(report.RECORD)), "name")
 
 
 def test_a_lane_that_was_cut_is_no_complete_run(tmp_path):
@@ -163,8 +216,9 @@ def test_a_lane_that_was_cut_is_no_complete_run(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "change", "message"),
     [
-        ([MEASURED], {"commit": "0123" + DIRTY}, "uncommitted"),
+        ([MEASURED], {"commit": "0123456" + DIRTY}, "uncommitted"),
         ([MEASURED], {"commit": "unknown"}, "FASTFORMER_COMMIT"),
+        ([MEASURED], {"commit": ""}, "FASTFORMER_COMMIT"),
         ([], {}, "no measurement"),
         ([replace(FULL, ours=None)], {}, "no measurement"),
         ([replace(MEASURED, status="dry run")], {}, "dry run"),
@@ -172,19 +226,19 @@ def test_a_lane_that_was_cut_is_no_complete_run(tmp_path):
 )
 def test_runs_that_prove_nothing_are_refused(tmp_path, rows, change, message):
     with pytest.raises(ValueError, match=message):
-        runs.condense(record(tmp_path / "run.jsonl", rows, MACHINE | change), "name")
+        runs.condense([record(tmp_path / "run.jsonl", rows, MACHINE | change)], "name")
 
 
 @pytest.mark.parametrize("name", ["", "../name", "A", "a--b", "a.b"])
 def test_names_are_those_of_files(tmp_path, name):
     with pytest.raises(ValueError, match=r"NAME is .*; allowed are small letters and digits"):
-        runs.condense(record(tmp_path / "run.jsonl", [MEASURED]), name)
+        runs.condense([record(tmp_path / "run.jsonl", [MEASURED])], name)
 
 
 def test_another_version_is_refused_by_both_versions_names(tmp_path):
     message = f"format {FORMAT + 1}, and this version reads format {FORMAT}"
     with pytest.raises(ValueError, match=message):
-        runs.condense(record(tmp_path / "run.jsonl", [MEASURED], version=FORMAT + 1), "name")
+        runs.condense([record(tmp_path / "run.jsonl", [MEASURED], version=FORMAT + 1)], "name")
     old = tmp_path / "old.json"
     old.write_text('{"date": "2026-01-02", "rows": []}', encoding="utf-8")
     with pytest.raises(ValueError, match=f"format None, and this version reads format {FORMAT}: measure again"):
@@ -205,13 +259,13 @@ def test_a_file_that_is_no_run_is_named(tmp_path, text, message):
     path = tmp_path / "run.jsonl"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message) as error:
-        runs.condense(path, "name")
+        runs.condense([path], "name")
     assert str(path) in str(error.value)
 
 
 def test_the_command_line_refuses_in_one_line_and_keeps_everything(tmp_path, capsys):
     before = (report.ROOT / "README.md").read_text(encoding="utf-8")
-    for arguments in (["a"], [str(tmp_path / "none.jsonl"), "name"], [str(tmp_path), "../name"]):
+    for arguments in (["a"], [str(tmp_path / "none.jsonl"), "name"], [str(tmp_path), "name"]):
         assert report.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
@@ -272,3 +326,38 @@ def test_pictures_are_written_with_their_digest(result, tmp_path):
     assert [path.name for path in drawn] == ["benchmarks-h200.png", "benchmarks-h200-attention-scaling.png"]
     faster = replace(result, rows=(replace(MEASURED, ratio=1.6), *result.rows[1:]))
     assert charts.digests(faster)[drawn[0].name] != charts.digest_of(drawn[0])
+
+
+@pytest.mark.parametrize("given", ["", "unknown", "HEAD", "0123"])
+def test_a_commit_is_a_hash_or_an_error(given, monkeypatch):
+    monkeypatch.setenv(environment.COMMIT, given)
+    with pytest.raises(ValueError, match=f"FASTFORMER_COMMIT: the commit is '{given}'; needed are 7 to 40"):
+        environment.facts(torch.device("cpu"))
+
+
+def test_the_commit_is_never_that_of_a_repository_around_a_copy(tmp_path, monkeypatch):
+    monkeypatch.delenv(environment.COMMIT, raising=False)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run([*git, *command], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", environment.commit())
+    (tmp_path / "new").write_text("", encoding="utf-8")
+    assert environment.commit().endswith(DIRTY)
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "copy")
+    (tmp_path / "copy").mkdir()
+    with pytest.raises(ValueError, match=r"the commit is 'unknown'; .* set FASTFORMER_COMMIT"):
+        environment.commit()
+
+
+def test_a_record_without_a_commit_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("tomli_w", reason="recipes need the extra `apps`")
+    monkeypatch.setenv(environment.COMMIT, "")
+    path = str(tmp_path / "run.jsonl")
+    with pytest.raises(SystemExit, match="2"):
+        tuning.main(["--dry-run", "--out", path])
+    assert recipes.main(["--recipe", "recipes/multi30k-en-de-cpu.toml", "--out", str(tmp_path / "out")]) == 2
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider"]
+    assert subprocess.run([*command, "--record", path], cwd=report.ROOT, check=False).returncode == 4
+    assert capfd.readouterr().err.count("FASTFORMER_COMMIT: the commit is ''") == 3
+    assert not list(tmp_path.iterdir())

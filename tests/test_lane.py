@@ -2,21 +2,24 @@
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks import lane, lane_process
+from benchmarks import lane, lane_plan, lane_process, lane_steps
+from benchmarks.environment import COMMIT
 from benchmarks.lane_process import Gathered, Outcome, Step
 from tests.test_benchmark_report import CEILINGS, MEASURED, SLOW, record
 
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def python(name, code, weight=1.0, proves=True):
-    return Step(name, (sys.executable, "-S", "-c", code), weight, proves)
+def python(name, code, seconds=0.0, proves=True):
+    return Step(name, (sys.executable, "-S", "-c", code), seconds, proves)
 
 
 def run(steps, seconds, out):
@@ -27,8 +30,8 @@ def run(steps, seconds, out):
 @pytest.fixture
 def hurry(monkeypatch):
     """The same with shorter waits."""
-    for module, name, seconds in ((lane, "GRACE", 0.5), (lane_process, "GRACE", 0.5), (lane, "LEAST", 0.7)):
-        monkeypatch.setattr(module, name, seconds)
+    for module in (lane, lane_process):
+        monkeypatch.setattr(module, "GRACE", 0.5)
 
 
 def alive(pid):
@@ -46,7 +49,7 @@ def test_a_step_that_hangs_is_killed_with_all_it_started_and_the_rest_runs(tmp_p
         f"print('child', subprocess.Popen([sys.executable, '-S', '-c', {child!r}]).pid); time.sleep(60)"
     )
     begin = time.monotonic()
-    (hung, rest), _ = run([python("hangs", hang, 0.01), python("rest", "print('here')")], 20.0, tmp_path)
+    (hung, rest), _ = run([python("hangs", hang), python("rest", "print('here')", 16.5)], 20.0, tmp_path)
     assert time.monotonic() - begin < 5
     assert hung.state.startswith("cut after ")
     assert not hung.wrong
@@ -61,37 +64,35 @@ def test_a_step_that_hangs_is_killed_with_all_it_started_and_the_rest_runs(tmp_p
     assert not alive(pid)
 
 
-def test_failures_of_ours_are_told_from_others(tmp_path, hurry):
+def test_failures_of_ours_are_told_from_others_and_end_the_measurements(tmp_path, hurry):
     said = "import sys; print('3 failed, 5 passed in 1.20s'); sys.exit(1)"
     interrupted = (
         "import time\ntry:\n print('begun'); time.sleep(60)\nexcept KeyboardInterrupt:\n print('1 failed in 0.1s')"
     )
     steps = [
-        python("tests", said),
-        python("profile", "raise SystemExit(4)", proves=False),
         python("none", "raise SystemExit(5)"),
-        Step("tuning", ("nothing",), 1.0, needs=("no_such_module",)),
-        python("late", interrupted, 0.0),
-        python("last", "0", 9.0),
+        python("profile", "raise SystemExit(4)", proves=False),
+        Step("tuning", ("nothing",), 0.0, needs=("no_such_module",)),
+        Step("gate", (*python("", said).command, "--record"), 0.0, True),
+        python("late", interrupted, 1.0),
+        python("tests", "0", 14.0),
+        Step("attention", (*python("", "0").command, "--record"), 1.5, True),
     ]
     outcomes, _ = run(steps, 20.0, tmp_path)
-    states = [(outcome.name, outcome.state, outcome.wrong) for outcome in outcomes]
-    assert states[:4] == [
-        ("tests", "failed, exit code 1: 3 failed, 5 passed", True),
-        ("profile", "failed, exit code 4", False),
+    assert [(outcome.name, outcome.state, outcome.wrong) for outcome in outcomes] == [
         ("none", "nothing to run", False),
+        ("profile", "failed, exit code 4", False),
         ("tuning", "left out: no no_such_module", False),
+        ("gate", "failed, exit code 1: 3 failed, 5 passed", True),
+        ("late", outcomes[4].state, True),
+        ("tests", "done", False),
+        ("attention", "left out: late failed", False),
     ]
-    assert states[4] == ("late", "cut after 1 s: 1 failed", True)
-    assert states[5] == ("last", "done", False)
+    assert outcomes[4].state.startswith("cut after ")
+    assert outcomes[4].state.endswith(" s: 1 failed")
 
 
-def test_steps_without_time_are_left_out(tmp_path):
-    outcomes, _ = run([python("one", "0")], 5.0, tmp_path)
-    assert [outcome.state for outcome in outcomes] == ["left out: no time"]
-
-
-def test_rows_are_gathered_while_steps_run_and_quick_cases_are_not_repeated(tmp_path, hurry):
+def test_rows_are_gathered_while_steps_run(tmp_path, hurry):
     runs = [record(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate((MEASURED, SLOW))]
     copy = (
         "import pathlib, shutil, sys, time; shutil.copy(sys.argv[1], sys.argv[3]); print(sys.argv[4:])\n"
@@ -103,10 +104,10 @@ def test_rows_are_gathered_while_steps_run_and_quick_cases_are_not_repeated(tmp_
         Step(
             name,
             (sys.executable, "-S", "-c", copy, str(path), wait, str(tmp_path / "part.jsonl"), "--record"),
-            1.0,
+            0.0,
             True,
         )
-        for name, path, wait in (("quick", runs[0], "0"), ("attention", runs[1], "60"))
+        for name, path, wait in (("layer_norm", runs[0], "0"), ("attention", runs[1], "60"))
     ]
     outcomes, gathered = run(steps, 3.0, tmp_path)
     lines = [json.loads(line) for line in gathered.path.read_text(encoding="utf-8").splitlines()]
@@ -115,7 +116,6 @@ def test_rows_are_gathered_while_steps_run_and_quick_cases_are_not_repeated(tmp_
     gathered.finish(["attention"])
     last = json.loads(gathered.path.read_text(encoding="utf-8").splitlines()[-1])
     assert last == {"ceilings": CEILINGS, "cut": ["attention"]}
-    assert "['--record', '-k', 'not quick']" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
 def test_the_summary_is_short_and_begins_with_what_was_missed(tmp_path):
@@ -132,28 +132,32 @@ def test_the_summary_is_short_and_begins_with_what_was_missed(tmp_path):
     assert lines[-1].endswith("more in benchmarks.jsonl")
 
 
-def test_the_dry_run_of_the_facts(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert lane.main(["--dry-run", "--only", "facts", "--minutes", "1", "--out", str(out)]) == 0
+def test_the_dry_run_of_the_facts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(COMMIT, "0123456")
+    out = tmp_path / "facts"
+    assert lane.main(["--dry-run", "--only", "facts", "--minutes", "1", "--out", str(tmp_path)]) == 0
     facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
     assert {"date", "commit", "python", "torch", "processor"} <= facts["machine"].keys()
     assert set(facts["ceilings"]) == {"copy", "matmul_bfloat16", "matmul_float16", "matmul_float32"}
     printed = capsys.readouterr().out
     assert (out / "summary.txt").read_text(encoding="utf-8") in printed
-    assert "facts" in printed
+    assert "of commit 0123456" in printed
     assert len(list(out.iterdir())) <= 8
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "commit", "message"),
     [
-        (["--minutes", "0"], "--minutes is 0; allowed is more than 0"),
-        (["--minutes", "nan"], "--minutes is nan"),
-        (["--only", "fact"], "unknown step 'fact'; known: facts, gpu-tests, fused-tests, quick, attention"),
-        (["--out", __file__], "is not an empty folder"),
+        (["--minutes", "0"], "0123456", "--minutes is 0; allowed is more than 0"),
+        (["--minutes", "nan"], "0123456", "--minutes is nan"),
+        (["--only", "fact"], "0123456", "unknown 'fact'; known runs: tests, ops, training, models, compiled; known st"),
+        (["--out", __file__], "0123456", "is not an empty folder"),
+        ([], "", f"{COMMIT}: the commit is ''"),
     ],
 )
-def test_bad_arguments_are_named(arguments, message, capsys):
+def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message, capsys, monkeypatch):
+    monkeypatch.setenv(COMMIT, commit)
+    monkeypatch.setattr(lane, "run_all", None)
     try:
         code = lane.main(arguments)
     except SystemExit as error:
@@ -162,10 +166,30 @@ def test_bad_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_every_benchmark_is_a_step():
-    names = [step.name for step in lane.plan(lane.ROOT, lane.ROOT / "x", False, 9.0)]
-    files = {path.stem.removeprefix("bench_") for path in lane.HERE.glob("bench_*.py")}
-    assert names[:4] == ["facts", "gpu-tests", "fused-tests", "quick"]
-    assert names[-2:] == ["tuning", "profile"]
-    assert set(names[4:-2]) == files
-    assert len(names) == len(set(names))
+def test_every_benchmark_is_in_a_run_and_every_run_fits_into_its_time(tmp_path):
+    files = {path.stem.removeprefix("bench_"): path for path in (lane.ROOT / "benchmarks").glob("bench_*.py")}
+    names = [name for steps in lane_plan.PLAN.values() for name in steps]
+    assert len(names) + len(lane_plan.PLAN) == len({*names, *lane_plan.PLAN})
+    assert {name for name in names if name in files} == set(files)
+
+    def left_to(words):
+        steps = [lane_plan.step_of(name, 0.0, tmp_path, tmp_path / "part", False).command for name in names]
+        return {part for command in steps if words in command for part in command if part.startswith("benchmarks/")}
+
+    assert left_to("not (compile or flex)") == {f"benchmarks/{path.name}" for path in files.values()}
+    compiled = {p for p in files.values() if re.search(r'"(torch\.nn-)?compile"|"flex"', p.read_text(encoding="utf-8"))}
+    assert left_to("compile or flex") == {f"benchmarks/{path.name}" for path in compiled}
+    for run, minutes in {"tests": 5.0, "ops": 9.0, "training": 9.0, "models": 9.0, "compiled": 9.0}.items():
+        planned = lane_plan.chosen(run, dry=False)
+        assert list(planned) == ["facts", *lane_plan.PLAN[run]]
+        assert lane_plan.fitting(planned, lane._without_summary(60 * minutes)) == planned
+
+
+def test_what_does_not_fit_leaves_its_time_to_others():
+    assert lane_plan.fitting({"a": 3.0, "b": 5.0, "c": 2.0, "d": 1.0}, 5.0) == {"a": 3.0, "c": 2.0}
+
+
+def test_the_profile_shows_what_training_does_and_not_the_dispatcher():
+    text = lane_steps._layer_norm(torch.device("cpu"))
+    assert "aten::" in text
+    assert "fastformer::" not in text

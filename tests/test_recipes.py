@@ -358,14 +358,14 @@ def command(tmp_path, monkeypatch, recipe):
 
 def test_the_command_from_recipe_to_table(command, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("FASTFORMER_COMMIT", "abc")
+    monkeypatch.setenv("FASTFORMER_COMMIT", "0123456")
     assert command("--seeds", "3") == 0, (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")
     assert command.handlers[signal.SIGTERM] is recipes._terminated
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "log.txt", "record.jsonl", "summary.txt", "translations.jsonl",
     ]  # fmt: skip
     (found,) = read_rows(tmp_path / "out" / RECORD)
-    assert (found["status"], found["machine"]["commit"], found["settings"]["train"]["seed"]) == (DONE, "abc", 3)
+    assert (found["status"], found["machine"]["commit"], found["settings"]["train"]["seed"]) == (DONE, "0123456", 3)
     assert (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8") in capsys.readouterr().out
 
 

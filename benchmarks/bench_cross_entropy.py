@@ -6,7 +6,7 @@ too. The logits are not counted: against the time of a call that never had them 
 
 A call computes the gradients with the loss, as there is nothing else to do with it, so that backward is not timed by
 itself. The upstream gradient is 1, as `loss.backward()` has it. Peak memory, which every row has, is to be at most 0.1
-times eager's.
+times eager's at 16,384 rows; at 4,096 a chunk may be all of them, and 0.3 is the goal.
 """
 
 import pytest
@@ -34,7 +34,11 @@ GOALS: dict[tuple[str, int], float] = {  # by D; at 768 between those of 512 and
     ("eager", 1024): 1.3,
     **{("compile", D): 1.3 for D in (512, 768, 1024)},
     **{(name, D): 2.0 for name in ("liger", "liger-fp32") for D in (512, 768, 1024)},
+    **{("torch-chunked", D): 1.0 for D in (512, 768, 1024)},
 }
+# By rows. Eager keeps 6 bytes a logit at its peak (log-softmax, its gradient, that of the logits; counted on a CPU),
+# ours 2 a logit of a chunk and 4 an element of the weight's gradient.
+PEAK_GOALS = {4096: 0.3, 16384: 0.1}
 QUICK = (16384, 512, 32000)
 COMPARED = [QUICK, (4096, 512, 16384), (16384, 1024, 50304), (16384, 768, 32000)]  # with every competitor
 GRID = [(T, D, V) for T in (4096, 16384) for D in (512, 768, 1024) for V in (16384, 32000, 50304)]
@@ -110,7 +114,7 @@ def bench_linear_cross_entropy(race: Race, shape: tuple[int, int, int], competit
     target[torch.rand(T, device=race.device) < IGNORED] = -100
     target[0], target[-1] = -100, 0
     if (competitor, direction) == ("eager", "both"):
-        race.memory_goals(peak=0.1)
+        race.memory_goals(peak=PEAK_GOALS.get(T))
     smoothing = 0.0 if competitor == "torch-chunked" else SMOOTHING
     goal = GOALS.get((competitor, shape[1]))
     race_functions(

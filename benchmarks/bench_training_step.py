@@ -35,12 +35,19 @@ TINY = TranslationConfig(
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = {"quick": 3, "full": 2}  # on a CPU a full step takes 5 to 15 s
-# Batches and dtype -> goal on a CPU, and on a GPU against eager and compiled.
+# Batches and dtype -> goal on a CPU, and on a GPU against eager and compiled. In bf16 a GPU waits for the host on both
+# sides, which has as much to do for ours (`benchmarks.host`): to be ahead there is what CUDA graphs are for.
 GOALS = {
     ("random", "fp32"): (1.8, 3.0, None),
-    ("random", "bf16"): (3.0, 3.0, None),
+    ("random", "bf16"): (3.0, 1.0, None),
     ("bucketed", "fp32"): (1.0, 1.5, 1.2),
-    ("bucketed", "bf16"): (2.0, 1.5, 1.2),
+    ("bucketed", "bf16"): (2.0, 1.0, 1.2),
+}
+GRAPHS_GOALS = {
+    ("random", "fp32"): 3.0,
+    ("random", "bf16"): 3.5,
+    ("bucketed", "fp32"): 1.5,
+    ("bucketed", "bf16"): 3.0,
 }
 
 
@@ -96,7 +103,7 @@ def bench_training_step_graphs(race: Race, batches: str, competitor: str, size: 
         competitor=competitor,
         dtype=DTYPES[dtype],
         rounds=ROUNDS[size],
-        goal=GOALS[batches, dtype][1] if competitor == "torch.nn" else None,
+        goal=GRAPHS_GOALS[batches, dtype] if competitor == "torch.nn" else None,
     )
 
 

@@ -188,3 +188,16 @@ def test_the_work_of_a_training_step_is_what_torch_counts():
     work = training.step_work(model, collate(pairs, packed=True))
     assert counter.get_total_flops() == work.operations + 3 * 4 * 8 * 3 * ahead
     assert work.bytes == 40 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("key", "goal"), [(key, goals[0]) for key, goals in bench_feed_forward.GOALS.items()])
+def test_goals_of_the_feed_forward_are_such_as_the_bytes_allow(key, goal):
+    activation, dropout, width = key
+    products = 6 * 2 * width / 600e12 * 4.2e12  # of a hidden activation, in bytes that are moved meanwhile
+    eager, ours = 12 + 10 * dropout, 4 + (6 if activation == "relu" else 8)
+    assert 0.97 <= goal <= 1.05 * (products + eager) / (products + ours)
+
+
+def test_every_case_of_the_feed_forward_has_its_goal():
+    cases = {case for name, case in CASES.items() if case.activation != "swiglu" and not case.recompute}
+    assert {(case.activation, case.dropout_p > 0, case.width) for case in cases} == set(bench_feed_forward.GOALS)

@@ -68,6 +68,12 @@ batch_tokens = 32
 """
 
 
+@pytest.fixture(autouse=True)
+def _commit(monkeypatch):
+    """Also where the files have no history."""
+    monkeypatch.setenv("FASTFORMER_COMMIT", "0123456")
+
+
 @pytest.fixture
 def recipe(tmp_path):
     path = tmp_path / "tiny.toml"
@@ -358,7 +364,6 @@ def command(tmp_path, monkeypatch, recipe):
 
 def test_the_command_from_recipe_to_table(command, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("FASTFORMER_COMMIT", "0123456")
     assert command("--seeds", "3") == 0, (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")
     assert command.handlers[signal.SIGTERM] is recipes._terminated
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -412,6 +417,12 @@ def test_bad_arguments_are_named_before_anything_runs(arguments, message, comman
         code = error.code
     assert code == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_code_of_no_commit_is_not_trained(command, monkeypatch, capsys):
+    monkeypatch.setenv("FASTFORMER_COMMIT", "")
+    assert command() == 2
+    assert capsys.readouterr().err.startswith("error: FASTFORMER_COMMIT: the commit is '';")
 
 
 def test_a_missing_package_is_named(command, monkeypatch, capsys):

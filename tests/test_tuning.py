@@ -176,11 +176,13 @@ def test_the_table_names_what_is_faster_than_the_choice():
         (["--dry-run", "--minutes", "nan"], "--minutes must be a number above 0, not nan"),
         (["--dry-run", "--workers", "-1"], "--workers must be 0 or more, not -1"),
         (["--dry-run", "--out", "/no/such/file"], "/no/such is no directory"),
+        (["--dry-run", "--out", "file"], "--out: FASTFORMER_COMMIT: the commit is ''; needed are 7 to 40"),
         (["--dry-run", "--only", "nothing"], "no kernel of that name; there are RMS norm backward, "),
     ],
 )
 def test_bad_arguments_end_with_one_line_and_code_2(argv, message, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("FASTFORMER_COMMIT", "")
     with pytest.raises(SystemExit) as stopped:
         tuning.main(argv)
     assert stopped.value.code == 2
@@ -188,7 +190,8 @@ def test_bad_arguments_end_with_one_line_and_code_2(argv, message, capsys, monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-def test_a_dry_run_writes_every_result_and_no_figure(tmp_path, capsys):
+def test_a_dry_run_writes_every_result_and_no_figure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FASTFORMER_COMMIT", "0123456")
     out = tmp_path / "tuning.jsonl"
     assert tuning.main(["--dry-run", "--only", "embedding*", "--out", str(out)]) == 0
     head, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]

@@ -165,22 +165,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = chosen(options.only, options.dry_run)
             out = (options.out or Path(tempfile.mkdtemp(prefix="lane-"))) / _name(options)
             seconds = 60 * options.minutes if options.minutes else sum(asked.values()) + _SUMMARY_SECONDS
-            planned = fitting(asked, _without_summary(seconds))
-            steps = [step_of(name, kept, out, part, options.dry_run) for name, kept in planned.items()]
+            wanted = [step_of(name, kept, out, part, options.dry_run) for name, kept in asked.items()]
+            steps = fitting(wanted, _without_summary(seconds))
             out.mkdir(parents=True, exist_ok=True)
             print(f"{seconds / 60:.1f} minutes; results in {out}, of commit {commit}")
-            left_out = [f"{name} ({kept:.0f} s)" for name, kept in asked.items() if name not in planned]
-            if left_out:
-                print(f"no time for {', '.join(left_out)}")
+            late = [Outcome(step.name, f"left out: no {step.seconds:.0f} s") for step in wanted if step not in steps]
+            if late:
+                print(f"no time for {', '.join(outcome.name for outcome in late)}")
             missing = [name for name in _OPTIONAL if not has(name)]
             if missing:
                 print(f"not installed here, so left out where needed: {', '.join(missing)}")
             gathered = Gathered(out / "benchmarks.jsonl", part)
-            outcomes = run_all(steps, seconds, out, _variables(options.dry_run), gathered)
+            outcomes = run_all(steps, seconds, out, _variables(options.dry_run), gathered) + late
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        recording = {step.name for step in steps if step.records}
+        recording = {step.name for step in wanted if step.records}
         gathered.finish([outcome.name for outcome in outcomes if outcome.name in recording and not outcome.ended])
     text = "\n".join(summary(outcomes, out))
     (out / "summary.txt").write_text(text + "\n", encoding="utf-8")

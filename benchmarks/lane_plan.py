@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.lane_process import ROOT, Step
@@ -81,13 +81,13 @@ def chosen(only: str | None, dry: bool) -> dict[str, float]:
     return {name: seconds for name, seconds in every.items() if name in names and (name in _DRY or not dry)}
 
 
-def fitting(planned: Mapping[str, float], seconds: float) -> dict[str, float]:
+def fitting(steps: Sequence[Step], seconds: float) -> list[Step]:
     """The steps, in order, that so many seconds have room for; what does not fit leaves its room to later ones."""
-    found: dict[str, float] = {}
-    for name, needed in planned.items():
-        if needed <= seconds:
-            found[name] = needed
-            seconds -= needed
+    found = []
+    for step in steps:
+        if step.seconds <= seconds:
+            found.append(step)
+            seconds -= step.seconds
     return found
 
 
@@ -105,11 +105,11 @@ def step_of(name: str, seconds: float, out: Path, part: Path, dry: bool) -> Step
     if name in ("facts", "profile"):
         return Step(name, (*module, "benchmarks.lane_steps", name, str(out), *flag), seconds)
     if name == "tuning":
-        options = "--minutes", f"{_TUNING / 60:g}", "--out", str(out / "tuning.jsonl")
-        return Step(name, (*module, "benchmarks.tuning", *options, *flag), seconds)
+        limits = ("--minutes", f"{_TUNING / 60:g}", "--out", str(out / "tuning.jsonl"))
+        return Step(name, (*module, "benchmarks.tuning", *limits, *flag), seconds)
     quiet = "--show-capture=no --color=no -p no:cacheprovider --durations=3 --tb=short"
-    options = _tests(name, dry) if name in PLAN["tests"] else (*_race(name, dry), "--record", str(part), *flag)
-    return Step(name, (*module, "pytest", *quiet.split(), *options), seconds, proves=True, needs=("pytest",))
+    what = _tests(name, dry) if name in PLAN["tests"] else (*_race(name, dry), "--record", str(part), *flag)
+    return Step(name, (*module, "pytest", *quiet.split(), *what), seconds, proves=True, needs=("pytest",))
 
 
 def _tests(name: str, dry: bool) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ GOALS: dict[tuple[str, int], float] = {  # by D; at 768 between those of 512 and
     ("eager", 1024): 1.3,
     **{("compile", D): 1.3 for D in (512, 768, 1024)},
     **{(name, D): 2.0 for name in ("liger", "liger-fp32") for D in (512, 768, 1024)},
-    **{("torch-chunked", D): 1.0 for D in (512, 768, 1024)},
 }
 # By rows. Eager keeps 6 bytes a logit at its peak (log-softmax, its gradient, that of the logits; counted on a CPU),
 # ours 2 a logit of a chunk and 4 an element of the weight's gradient.

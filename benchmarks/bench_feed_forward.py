@@ -147,9 +147,9 @@ def work(case: Case) -> dict[Direction, Work]:
 def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direction) -> None:
     chosen = CASES[case]
     goals: dict[tuple[str, Direction], float] = {}
-    if not (chosen.recompute or chosen.activation == "swiglu"):
-        from_eager, from_compile = GOALS[chosen.activation, chosen.dropout_p > 0.0, chosen.width]
-        goals = {("eager", "both"): from_eager, ("compile", "both"): from_compile}
+    found = GOALS.get((chosen.activation, chosen.dropout_p > 0.0, chosen.width))
+    if found is not None and not chosen.recompute:
+        goals = {("eager", "both"): found[0], ("compile", "both"): found[1]}
     if race.tiny:
         chosen = chosen._replace(tokens=TINY[0], width=TINY[1], hidden=TINY[2])
     inputs = _inputs(chosen, race.device)

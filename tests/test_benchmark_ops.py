@@ -199,5 +199,5 @@ def test_goals_of_the_feed_forward_are_such_as_the_bytes_allow(key, goal):
 
 
 def test_every_case_of_the_feed_forward_has_its_goal():
-    cases = {case for name, case in CASES.items() if case.activation != "swiglu" and not case.recompute}
+    cases = [case for case in CASES.values() if case.activation != "swiglu" and case.width >= 512]
     assert {(case.activation, case.dropout_p > 0, case.width) for case in cases} == set(bench_feed_forward.GOALS)

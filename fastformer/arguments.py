@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from fastformer.packing import Layout
+from fastformer.devices import DeviceError, check_tensors
+from fastformer.packing import Layout, offsets_of
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 Alignment = Literal["top_left", "bottom_right"]
@@ -158,7 +159,14 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
-    """Return the lengths of sequences in x `[B, H, L, K]`, int64 on its device; values are checked on the CPU only."""
+    """Return the lengths of sequences in x `[B, H, L, K]`, int64 on its device; values are checked on the CPU only.
+
+    They may lie on the CPU, where batches keep them.
+    """
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(lengths).__name__}")
+    if not lengths.is_cpu and lengths.device != x.device:
+        raise DeviceError(f"{name} is on {lengths.device}, {of} on {x.device}: it must be there or on the CPU")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):
@@ -237,6 +245,7 @@ def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alig
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
     """Check one call of `attention` and return its rules, each said in one way only."""
+    check_tensors(("q", "k", "v", "mask", "key_mask"), q, (k, v), (rules.mask, rules.key_mask))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be of shape [batch, heads, length, head size], not {list(x.shape)}")
@@ -274,11 +283,11 @@ def check_packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> AttentionRules:
     """Check one call of `packed_attention` and return its rules, each said in one way only; they hold no mask."""
+    offsets = offsets_of("layout", layout), offsets_of("key_layout", key_layout)
+    check_tensors(("q", "k", "v", "layout", "key_layout"), q, (k, v, *offsets))
     for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
         if x.dim() != 3 or x.shape[0] != its.total:
             raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
-        if x.device != its.offsets.device:
-            raise ValueError(f"{name} is on {x.device}, its layout on {its.offsets.device}: use layout.to(device)")
     if layout.batch != key_layout.batch:
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
     _check_heads(q, k, v)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fastformer.devices import check_tensors
 from fastformer.row_map import RowMap
 
 V = TypeVar("V")
@@ -43,6 +44,10 @@ class Layout:
     columns: int
     origin: Tensor
     _memory: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        names = ("offsets", "positions", "slots", "origin")
+        check_tensors(names, self.offsets, (self.positions, self.slots, self.origin))
 
     @classmethod
     def from_lengths(
@@ -178,6 +183,17 @@ class Layout:
         return found
 
 
+def offsets_of(name: str, layout: Layout) -> Tensor:
+    """The offsets of a layout, which say what device it is on.
+
+    Raises:
+        TypeError: it is no Layout.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{name} must be a Layout, not {type(layout).__name__}")
+    return layout.offsets
+
+
 def _range(lengths: Tensor) -> tuple[int, int]:
     return (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
 
@@ -210,6 +226,7 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     Raises:
         ValueError: the batch has another number of rows, or a sequence is longer than L.
     """
+    check_tensors(("padded", "layout"), padded, (offsets_of("layout", layout),))
     rows, columns = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
     if rows != layout.batch:
         raise ValueError(f"padded has {rows} rows, lengths has {layout.batch}")
@@ -237,14 +254,19 @@ def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     Raises:
         ValueError: the number of tokens is not the layout's.
     """
-    if tokens.shape[0] != layout.total:
-        raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
+    _check_tokens(tokens, layout)
     B, L = layout.batch, layout.columns
     if layout.total == B * L and not torch.compiler.is_compiling():
         padded = tokens.reshape(B, L, *tokens.shape[1:])
         return padded if batch_first else padded.transpose(0, 1)
     flat = _places(layout, batch_first).spread(tokens)
     return flat.view(*((B, L) if batch_first else (L, B)), *tokens.shape[1:])
+
+
+def _check_tokens(tokens: Tensor, layout: Layout) -> None:
+    check_tensors(("tokens", "layout"), tokens, (offsets_of("layout", layout),))
+    if tokens.shape[0] != layout.total:
+        raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
 
 
 def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
@@ -256,6 +278,7 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
         TypeError: the tensor is not nested.
         ValueError: another dimension than the second is ragged.
     """
+    check_tensors(("nested",), nested)
     if not nested.is_nested:
         raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
     if nested.layout != torch.jagged:
@@ -281,8 +304,7 @@ def to_nested(tokens: Tensor, layout: Layout) -> Tensor:
     Raises:
         ValueError: the number of tokens is not the layout's.
     """
-    if tokens.shape[0] != layout.total:
-        raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
+    _check_tokens(tokens, layout)
     return torch.nested.nested_tensor_from_jagged(
         tokens, layout.offsets, min_seqlen=layout.shortest, max_seqlen=layout.max_length
     )

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fastformer"
 
 # From the ground up; what is named together may import one another.
 FLOORS = (
-    {"atomic", "autograd_function", "torch_calls", "cuda_graphs"},
+    {"atomic", "autograd_function", "cuda_graphs", "devices", "torch_calls"},
     {"row_map"},
     {"packing", "backend", "text", "plots", "chunked_cross_entropy"},
     {"arguments"},

@@ -170,7 +170,7 @@ x = torch.zeros(5, 4, 8)
 BAD = [
     ({"q": x[:4]}, r"q must be of shape \[5, heads, head size\], not \[4, 4, 8\]"),
     ({"k": x[None]}, "k must be of shape"),
-    ({"layout": layout.to("meta")}, r"q is on cpu, its layout on meta: use layout.to\(device\)"),
+    ({"layout": layout.to("meta")}, "layout is on meta, q on cpu: all must be on one device"),
     ({"key_layout": Layout.from_lengths([5])}, "layout has 2 sequences, key_layout 1"),
     ({"k": x[:, :3], "v": x[:, :3]}, r"the heads of q \(4\) must be a multiple of those of k \(3\)"),
     ({"k": x[..., :4]}, "q and k must have the same head size, not 8 and 4"),

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import check_probability
+from fastformer.devices import check_tensors
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -13,5 +14,6 @@ def dropout(x: Tensor, p: float) -> Tensor:
         x: any shape, floating point.
         p: quantised to 1/65536 where that is faster, and the quantised value is used in the scale.
     """
+    check_tensors(("x",), x)
     check_probability("p", p)
     return reference.dropout(x, p)

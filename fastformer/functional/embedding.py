@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastformer import fused, reference
 from fastformer.arguments import check_embedding, check_probability
+from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.embedding import embedding as fused_embedding
 
@@ -38,6 +39,7 @@ def embedding(
         IndexError: an id or a position on the CPU is no row. On a GPU nothing waits to look: torch's kernel stops with
             an assertion, the fused one gives NaN.
     """
+    check_tensors(("ids", "weight", "table", "positions"), ids, (weight,), (table, positions))
     check_embedding(ids, weight, table, positions)
     check_probability("dropout_p", dropout_p)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import Activation, check_feed_forward, check_probability
+from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.feed_forward import feed_forward as fused_feed_forward
 
@@ -42,6 +43,8 @@ def feed_forward(
     Raises:
         ValueError: an argument does not fit.
     """
+    names = ("x", "weight1", "weight2", "bias1", "bias2")
+    check_tensors(names, x, (weight1, weight2), (bias1, bias2))
     check_feed_forward(x, weight1, bias1, weight2, bias2, activation)
     check_probability("dropout_p", dropout_p)
     if runs_fused("feed_forward", x):

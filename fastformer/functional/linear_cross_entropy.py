@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import REDUCTIONS, Reduction, check_choice, check_classes, check_probability
+from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.linear_cross_entropy import linear_cross_entropy as fused_linear_cross_entropy
 
@@ -38,6 +39,7 @@ def linear_cross_entropy(
         ValueError, TypeError: an argument does not fit.
         IndexError: a target on the CPU is no class.
     """
+    check_tensors(("x", "weight", "target", "bias"), x, (weight, target), (bias,))
     check_choice("reduction", reduction, REDUCTIONS)
     check_probability("label_smoothing", label_smoothing)
     if x.shape[:-1] != target.shape:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import check_probability
+from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.dropout_add_layer_norm import dropout_add_layer_norm as fused_dropout_add_layer_norm
 from fastformer.fused.layer_norm import layer_norm as fused_layer_norm
@@ -40,7 +41,12 @@ def layer_norm(
         weight: `normalized_shape`, or None for ones.
         bias: `normalized_shape`, or None for zeros.
         eps: added to the variance.
+
+    Raises:
+        fastformer.devices.DeviceError: a tensor is on another device than x; every op refuses that.
+        TypeError: one is no tensor.
     """
+    check_tensors(("x", "weight", "bias"), x, (), (weight, bias))
     shape = _normalized_shape(normalized_shape)
     takes_kernel = runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", x, weight, bias))
     if takes_kernel and _fits(x, shape, weight, bias):  # what does not fit raises in torch
@@ -63,6 +69,7 @@ def rms_norm(
         weight: `normalized_shape`, or None for ones.
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
     """
+    check_tensors(("x", "weight"), x, (), (weight,))
     shape = _normalized_shape(normalized_shape)
     takes_kernel = runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", x, weight))
     if takes_kernel and _fits(x, shape, weight):
@@ -92,6 +99,7 @@ def dropout_add_layer_norm(
     Returns:
         (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
     """
+    check_tensors(("x", "residual", "weight", "bias"), x, (residual,), (weight, bias))
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
     check_probability("dropout_p", dropout_p)

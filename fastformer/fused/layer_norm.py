@@ -20,8 +20,6 @@ def norm_limit(op: str, x: Tensor, *others: Tensor | None) -> str | None:
     for other in others:
         if other is not None and other.dtype not in DTYPES:
             return f"{op} takes float32, float16 and bfloat16, not {str(other.dtype).removeprefix('torch.')}"
-        if other is not None and other.device != x.device:
-            return f"{op} takes tensors on one device, not on {x.device} and {other.device}"
     return None
 
 

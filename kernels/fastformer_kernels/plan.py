@@ -102,11 +102,12 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
         first: Any = None
         for x in args:
             if type(x) in _TENSORS:
-                first = x if first is None else first
-                description += x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
+                if first is None:
+                    first = x
+                description += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0
             else:
                 description.append(tuple(x) if isinstance(x, list) else x)
-        key = (first.get_device(), precision(first), *description)
+        key = (precision(first), *description)
         plan = plans.get(key)
         if isinstance(plan, _Plan):
             with guard(first):

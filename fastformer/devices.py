@@ -8,12 +8,11 @@ our ops take as a number is a Python number.
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 
 class DeviceError(ValueError, RuntimeError):
-    """A tensor is on another device than the first of its call: a wrong argument, and RuntimeError is torch's answer."""
+    """A tensor is on another device than the first of its call; torch answers that with RuntimeError."""
 
 
 def check_tensors(
@@ -45,11 +44,17 @@ def check_tensors(
         _refuse(names, (first, *others, *optional), 1 + len(others))
 
 
+def check_types(names: tuple[str, ...], *tensors: object) -> None:
+    """Raise TypeError unless all are tensors, on whatever device: hooks may move them before they meet."""
+    for name, x in zip(names, tensors, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, not {type(x).__name__}")
+
+
 def _refuse(names: tuple[str, ...], found: Sequence[object], required: int) -> NoReturn:
     """Say which is no tensor, or else which is on another device than the first."""
-    for number, (name, x) in enumerate(zip(names, found, strict=True)):
-        if not isinstance(x, Tensor) and (number < required or x is not None):
-            raise TypeError(f"{name} must be a Tensor, not {type(x).__name__}")
-    first, *others = ((name, x.device) for name, x in zip(names, found, strict=True) if isinstance(x, Tensor))
+    given = {name: x for i, (name, x) in enumerate(zip(names, found, strict=True)) if i < required or x is not None}
+    check_types(tuple(given), *given.values())
+    first, *others = ((name, x.device) for name, x in given.items() if isinstance(x, Tensor))
     name, device = next(other for other in others if other[1] != first[1])
     raise DeviceError(f"{name} is on {device}, {first[0]} on {first[1]}: all must be on one device")

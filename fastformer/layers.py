@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.devices import check_types
 from fastformer.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
 from fastformer.multihead_attention import MultiheadAttention
-from fastformer.packing import Layout
+from fastformer.packing import Layout, offsets_of
 from fastformer.torch_calls import encoder_masks
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
@@ -178,6 +179,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             src_key_padding_mask: `[B, S]`, bool (True = ignore) or additive.
             is_causal: states that src_mask, which must be given, is the causal mask.
         """
+        check_types(("src",), src)
         if self.has_own_blocks:
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         if not plain(self.self_attn, MultiheadAttention):
@@ -198,6 +200,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
+        check_types(("tokens",), tokens)
         return self.compose(
             tokens,
             lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),
@@ -292,6 +295,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
                 tgt_is_causal,
                 memory_is_causal,
             )
+        check_types(("tgt", "memory"), tgt, memory)
 
         def self_attention(x: Tensor) -> Tensor:
             return self.self_attn(  # type: ignore[no-any-return]
@@ -328,6 +332,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_mask: Tensor | None = None,
     ) -> Tensor:
         """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; masks as in forward, over the columns."""
+        offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
+        check_types(("tokens", "memory"), tokens, memory)
         return self.compose(
             tokens,
             lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
+from fastformer.devices import check_tensors
 from fastformer.modules import drop_in
-from fastformer.packing import Layout, pack, unpack
+from fastformer.packing import Layout, offsets_of, pack, unpack
 
 
 @drop_in
@@ -54,6 +55,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
+        check_tensors(("query", "key", "value"), query, (key, value))
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
         # torch's own checks, so that a mistake raises what it raises there.
@@ -115,6 +117,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 causal and attn_mask are given.
             AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
+        check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
         if not self.packs:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.devices import check_types
 from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.modules import drop_in, has_hooks, take_over, twin
 from fastformer.packing import Layout, from_nested, to_nested
@@ -132,6 +133,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             is_causal: states that mask is the causal mask; None = not stated.
             padding_free: overrules the attribute.
         """
+        check_types(("src",), src)
         if src.is_nested:
             _refuse("src", src_key_padding_mask, mask)
             self._check_packs("src")
@@ -203,13 +205,15 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             tgt_is_causal: states that tgt_mask is the causal mask; None = not stated.
             padding_free: overrules the attribute.
         """
-        if tgt.is_nested or memory.is_nested:
+        check_types(("tgt",), tgt)
+        usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
+        if tgt.is_nested or (usual and memory.is_nested):
             _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
             self._check_packs("tgt")
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             return to_nested(self.packed(tokens, layout, keys, key_layout, bool(tgt_is_causal)), layout)
         lacking = _lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
-        if self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
+        if usual and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
             source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if source is not None:
                 side = self.read_target(tgt, tgt_key_padding_mask, source)
@@ -356,6 +360,7 @@ class Transformer(nn.Transformer):
         goes to the decoder without ever being padded. Where it is not, and the decoder attends to padded sources, their
         rows are what torch computes there, not 0.
         """
+        check_types(("src", "tgt"), src, tgt)
         if not (src.is_nested or tgt.is_nested):
             self._check(src, tgt)
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)

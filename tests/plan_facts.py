@@ -244,6 +244,13 @@ def main() -> None:
         out, lse = attend(q, k, v, None, None, None, None, 4, 0, 0, -1, -1, 0.25, 0.0, 0.0)
         assert not out.any()
         assert (lse == torch.inf).all()
+    normed, weight, get_device = plan.planned(originals["rms_norm.forward"]), torch.ones(32), Tensor.get_device
+    for device, by_plan in ((-1, False), (-1, True), (1, False)):  # a plan is for tensors on their devices
+        repeated.clear()
+        Tensor.get_device = lambda self, device=device: device if self is weight else get_device(self)
+        normed(x, weight, 1e-5, torch.float32)
+        assert bool(repeated) == by_plan, device
+    Tensor.get_device = get_device
     kernel = modules["feed_forward.activate"][0].add_partials_kernel
     keys = set()
     for warps in (4, 8, 4):

@@ -99,7 +99,7 @@ def test_nothing_ran_before_the_refusal():
 @pytest.mark.parametrize(("op", "name"), GIVEN, ids=[IDS(*each) for each in GIVEN])
 @pytest.mark.parametrize("wrong", [None, [1.0], 3, torch.zeros(2).numpy()], ids=["None", "list", "int", "ndarray"])
 def test_what_is_no_tensor_is_refused_by_name(op, name, wrong):
-    if wrong is None and name in OPTIONAL or (name == "weight" and "normalized_shape" in CALLS[op]):
+    if wrong is None and (name in OPTIONAL or (name == "weight" and "normalized_shape" in CALLS[op])):
         pytest.skip("None is allowed")
     error = ValueError if wrong is None and name in EITHER else TypeError
     with pytest.raises(error, match=rf"^{name} (must be a (Tensor|Layout), not {type(wrong).__name__}|is None)"):
@@ -130,18 +130,18 @@ def test_lengths_may_stay_on_the_cpu():
 def test_a_number_on_the_cpu_is_a_tensor_too():
     """torch adds a tensor without dimensions from the CPU to one of a GPU; here it is refused as any other."""
     q = dense.to("meta")
-    with pytest.raises(DeviceError, match="^mask is on cpu, q on meta"):
+    with pytest.raises(DeviceError, match=r"^mask is on cpu, q on meta"):
         functional.attention(q, q, q, torch.tensor(0.0))
 
 
 def test_fake_tensors_have_the_devices_that_they_stand_for():
     with FakeTensorMode(allow_non_fake_inputs=True), fastformer.backend("reference"):
         a, w = torch.empty(T, D, device="cuda:0"), torch.empty(D, device="cuda:1")
-        with pytest.raises(DeviceError, match="^weight is on cuda:1, x on cuda:0: all must be on one device$"):
+        with pytest.raises(DeviceError, match=r"^weight is on cuda:1, x on cuda:0: all must be on one device$"):
             functional.layer_norm(a, D, w)
         assert functional.layer_norm(a, D, w.to("cuda:0")).device == a.device
 
 
 def test_a_layout_lies_on_one_device():
-    with pytest.raises(DeviceError, match="^slots is on meta, offsets on cpu"):
+    with pytest.raises(DeviceError, match=r"^slots is on meta, offsets on cpu"):
         Layout.in_place(layout.offsets, layout.positions, layout.slots.to("meta"), 3)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.devices import check_types
 from fastformer.packing import Layout, pack
 
 Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
@@ -101,6 +102,7 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
     Raises:
         ValueError: ids are of another shape.
     """
+    check_types((name,), ids)
     layout = lengths if isinstance(lengths, Layout) else Layout.from_lengths(lengths, ids.device)
     if ids.dim() == 2:
         return pack(ids, layout), layout

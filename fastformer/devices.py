@@ -8,7 +8,10 @@ our ops take as a number is a Python number.
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
+
+_ALIGNMENT = 128  # bytes; what torch's own tensors begin at: kernels are compiled for multiples of 16
 
 
 class DeviceError(ValueError, RuntimeError):
@@ -58,3 +61,28 @@ def _refuse(names: tuple[str, ...], found: Sequence[object], required: int) -> N
     first, *others = ((name, x.device) for name, x in given.items() if isinstance(x, Tensor))
     name, device = next(other for other in others if other[1] != first[1])
     raise DeviceError(f"{name} is on {device}, {first[0]} on {first[1]}: all must be on one device")
+
+
+def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
+    """Return the tensors on a device: those of a CPU in one transfer, from pinned memory, so that nothing waits.
+
+    What comes of them are views of one piece of memory; of the same tensor given twice, it is the same view. The pinned
+    memory is used again only when its copy is done: torch's allocator sees to that, and nobody else ever has it.
+
+    Args:
+        device: None for that of the tensors.
+        tensors: of any shapes and dtypes, without a gradient; on the device already, they are returned as they are.
+    """
+    where = None if device is None else torch.device(device)
+    if where is None or where.type == "cpu" or not all(x.is_cpu for x in tensors):
+        return [x.to(where) for x in tensors]
+    unique = {id(x): x for x in tensors}
+    filler = torch.empty(_ALIGNMENT, dtype=torch.uint8, device="cpu")
+    pieces: list[Tensor] = []
+    for x in unique.values():
+        pieces += [x.reshape(-1).view(torch.uint8), filler[: -x.nbytes % _ALIGNMENT]]
+    sizes = [piece.numel() for piece in pieces]
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=where.type == "cuda")
+    sent = torch.cat(pieces, out=staged).to(where, non_blocking=True).split(sizes)[::2]  # type: ignore[no-untyped-call]
+    views = {key: part.view(x.dtype).view(x.shape) for (key, x), part in zip(unique.items(), sent, strict=True)}
+    return [views[id(x)] for x in tensors]

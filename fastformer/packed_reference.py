@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.arguments import AttentionRules
+from fastformer.devices import send
 from fastformer.packing import Layout
 from fastformer.reference import attention, dropout
 from fastformer.row_map import RowMap
@@ -88,7 +89,7 @@ def _row_map(layout: Layout, order: Ints, cuts: list[int], heads: int) -> RowMap
     of_token = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(of_token)) - (np.cumsum(lengths) - lengths)[of_token]
     slots = (start[of_token] + position)[:, None] + stride[of_token][:, None] * np.arange(heads)
-    return RowMap.of(torch.from_numpy(slots.reshape(-1)).to(layout.offsets.device, non_blocking=True), base)
+    return RowMap.of(send(layout.offsets.device, torch.from_numpy(slots.reshape(-1)))[0], base)
 
 
 def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Plan:
@@ -103,9 +104,8 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
         bias = None
         if shortest < S:
             bias = torch.zeros(len(k), 1, S).masked_fill_(torch.arange(S) >= k[:, None, None], -math.inf)
-            bias = bias.to(device, non_blocking=True)
-        q, k = (x.to(device, non_blocking=True) for x in (q, k))
-        groups.append(Group(end - first, T, S, q, k, shortest, bias))
+        q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
+        groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
     rows = _row_map(layout, order, cuts, heads)
     same = key_layout is layout and heads == key_heads
     return Plan(groups, rows, rows if same else _row_map(key_layout, order, cuts, key_heads))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastformer.devices import check_tensors
+from fastformer.devices import check_tensors, send
 from fastformer.row_map import RowMap
 
 V = TypeVar("V")
@@ -82,9 +82,7 @@ class Layout:
         offsets, rows, positions = _number(lengths, lengths, int(lengths.sum()))
         slots = rows * longest + positions
         origin = slots if columns == longest else rows * columns + positions
-        offsets, positions, slots, origin = (
-            x.to(device, non_blocking=True) for x in (offsets, positions, slots, origin)
-        )
+        offsets, positions, slots, origin = send(device, offsets, positions, slots, origin)
         return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
 
     @classmethod
@@ -135,12 +133,17 @@ class Layout:
         return not self.lengths.is_meta
 
     def to(self, device: torch.device | str) -> "Layout":
-        """Return the layout of the same tokens on another device, without waiting for it."""
-        if torch.device(device) == self.offsets.device:
-            return self
-        offsets, positions, slots, origin = (
-            x.to(device, non_blocking=True) for x in (self.offsets, self.positions, self.slots, self.origin)
-        )
+        """Return the layout of the same tokens on another device, in one transfer; from a CPU, nothing waits."""
+        return self if torch.device(device) == self.offsets.device else self.made_of(send(device, *self.tensors))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What of it is on the tokens' device: offsets, positions, slots and origin."""
+        return self.offsets, self.positions, self.slots, self.origin
+
+    def made_of(self, tensors: Sequence[Tensor]) -> "Layout":
+        """Return the layout of the same tokens made of the same `tensors` on another device."""
+        offsets, positions, slots, origin = tensors
         return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
 
     @property

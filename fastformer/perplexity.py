@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastformer.devices import send
 from fastformer.models import LanguageModel, language_model_loss
 from fastformer.text import (
     EncodedDocuments,
@@ -122,6 +123,6 @@ def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
     for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
         if len(indices):
             batch = collate_pieces(pieces, indices)
-            counted = counted_positions(pieces, indices).to(device) if overlapping else None
+            counted = send(device, counted_positions(pieces, indices))[0] if overlapping else None
             total += float(language_model_loss(model, batch.to(device), counted=counted))
     return total

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "fastformer"
 FLOORS = (
     {"atomic", "autograd_function", "cuda_graphs", "devices", "torch_calls"},
     {"row_map"},
-    {"packing", "backend", "text", "plots", "chunked_cross_entropy"},
-    {"arguments"},
+    {"packing", "backend", "plots", "chunked_cross_entropy"},
+    {"arguments", "text"},
     {"blank_padding", "query_blocks"},
     {"reference"},
     {"packed_reference"},

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer import functional
+from fastformer.devices import send
 from fastformer.models import LanguageModel
 from fastformer.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
@@ -85,8 +86,9 @@ class LanguageState:
         self.window = torch.zeros(len(windows), context, dtype=torch.int64, device=device)  # what each row has read
         self.layers = [_LayerCache() for _ in model.decoder.layers]
         self.capacity = 0
-        ids = torch.tensor([i for window in windows for i in window], device=device)  # [T]
-        layout = Layout.from_lengths(self.lengths, device)
+        layout = Layout.from_lengths(self.lengths)
+        ids, *placed = send(device, torch.tensor([i for window in windows for i in window]), *layout.tensors)  # [T]
+        layout = layout.made_of(placed)
         rows = torch.arange(len(windows), device=device)
         x = self._read(ids, layout, rows)
         self.logits = model.logits(x.index_select(0, layout.offsets[1:] - 1))
@@ -96,7 +98,7 @@ class LanguageState:
         self._slide()
         model, longest = self.model, int(self.lengths.max()) + 1
         size = self._reserve(longest)
-        positions = self.lengths.to(ids.device)
+        (positions,) = send(ids.device, self.lengths)
         rows = torch.arange(ids.numel(), device=ids.device)
         key_lengths = None if int(self.lengths.min()) + 1 == longest else positions + 1
         self.window[rows, positions] = ids
@@ -130,7 +132,7 @@ class LanguageState:
         self.lengths[full] = kept
         if kept == 0:
             return
-        rows = full.to(self.window.device)
+        (rows,) = send(self.window.device, full)
         ids = self.window[rows, self.context - kept :].flatten()
         self._read(ids, Layout.from_lengths([kept] * full.numel(), ids.device), rows)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastformer.devices import send
 from fastformer.generate.language_cache import LanguageState
 from fastformer.models import LanguageModel
 
@@ -201,7 +202,8 @@ def sample(
             seen[row, list(prompt)] = True
         seen[:, [c.pad_id, c.bos_id, c.eos_id]] = False  # how texts begin and end is no repetition
     for t in range(options.max_new_tokens):
-        uniform = torch.tensor([stream.random() for stream in streams], dtype=torch.float64).to(logits.device)
+        drawn = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
+        (uniform,) = send(logits.device, drawn)
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, seen, sorted(forbidden))
         found = ids.tolist()
@@ -210,7 +212,7 @@ def sample(
         if not rows or t + 1 == options.max_new_tokens:
             return
         if len(rows) < len(found):
-            kept = torch.tensor(rows, device=ids.device)
+            (kept,) = send(ids.device, torch.tensor(rows))
             state.keep(kept)
             ids, seen = ids[kept], None if seen is None else seen[kept]
             active, streams = [active[row] for row in rows], [streams[row] for row in rows]

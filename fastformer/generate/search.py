@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.devices import send
 from fastformer.generate.cache import DecoderState
 from fastformer.generate.static_cache import StaticDecoderState
 from fastformer.models import TranslationConfig, TranslationModel
@@ -112,8 +113,9 @@ def greedy_search(
     if B == 0:
         return []
     state = _state(model, source, source_lengths, 1, options)
-    limits = options.limits(source_lengths, config).to(device)
+    limits = options.limits(source_lengths, config)
     longest = int(limits.max())
+    (limits,) = send(device, limits)
     output = torch.full((B, longest + 1), config.bos_id, device=device)  # column 0 is bos
     scores = torch.zeros(B, device=device)
     lengths = limits.clone()  # tokens of each sentence, eos included
@@ -162,8 +164,9 @@ def beam_search(
     if B == 0:
         return []
     state = _state(model, source, source_lengths, N, options)
-    limits = options.limits(source_lengths, config).to(device)
+    limits = options.limits(source_lengths, config)
     longest = int(limits.max())
+    (limits,) = send(device, limits)
     results: list[list[Hypothesis]] = [[] for _ in range(B)]
 
     # The unfinished hypotheses [b, N, ...] of the b sentences still in the batch.

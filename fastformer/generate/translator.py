@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fastformer.devices import send
 from fastformer.generate.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.models import TranslationModel
+from fastformer.models.common import layouts_of
 from fastformer.text import ParallelCorpus, Tokenizer, collate, collate_source, encode_pairs, encode_source
 
 logger = logging.getLogger("fastformer")
@@ -97,7 +99,7 @@ class Translator:
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
             ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
-            ids = ids.to(device)
+            (ids,) = send(device, ids)
             if options.beam == 1:
                 yield indices, [[h] for h in greedy_search(self.model, ids, source_lengths, options)]
             else:
@@ -125,7 +127,8 @@ class Translator:
         for start in range(0, len(pairs), batch_size):
             end = min(start + batch_size, len(pairs))
             batch = collate(pairs.take(torch.arange(start, end).numpy())).to(device)
-            hidden = self.model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
+            source, target = layouts_of(batch, "source_lengths", "target_lengths")
+            hidden = self.model(batch.source, source, batch.target_in, target)
             log_p = self.model.logits(hidden).float().log_softmax(-1)
             chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).double()
             lengths = batch.target_lengths.tolist()

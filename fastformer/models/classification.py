@@ -23,6 +23,7 @@ from fastformer.models.common import (
     check_settings,
     choice,
     initialise,
+    layouts_of,
     packed_ids,
     self_attention_maps,
     summed_cross_entropy,
@@ -173,8 +174,9 @@ def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, labe
         ValueError: labels are not of the shape of the ids.
         IndexError: a label on the CPU is no class.
     """
-    hidden = model(batch.ids, batch.lengths)
-    return summed_cross_entropy(model.output, hidden, batch.labels, batch.lengths, label_smoothing)
+    (layout,) = layouts_of(batch, "lengths")
+    hidden = model(batch.ids, layout)
+    return summed_cross_entropy(model.output, hidden, batch.labels, layout, label_smoothing)
 
 
 def sequence_classification_loss(
@@ -188,7 +190,8 @@ def sequence_classification_loss(
         ValueError: labels are not `[B]`.
         IndexError: a label on the CPU is no class.
     """
-    pooled = model(batch.ids, batch.lengths)
+    (layout,) = layouts_of(batch, "lengths")
+    pooled = model(batch.ids, layout)
     if batch.labels.dim() != 1:
         raise ValueError(f"labels must be [{len(pooled)}], one a sequence, not {list(batch.labels.shape)}")
-    return summed_cross_entropy(model.output, pooled, batch.labels, batch.lengths, label_smoothing)
+    return summed_cross_entropy(model.output, pooled, batch.labels, layout, label_smoothing)

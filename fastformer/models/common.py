@@ -113,8 +113,14 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
     return ids, layout
 
 
+def layouts_of(batch: Any, *lengths: str) -> Sequence[Tensor | Layout]:
+    """The layouts that a batch brought along when it moved to its device, or else its lengths, by name."""
+    found: Sequence[Tensor | Layout] = getattr(batch, "layouts", ()) or [getattr(batch, name) for name in lengths]
+    return found
+
+
 def summed_cross_entropy(
-    output: nn.Linear, hidden: Tensor, target: Tensor, lengths: Tensor, label_smoothing: float
+    output: nn.Linear, hidden: Tensor, target: Tensor, lengths: Tensor | Layout, label_smoothing: float
 ) -> Tensor:
     """Sum over the real positions of the cross entropy of softmax(output(hidden)) against target, fp32, in nats.
 
@@ -122,11 +128,11 @@ def summed_cross_entropy(
         output: the projection to V classes.
         hidden: `[T, D]`.
         target: int64, packed `[T]` or padded `[B, length]`.
-        lengths: int64 `[B]`, on the CPU.
+        lengths: int64 `[B]`, on the CPU, or the layout.
         label_smoothing: share of the probability spread over all classes.
     """
     if target.dim() == 2:
-        target = pack(target, Layout.from_lengths(lengths, target.device))
+        target, _ = packed_ids("target", target, lengths)
     return functional.linear_cross_entropy(
         hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction="sum"
     )

@@ -20,6 +20,7 @@ from fastformer.models.common import (
     check_settings,
     choice,
     initialise,
+    layouts_of,
     packed_ids,
     self_attention_maps,
     summed_cross_entropy,
@@ -163,7 +164,8 @@ def language_model_loss(
         counted: int64, the positions of a packed batch whose predictions count, on its device; the others are read
             only, and never projected. None: all.
     """
-    hidden, target = model(batch.ids_in, batch.lengths), batch.ids_out
+    (layout,) = layouts_of(batch, "lengths")
+    hidden, target = model(batch.ids_in, layout), batch.ids_out
     if counted is not None:
         hidden, target = hidden[counted], target[counted]
-    return summed_cross_entropy(model.output, hidden, target, batch.lengths, label_smoothing)
+    return summed_cross_entropy(model.output, hidden, target, layout, label_smoothing)

@@ -18,6 +18,7 @@ from fastformer.models.common import (
     check_settings,
     choice,
     initialise,
+    layouts_of,
     packed_ids,
     self_attention_maps,
     summed_cross_entropy,
@@ -175,5 +176,6 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
 
     `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
     """
-    hidden = model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
-    return summed_cross_entropy(model.output, hidden, batch.target_out, batch.target_lengths, label_smoothing)
+    source, target = layouts_of(batch, "source_lengths", "target_lengths")
+    hidden = model(batch.source, source, batch.target_in, target)
+    return summed_cross_entropy(model.output, hidden, batch.target_out, target, label_smoothing)

@@ -10,16 +10,18 @@ Packed batches have no padding, so they may also be random. There is no prefetch
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastformer.packing import Layout
+
 from .encoding import EncodedPairs, Ints, Sequences
 from .shares import rows_of, share_of
-from .sides import Side
+from .sides import Side, on_device
 from .special_ids import SpecialIds
 
 
@@ -41,6 +43,7 @@ class Batch:
         Side("source_lengths", ("source",)),
         Side("target_lengths", ("target_in",), ("target_out",)),
     )
+    layouts: ClassVar[tuple[Layout, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.source_lengths)
@@ -56,13 +59,11 @@ class Batch:
         return int(self.target_lengths.sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch with its ids on `device`; the lengths stay on the CPU."""
-        return replace(
-            self,
-            source=self.source.to(device, non_blocking=non_blocking),
-            target_in=self.target_in.to(device, non_blocking=non_blocking),
-            target_out=self.target_out.to(device, non_blocking=non_blocking),
-        )
+        """The batch with its ids on `device`, in one transfer with their `layouts`; the lengths stay on the CPU.
+
+        Nothing waits for the device, whatever `non_blocking` says.
+        """
+        return on_device(self, self.SIDES, device)
 
     def share(self, rank: int, world: int) -> "Batch | None":
         """The sentence pairs of process `rank` of `world`, in the same form; None where it gets none."""

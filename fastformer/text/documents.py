@@ -16,7 +16,7 @@ n sees exactly the batches that the uninterrupted run would have seen.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -24,9 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastformer.packing import Layout
+
 from .encoding import EncodedDocuments, Ints
 from .shares import rows_of, share_of
-from .sides import Side
+from .sides import Side, on_device
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class LanguageBatch:
     lengths: Tensor  # [B]
 
     SIDES: ClassVar[tuple[Side, ...]] = (Side("lengths", ("ids_in",), ("ids_out",)),)
+    layouts: ClassVar[tuple[Layout, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -51,12 +54,11 @@ class LanguageBatch:
         return int(self.lengths.sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "LanguageBatch":
-        """The batch with its ids on `device`; the lengths stay on the CPU."""
-        return replace(
-            self,
-            ids_in=self.ids_in.to(device, non_blocking=non_blocking),
-            ids_out=self.ids_out.to(device, non_blocking=non_blocking),
-        )
+        """The batch with its ids on `device`, in one transfer with their `layouts`; the lengths stay on the CPU.
+
+        Nothing waits for the device, whatever `non_blocking` says.
+        """
+        return on_device(self, self.SIDES, device)
 
     def share(self, rank: int, world: int) -> "LanguageBatch | None":
         """The pieces of process `rank` of `world`; None where it gets none."""

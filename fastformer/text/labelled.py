@@ -5,14 +5,18 @@ run resumed at batch i of epoch n sees exactly the batches that the uninterrupte
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastformer.packing import Layout
+
 from .encoding import Ints, Sequences
 from .shares import rows_of, share_of
+from .sides import Side, on_device
 
 IGNORED = -100  # a label that counts for nothing; torch's default ignore_index
 
@@ -29,6 +33,8 @@ class LabelledBatch:
     labels: Tensor
     lengths: Tensor  # [B]
 
+    layouts: ClassVar[tuple[Layout, ...]] = ()
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -41,9 +47,11 @@ class LabelledBatch:
         return int((labels != IGNORED).sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "LabelledBatch":
-        """The batch with its ids and labels on `device`; the lengths stay on the CPU."""
-        ids, labels = (x.to(device, non_blocking=non_blocking) for x in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels)
+        """The batch with ids and labels on `device`, in one transfer with their `layouts`; the lengths stay on the CPU.
+
+        Nothing waits for the device, whatever `non_blocking` says.
+        """
+        return on_device(self, (Side("lengths", ("ids",), ("labels",)),), device)
 
     def share(self, rank: int, world: int) -> "LabelledBatch | None":
         """The sequences of process `rank` of `world`, in the same form; None where it gets none."""

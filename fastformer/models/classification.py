@@ -19,16 +19,15 @@ from torch import Tensor, nn
 
 from fastformer.layers import TransformerEncoderLayer
 from fastformer.models.common import (
-    Initialisation,
     check_settings,
     choice,
-    initialise,
     layouts_of,
     packed_ids,
     self_attention_maps,
     summed_cross_entropy,
 )
 from fastformer.models.embeddings import Embedding, Positions
+from fastformer.models.initialisation import InitialisationSettings, initialise
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout
 from fastformer.row_map import RowMap
@@ -39,7 +38,7 @@ Pooling = Literal["mean", "first", "max"]
 
 
 @dataclass(frozen=True)
-class ClassifierConfig:
+class ClassifierConfig(InitialisationSettings):
     """Everything that decides the shape of a classifier; stored with every checkpoint."""
 
     vocabulary: int = field(metadata={"help": "size of the vocabulary (set from the tokenizer)"})
@@ -60,9 +59,6 @@ class ClassifierConfig:
     pooling: str = field(
         default="mean",
         metadata=choice("SequenceClassifier: what stands for the sequence, of its real tokens", get_args(Pooling)),
-    )
-    initialisation: str = field(
-        default="xavier_uniform", metadata=choice("of the weight matrices", get_args(Initialisation))
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +86,7 @@ class _Classifier(nn.Module):
         self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.layers, norm)
         self.dropout = nn.Dropout(c.dropout)
         self.output = nn.Linear(c.d_model, c.classes)
-        initialise(self, c.initialisation, c.d_model)
+        initialise(self, c, output_is_over_vocabulary=False)
 
     def encode(self, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
         """Encode ids, packed `[T]` or padded `[B, L]`: hidden states `[T, D]` and their layout."""

@@ -1,10 +1,10 @@
-"""What the models share: the rules of their settings, initial values, ids in packed form, losses, attention maps.
+"""What the models share: the rules of their settings, ids in packed form, losses, attention maps.
 
 Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.devices import check_types
 from fastformer.packing import Layout, pack
-
-Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
 
 
 def choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
@@ -27,7 +25,7 @@ def check_settings(
     """Check a model's configuration.
 
     Args:
-        settings: a dataclass with at least d_model and heads.
+        settings: `InitialisationSettings` with at least d_model and heads.
         sizes: the fields that count something and must be at least 1.
         vocabulary: the field that pad_id, bos_id and eos_id must be below; None for a model without them.
         rates: the fields that are rates of dropout; None, for one that follows another, is allowed.
@@ -52,31 +50,9 @@ def check_settings(
     for item in settings.__dataclass_fields__.values():
         choices = item.metadata.get("choices")
         value = getattr(settings, item.name)
-        if choices and value not in choices:
+        if choices and value not in choices and value != item.default:  # a default of None leaves a choice open
             raise ValueError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def initialise(model: nn.Module, how: str, width: int) -> None:
-    """Draw the weight matrices as `how` says; embeddings from N(0, 1/D), so that tied logits start near 1.
-
-    Args:
-        model: with its embeddings in `Embedding` modules and its output projection in `output`, not tied yet.
-        how: one of `Initialisation`.
-        width: D.
-    """
-    draw: Callable[[Tensor], Tensor] = {
-        "xavier_uniform": nn.init.xavier_uniform_,
-        "xavier_normal": nn.init.xavier_normal_,
-        "normal": lambda w: nn.init.normal_(w, std=0.02),
-        "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
-    }[how]
-    for name, parameter in model.named_parameters():
-        if name.endswith(("tokens.weight", "positions.weight")):
-            nn.init.normal_(parameter, std=width**-0.5)
-        elif parameter.dim() > 1:
-            draw(parameter)
-        elif name == "output.bias":
-            nn.init.zeros_(parameter)
+    settings.check_ranges()
 
 
 def tie(model: Any, _keys: object = None) -> None:

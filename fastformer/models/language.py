@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.layers import TransformerEncoderLayer
 from fastformer.models.common import (
-    Initialisation,
     check_settings,
     choice,
-    initialise,
     layouts_of,
     packed_ids,
     self_attention_maps,
@@ -27,6 +25,7 @@ from fastformer.models.common import (
     tie,
 )
 from fastformer.models.embeddings import Embedding, Positions
+from fastformer.models.initialisation import InitialisationSettings, initialise
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout
 from fastformer.stacks import TransformerEncoder
@@ -36,7 +35,7 @@ LanguageEmbeddings = Literal["separate", "tied"]
 
 
 @dataclass(frozen=True)
-class LanguageConfig:
+class LanguageConfig(InitialisationSettings):
     """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint."""
 
     vocabulary: int = field(metadata={"help": "size of the vocabulary (set from the tokenizer)"})
@@ -66,9 +65,6 @@ class LanguageConfig:
     )
     scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
     output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
-    initialisation: str = field(
-        default="xavier_uniform", metadata=choice("of the weight matrices", get_args(Initialisation))
-    )
     pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
     bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
     eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
@@ -107,7 +103,7 @@ class LanguageModel(nn.Module):
         norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
         self.decoder = TransformerEncoder(layer, c.layers, norm)
         self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
-        initialise(self, c.initialisation, c.d_model)
+        initialise(self, c)
         tie(self)
         self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
 

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.models.common import (
-    Initialisation,
     check_settings,
     choice,
-    initialise,
     layouts_of,
     packed_ids,
     self_attention_maps,
@@ -26,6 +24,7 @@ from fastformer.models.common import (
     watched,
 )
 from fastformer.models.embeddings import Embedding, Positions
+from fastformer.models.initialisation import InitialisationSettings, initialise
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout
 from fastformer.stacks import TransformerDecoder, TransformerEncoder
@@ -35,7 +34,7 @@ Embeddings = Literal["separate", "tied", "shared"]
 
 
 @dataclass(frozen=True)
-class TranslationConfig:
+class TranslationConfig(InitialisationSettings):
     """Everything that decides the shape of a `TranslationModel`; stored with every checkpoint."""
 
     source_vocabulary: int = field(metadata={"help": "size of the source vocabulary (set from the tokenizer)"})
@@ -62,9 +61,6 @@ class TranslationConfig:
     )
     scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
     output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
-    initialisation: str = field(
-        default="xavier_uniform", metadata=choice("of the weight matrices", get_args(Initialisation))
-    )
     pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
     bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
     eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
@@ -102,7 +98,7 @@ class TranslationModel(nn.Module):
         self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.encoder_layers, self._final_norm())
         self.decoder = TransformerDecoder(TransformerDecoderLayer(*layer), c.decoder_layers, self._final_norm())
         self.output = nn.Linear(c.d_model, c.target_vocabulary, bias=c.output_bias)
-        initialise(self, c.initialisation, c.d_model)
+        initialise(self, c)
         tie(self)
         self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
 

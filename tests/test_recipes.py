@@ -15,12 +15,16 @@ import pytest
 for needed in ("sacrebleu", "safetensors", "tomli_w"):
     pytest.importorskip(needed, reason="training needs the extra `apps`")
 
-from benchmarks import recipe_plan, recipe_run, recipe_table, recipes
+import torch
+from torch import nn
+
+from benchmarks import bench_language, recipe_plan, recipe_run, recipe_table, recipes
 from benchmarks.recipe_plan import Task, tasks_of, with_changes
 from benchmarks.recipe_run import Job, lowercase_tokenised, train_and_evaluate
 from benchmarks.recipe_table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
 from fastformer.generate import SearchOptions
-from fastformer.language_modelling import evaluate_text
+from fastformer.language_modelling import LanguageRun, evaluate_text
+from fastformer.models import LanguageConfig, LanguageModel
 from fastformer.translation import evaluate, load_translator, number_corpus
 from tests.processes import ends
 
@@ -425,3 +429,30 @@ def test_the_columns_name_values_of_the_rows():
     values = {value for value, _, _ in recipe_table._COLUMNS.values()} | {g.value for gs in GOALS.values() for g in gs}
     source = Path(recipe_run.__file__).read_text(encoding="utf-8")
     assert all(f'"{value}"' in source for value in values)
+
+
+def test_the_tutorial_is_the_tutorial():
+    """PyTorch's word_language_model subclasses nn.Transformer, and hands it no rate of dropout."""
+    settings = LanguageRun.application.read_settings(RECIPES / "wikitext2-word-tutorial.toml")
+    config = LanguageConfig(vocabulary=33_278, **settings["model"])
+    assert config == bench_language.CONFIG
+    c = config = dataclasses.replace(config, vocabulary=2_000)
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    with pytest.warns(UserWarning, match="nested"):
+        original = nn.Transformer(c.d_model, c.heads, c.layers, 1, c.feed_forward).encoder
+    twin = bench_language.TutorialLanguageModel(model)
+    for encoder in (model.decoder, twin.encoder):
+        assert [name for name, _ in encoder.named_parameters()] == [name for name, _ in original.named_parameters()]
+        for ours, theirs in zip(encoder.layers, original.layers, strict=True):
+            assert ours.norm_first == theirs.norm_first
+            assert ours.self_attn.dropout == theirs.self_attn.dropout == 0.1
+            rates = {name: module.p for name, module in theirs.named_modules() if isinstance(module, nn.Dropout)}
+            assert {name: m.p for name, m in ours.named_modules() if isinstance(m, nn.Dropout)} == rates
+    assert model.embedding.dropout.p == twin.dropout.p == 0.2
+    for name, theirs in original.named_parameters():
+        if theirs.dim() > 1:  # 40,000 numbers at least: their deviation is known to 0.5 %
+            assert model.decoder.get_parameter(name).std().item() == pytest.approx(theirs.std().item(), rel=0.03), name
+    for weight in (model.embedding.tokens.weight, model.output.weight):
+        assert 0.0999 < weight.abs().max() <= 0.1
+    assert (model.output.bias == 0).all()

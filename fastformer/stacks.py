@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastformer.devices import check_types
 from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -41,9 +42,12 @@ class _Stack(nn.Module):
     Attributes:
         padding_free: whether batches with a key padding mask run without their padding, whose rows come out as 0. Set
             it on a stack, or on the class for all of them; `forward` takes it for one call.
+        checkpoint_activations: whether only the input of each layer is kept for backward, which computes the layer
+            again: the same bits, with less memory.
     """
 
     padding_free: bool = True
+    checkpoint_activations: bool = False
 
     def obstacle(self) -> str | None:
         """Return why this stack cannot run without padding, or None if it can."""
@@ -80,6 +84,12 @@ class _Stack(nn.Module):
         wanted = self.padding_free and not _as_torch.rows if padding_free is None else padding_free
         given = [mask for mask in masks if mask is not None]
         return wanted and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
+
+    def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+        """Call a layer as `checkpoint_activations` says."""
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            return checkpoint(layer, *arguments, use_reentrant=False, **options)  # type: ignore[no-any-return]
+        return layer(*arguments, **options)
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""
@@ -149,7 +159,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             mask, padding = encoder_masks(mask, padding, src, "mask")
         hint = self._hint(mask, is_causal, src)
         for layer in self.layers:
-            output = layer(output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
+            output = self.run_layer(layer, output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
         output = output if self.norm is None else self.norm(output)
         return self._blank(output, src_key_padding_mask, padding_free)
 
@@ -168,7 +178,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             mask: as in forward, over layout.columns.
         """
         for layer in self.layers:
-            tokens = layer.packed(tokens, layout, causal, mask)
+            tokens = self.run_layer(layer.packed, tokens, layout, causal, mask)
         return tokens if self.norm is None else self.norm(tokens)
 
 
@@ -222,7 +232,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
         output, hint = tgt, self._hint(tgt_mask, tgt_is_causal, tgt)
         for layer in self.layers:
-            output = layer(
+            output = self.run_layer(
+                layer,
                 output,
                 memory,
                 tgt_mask=tgt_mask,
@@ -278,7 +289,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             tgt_mask, memory_mask: as in forward, over the columns of the layouts.
         """
         for layer in self.layers:
-            tokens = layer.packed(tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
+            arguments = (tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
+            tokens = self.run_layer(layer.packed, *arguments)
         return tokens if self.norm is None else self.norm(tokens)
 
 

@@ -240,30 +240,40 @@ def shards(rank: int, folder: Path) -> Any:
     return {"said": said, "kept": [path.name for path in made.checkpoints.paths()], "held": held}
 
 
-def language(rank: int, folder: Path) -> Any:
-    """Our language model with tied embeddings under FSDP2: stacks without padding, weights stored once."""
-    from language_task import config, steps_documents
+def language(rank: int, folder: Path, parallel: str = "fsdp", name: str | None = None, **settings: Any) -> Any:
+    """Our language model with tied embeddings, with FSDP2 too: stacks without padding, weights stored once."""
+    from language_task import config as language_config
+    from language_task import steps_documents
 
     from fastformer.models import LanguageModel, language_model_loss
     from fastformer.text import LanguageBatches
 
     torch.manual_seed(1)
-    model = LanguageModel(config(vocabulary=11)).double()
+    model = LanguageModel(language_config(vocabulary=11)).double()
     batches = LanguageBatches(steps_documents(60, 0), context=8, tokens=40)
-    settings = train_config(steps=6, log_every=1, validate_every=3, parallel=language_parallel(rank))
+    config = train_config(steps=6, log_every=1, validate_every=3, parallel=parallel, **settings)
     changes = {"validate": None, "loss": language_model_loss}
-    made = trainer(folder / f"language-{settings.parallel}", settings, batches, model=model, **changes)
-    made.fit()
+    trainer(folder / (name or f"language-{parallel}"), config, batches, model=model, **changes).fit()
     return {"obstacle": model.decoder.obstacle()}
 
 
-def language_parallel(rank: int) -> str:
-    return "fsdp" if torch.distributed.is_initialized() else "ddp"
+def compiled(rank: int, folder: Path) -> Any:
+    """With a compiled model whose activations are recomputed; how often it was compiled."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    counts = {}
+    for parallel in ("ddp", "fsdp"):
+        clear_compilation_metrics()
+        changes = {"compile": "eager", "checkpoint_activations": True}
+        language(rank, folder, parallel, f"compiled-{parallel}", **changes)
+        counts[parallel] = len([each for each in get_compilation_metrics() if each.is_forward])
+    return counts
 
 
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
     "ddp": (whole, resumed, dropout, minutes, plateau, failing, not_finite, unshared),
     "fsdp": (sharded, shards, language),
+    "compiled": (compiled,),
 }
 
 

@@ -153,7 +153,7 @@ def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_p
     left = {path.name for path in (tmp_path / "shards-full" / "checkpoints").iterdir()}
     assert left == {"step-4", "index.json"}
 
-    language(0, tmp_path)
+    language(0, tmp_path, "ddp")
     assert [each["language"]["obstacle"] for each in seen] == [None, None]
     assert_same_run(tmp_path / "language-fsdp", tmp_path / "language-ddp")
     sizes = [
@@ -161,6 +161,15 @@ def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_p
         for how in ("fsdp", "ddp")
     ]
     assert sizes[0] == sizes[1]  # tied embeddings once
+
+
+@pytest.mark.slow
+def test_compiled_models_train_the_same(tmp_path):
+    seen = spawn(tmp_path, "compiled")
+    assert [each["compiled"] for each in seen] == [{"ddp": 1, "fsdp": 1}] * WORLD
+    language(0, tmp_path, "ddp")
+    for parallel in ("ddp", "fsdp"):
+        assert_same_run(tmp_path / f"compiled-{parallel}", tmp_path / "language-ddp")
 
 
 def test_one_process_is_alone_with_and_without_a_group(monkeypatch):

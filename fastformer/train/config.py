@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastformer.train.compilation import BACKENDS
 from fastformer.train.schedules import SCHEDULES
 
 
@@ -78,6 +79,12 @@ class TrainConfig:
     cuda_graphs: bool = option(
         False, "repeat steps as CUDA graphs, for small batches on a GPU; one process, fp32 or bf16"
     )
+    compile: str | None = option(
+        None, "torch.compile the steps, with this compiler; eager and aot_eager only trace", choices=BACKENDS
+    )
+    checkpoint_activations: bool = option(
+        False, "keep only the input of each layer for backward, which computes the layer again: less memory"
+    )
     parallel: str = option(
         "ddp", "torchrun: ddp, every process holds the model; fsdp: its part of it", choices=("ddp", "fsdp")
     )
@@ -93,6 +100,9 @@ class TrainConfig:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}; it must not be")
         if self.cuda_graphs and self.precision == "fp16":
             raise ValueError("cuda_graphs=True is for precision fp32 and bf16, not for fp16")
+        for other, value in (("compile", self.compile), ("checkpoint_activations", self.checkpoint_activations)):
+            if self.cuda_graphs and value:
+                raise ValueError(f"cuda_graphs=True does not go together with {other}={value!r}; leave one of them out")
         if self.average > self.keep:
             raise ValueError(f"average={self.average} needs keep >= {self.average}, but keep={self.keep}")
         if self.steps is None and self.epochs is None and self.minutes is None:
@@ -105,7 +115,7 @@ def check_values(config: Any) -> None:
     for each in dataclasses.fields(config):
         value, rule = getattr(config, each.name), each.metadata
         _check_type(each.name, value, hints[each.name])
-        if rule.get("choices") and value not in rule["choices"]:
+        if rule.get("choices") and value is not None and value not in rule["choices"]:
             raise ValueError(f"{each.name}={value!r} is not allowed; choose {', '.join(rule['choices'])}")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not _within(number, rule):

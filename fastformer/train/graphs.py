@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cuda_graphs import Recorded, Recorder, Step, capture_or_warn, recorder
+from fastformer.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.train.compilation import check_compiler, compiled_loss
 from fastformer.train.config import TrainConfig
 from fastformer.train.fixed_batch import FixedBatch, shape_of
 from fastformer.train.processes import Processes
@@ -41,21 +43,38 @@ def new_update(
     processes: Processes,
     longest: int | None = None,
 ) -> Update:
-    """The `Update` of a configuration: with CUDA graphs where it asks for them and the device has them.
+    """The `Update` of a configuration: with CUDA graphs where it asks for them and the device has them, or compiled.
 
     Args:
         model, loss, config, processes: as in `Update`.
         longest: tokens of the longest sequence of all batches; None: unknown.
 
     Raises:
-        ValueError: CUDA graphs for several processes.
+        ValueError: CUDA graphs for several processes; the compiler or the stacks that it needs are missing.
     """
+    device = next(model.parameters()).device
+    if config.checkpoint_activations:
+        _checkpoint_activations(model)
+    if config.compile is not None:
+        check_compiler(config.compile, device)
+        loss = compiled_loss(model, loss, config.compile)
     if config.cuda_graphs and processes.world > 1:
         raise ValueError(f"cuda_graphs=True is for one process, not for {processes.world}")
-    found = recorder(next(model.parameters()).device, keeps_memory=False) if config.cuda_graphs else None
+    found = recorder(device, keeps_memory=False) if config.cuda_graphs else None
     if found is None:
         return Update(model, loss, config, processes)
     return GraphedUpdate(model, loss, config, processes, found, longest)
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    stacks = [each for each in model.modules() if isinstance(each, TransformerEncoder | TransformerDecoder)]
+    if not stacks:
+        raise ValueError(
+            "checkpoint_activations=True is for models with fastformer's TransformerEncoder or TransformerDecoder; "
+            f"{type(model).__name__} has none"
+        )
+    for stack in stacks:
+        stack.checkpoint_activations = True
 
 
 class GraphedUpdate(Update):

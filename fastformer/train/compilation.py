@@ -1,0 +1,54 @@
+"""torch.compile of the model in training: its forward and backward as one graph for batches of all shapes.
+
+Only the steps of training call the compiled model; validation, checkpoints and the optimiser have the model itself, so
+a run may be resumed with or without. Batches of packed ids reach it with a `Layout` in place of their lengths, which
+the compiler cannot read. The loss stays outside: its large product is a fused op already.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.packing import Layout
+
+INDUCTOR = "inductor"
+BACKENDS = (INDUCTOR, "aot_eager", "eager")
+
+
+def check_compiler(backend: str | None, device: torch.device | str) -> None:
+    """Raise ValueError where inductor, torch's compiler, would find no C++ compiler for the code of a CPU."""
+    name = os.environ.get("CXX", "g++")
+    if backend == INDUCTOR and torch.device(device).type == "cpu" and shutil.which(name) is None:
+        raise ValueError(
+            f"compile={backend!r} needs a C++ compiler on a CPU, and {name!r} is not found; install one, name one in "
+            "the environment variable CXX, or leave compile unset"
+        )
+
+
+def compiled_loss(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], backend: str
+) -> Callable[[nn.Module, Any], Tensor]:
+    """`loss(model, batch)` with a compiled model, whichever model it is called with.
+
+    Args:
+        model: shares its parameters with the compiled one.
+        loss: of a batch; it may read attributes of the model that it is given.
+        backend: one of `BACKENDS`.
+    """
+    compiled: Any = torch.compile(model, dynamic=True, backend=backend)
+    return lambda _, batch: loss(compiled, with_layouts(batch))
+
+
+def with_layouts(batch: Any) -> Any:
+    """A batch with a layout in place of the lengths of each side that is packed; others as they are."""
+    layouts = {}
+    for side in getattr(batch, "SIDES", ()):
+        ids = getattr(batch, side.inputs[0])
+        if all(getattr(batch, name).dim() == 1 for name in side.inputs + side.targets):
+            layouts[side.lengths] = Layout.from_lengths(getattr(batch, side.lengths), ids.device)
+    return replace(batch, **layouts) if layouts else batch

@@ -5,11 +5,14 @@ import logging
 import pytest
 import test_classification
 import torch
+import translation_task
 from language_task import TorchTwin, random_model
 from torch import nn
+from translation_task import random_ids
 
 from fastformer.generate import TextGenerator, attend_ids, attend_text
 from fastformer.models import SequenceClassifier, TokenClassifier
+from fastformer.packing import Layout
 from fastformer.text import WordTokenizer
 
 VARIANTS = {
@@ -62,6 +65,53 @@ def test_of_a_classifier(kind, variant):
     torch.testing.assert_close(maps.weights, weights_of_torch(twin), atol=1e-5, rtol=1e-5)
 
 
+LENGTHS = [5, 1, 8, 3]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_of_several_texts_are_those_of_each(variant, padded):
+    """Packed, padded and by their layout: no text sees another, or padding."""
+    models = [random_model(3, **VARIANTS[variant])]
+    models += [
+        test_classification.random_model(kind, 3, **VARIANTS[variant]) for kind in (TokenClassifier, SequenceClassifier)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.tensor(random_ids(n, generator, 12)) for n in LENGTHS]
+    lengths = torch.tensor(LENGTHS)
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True) if padded else torch.cat(texts)
+    for model in models:
+        model.double()
+        expected = [model.attention_maps(text) for text in texts]
+        for given in (lengths, Layout.from_lengths(lengths)):
+            found = model.attention_maps(ids, given)
+            assert len(found) == 4
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+        assert model.attention_maps(ids[:0], torch.tensor([], dtype=torch.int64)) == []
+        some = model.attention_maps(torch.cat(texts[:2]), torch.tensor([5, 0, 1]))
+        assert [tuple(each.shape) for each in some] == [(2, 3, 5, 5), (2, 3, 0, 0), (2, 3, 1, 1)]
+        torch.testing.assert_close(some[2], expected[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_of_several_pairs_are_those_of_each(norm_first, padded):
+    model = translation_task.random_model(4, norm_first=norm_first).double()
+    batch = translation_task.random_batch([(4, 6), (1, 2), (7, 1), (3, 3)])
+    sources = batch.source.split(batch.source_lengths.tolist())
+    targets = batch.target_in.split(batch.target_lengths.tolist())
+    given = translation_task.random_batch([(4, 6), (1, 2), (7, 1), (3, 3)], packed=not padded)
+    found = model.attention_maps(given.source, given.target_in, given.source_lengths, given.target_lengths)
+    assert len(found) == 4
+    for maps, source, target in zip(found, sources, targets, strict=True):
+        expected = model.attention_maps(source, target)
+        assert list(maps) == list(expected) == ["encoder", "decoder", "cross"]
+        for name, weights in expected.items():
+            assert weights.shape[-1] == len(target if name == "decoder" else source)
+            torch.testing.assert_close(maps[name], weights, atol=1e-12, rtol=0)
+
+
 def words(context: int = 8, first_id: int | None = None) -> TextGenerator:
     tokenizer = WordTokenizer.from_lines(["the cat sat on a mat"])
     return TextGenerator(random_model(1, vocabulary=tokenizer.size), tokenizer, context, first_id=first_id)
@@ -105,6 +155,17 @@ def test_the_figure_has_the_maps_that_were_asked_for():
     assert maps.figure(1, 1).axes[0].get_title() == ""
     title = attend_ids(random_model(0), IDS, TOKENS).figure(1, 1).get_suptitle()
     assert title.replace("\n", " ") == "attention, layer 1, head 1: <bos> the cat sat the"
+
+
+def test_wrong_shapes():
+    model, pairs = random_model(0), translation_task.random_model(0)
+    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, where no lengths are given, not \[1, 5\]"):
+        model.attention_maps(torch.tensor([IDS]))
+    with pytest.raises(ValueError, match=r"ids must be packed \[4\] or padded \[2, length\], not \[5\]"):
+        model.attention_maps(torch.tensor(IDS), torch.tensor([1, 3]))
+    ids = torch.tensor(IDS)
+    with pytest.raises(ValueError, match="source and target_in must be equally many, not 2 and 1"):
+        pairs.attention_maps(ids, ids, torch.tensor([2, 3]), torch.tensor([5]))
 
 
 def test_wrong_arguments():

@@ -12,7 +12,7 @@ Letters: B sequences, T tokens (packed: of all sequences together), L longest, D
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fastformer.models.common import (
     layouts_of,
     packed_ids,
     self_attention_maps,
+    sequences_of,
     summed_cross_entropy,
 )
 from fastformer.models.embeddings import Embedding, Positions
@@ -98,21 +99,33 @@ class _Classifier(nn.Module):
         """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
+
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
+
     @torch.no_grad()
-    def attention_maps(self, ids: Tensor) -> Tensor:
-        """Compute every attention weight for one sequence; call `.eval()` first, or dropout takes some away.
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
+        """Compute every attention weight for one sequence, or for each of several; call `.eval()` first.
+
+        In training, dropout takes some of them away.
 
         Args:
-            ids: int64 `[T]`, at least one.
+            ids: int64 `[T]`, one sequence; or several, as `forward` takes them.
+            lengths: of several, as `forward` takes them.
 
         Returns:
-            `[layers, H, T, T]`: row t is how token t spreads over all tokens.
+            `[layers, H, T, T]`: row t is how token t spreads over all tokens. With lengths,
+            a list of one such tensor for each of the B sequences, of its own T.
 
         Raises:
-            ValueError: T is beyond what learned positions hold.
+            ValueError: T is beyond what learned positions hold, or ids are of another shape.
         """
-        x = self.embedding(ids, torch.arange(len(ids), device=ids.device), len(ids))
-        return self_attention_maps(self.encoder.layers, x)[1]
+        packed, layout = sequences_of("ids", ids, lengths)
+        x = self.embedding(packed, layout.positions, layout.max_length)
+        maps = self_attention_maps(self.encoder.layers, x, layout)[1]
+        return maps[0] if lengths is None else maps
 
 
 class TokenClassifier(_Classifier):

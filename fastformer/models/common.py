@@ -114,31 +114,66 @@ def summed_cross_entropy(
     )
 
 
+def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:
+    """As `packed_ids`; without lengths, the ids are one sequence `[T]`.
+
+    Raises:
+        ValueError: ids are of another shape.
+    """
+    if lengths is None and ids.dim() != 1:
+        raise ValueError(f"{name} must be [T], one sequence, where no lengths are given, not {list(ids.shape)}")
+    return packed_ids(name, ids, torch.tensor([len(ids)]) if lengths is None else lengths)
+
+
 def watched(
-    attention: nn.Module, weights: list[Tensor], memory: Tensor | None = None, causal: bool = False
+    attention: nn.Module,
+    weights: list[list[Tensor]],
+    layout: Layout,
+    memory: Tensor | None = None,
+    memory_layout: Layout | None = None,
+    causal: bool = False,
 ) -> Callable[[Tensor], Tensor]:
-    """What a layer's `compose` asks for, on one sequence: attend, and add the weights `[H, T, S]` to a list.
+    """What a layer's `compose` asks for: attend within each sequence, and add the weights of each, `[H, T, S]`.
 
     Args:
         attention: a `MultiheadAttention`.
-        weights: the list.
-        memory: `[S, D]`, what is attended to; None: the sequence itself.
+        weights: gets one list, of as many weights as there are sequences.
+        layout: of the queries.
+        memory: `[S, D]`, what is attended to; None: the sequences themselves.
+        memory_layout: of the memory.
         causal: no position sees later ones.
     """
 
     def attend(x: Tensor) -> Tensor:
-        kv = x if memory is None else memory
-        mask = torch.ones(len(x), len(kv), dtype=torch.bool, device=x.device).triu(1) if causal else None
-        out, found = attention(x, kv, kv, attn_mask=mask, average_attn_weights=False)
-        weights.append(found)
-        return out  # type: ignore[no-any-return]
+        queries = _sequences(x, layout)
+        keys = queries if memory is None or memory_layout is None else _sequences(memory, memory_layout)
+        found = [_attend(attention, q, kv, causal) for q, kv in zip(queries, keys, strict=True)]
+        weights.append([each for _, each in found])
+        return torch.cat([x[:0], *(out for out, _ in found)])
 
     return attend
 
 
-def self_attention_maps(layers: Iterable[nn.Module], x: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Run encoder layers on one sequence `[T, D]`: what comes out `[T, D]`, and every weight `[L, H, T, T]`."""
-    weights: list[Tensor] = []
+def _sequences(x: Tensor, layout: Layout) -> Sequence[Tensor]:
+    return x.split(layout.lengths.tolist())  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _attend(attention: nn.Module, x: Tensor, kv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(len(x), len(kv), dtype=torch.bool, device=x.device).triu(1) if causal else None
+    return attention(x, kv, kv, attn_mask=mask, average_attn_weights=False)  # type: ignore[no-any-return]
+
+
+def maps_of_each(weights: list[list[Tensor]]) -> list[Tensor]:
+    """Weights by layer and sequence `[H, T, S]` -> of each sequence `[L, H, T, S]`."""
+    return [torch.stack(layers) for layers in zip(*weights, strict=True)]
+
+
+def self_attention_maps(
+    layers: Iterable[nn.Module], x: Tensor, layout: Layout, causal: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Run encoder layers on packed `[T, D]`: what comes out, and of each sequence every weight `[L, H, T, T]`."""
+    weights: list[list[Tensor]] = []
     for layer in layers:
-        x = layer.compose(x, watched(layer.self_attn, weights, causal=causal))  # type: ignore[operator, arg-type]
-    return x, torch.stack(weights)
+        own = watched(layer.self_attn, weights, layout, causal=causal)  # type: ignore[arg-type]
+        x = layer.compose(x, own)  # type: ignore[operator]
+    return x, maps_of_each(weights)

@@ -8,7 +8,7 @@ Letters: B documents, T positions (packed: of all documents together), D model w
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from fastformer.models.common import (
     layouts_of,
     packed_ids,
     self_attention_maps,
+    sequences_of,
     summed_cross_entropy,
     tie,
 )
@@ -131,21 +132,33 @@ class LanguageModel(nn.Module):
         """Project hidden states `[..., D]` to logits `[..., V]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
+
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
+
     @torch.no_grad()
-    def attention_maps(self, ids: Tensor) -> Tensor:
-        """Compute every attention weight for one text; call `.eval()` first, or dropout takes some away.
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
+        """Compute every attention weight for one text, or for each of several; call `.eval()` first.
+
+        In training, dropout takes some of them away.
 
         Args:
-            ids: int64 `[T]`, at least one; as `forward` reads them, with what stands before the text.
+            ids: int64 `[T]`, one text with what stands before it; or several, as `forward` takes them.
+            lengths: of several, as `forward` takes them.
 
         Returns:
-            `[layers, H, T, T]`: row t is how position t spreads over those up to itself.
+            `[layers, H, T, T]`: row t is how position t spreads over those up to itself. With lengths,
+            a list of one such tensor for each of the B texts, of its own T.
 
         Raises:
-            ValueError: T is beyond what learned positions hold.
+            ValueError: T is beyond what learned positions hold, or ids are of another shape.
         """
-        x = self.embedding(ids, torch.arange(len(ids), device=ids.device), len(ids))
-        return self_attention_maps(self.decoder.layers, x, causal=True)[1]
+        packed, layout = sequences_of("ids", ids, lengths)
+        x = self.embedding(packed, layout.positions, layout.max_length)
+        maps = self_attention_maps(self.decoder.layers, x, layout, causal=True)[1]
+        return maps[0] if lengths is None else maps
 
 
 def language_model_loss(

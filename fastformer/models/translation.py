@@ -7,7 +7,7 @@ Letters: B batch, T target and S source positions (packed: of all sentences toge
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from fastformer.models.common import (
     check_settings,
     choice,
     layouts_of,
+    maps_of_each,
     packed_ids,
     self_attention_maps,
+    sequences_of,
     summed_cross_entropy,
     tie,
     watched,
@@ -143,28 +145,54 @@ class TranslationModel(nn.Module):
         """Project hidden states `[..., D]` to logits `[..., V]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
+    @overload
+    def attention_maps(self, source: Tensor, target_in: Tensor) -> dict[str, Tensor]: ...
+
+    @overload
+    def attention_maps(
+        self, source: Tensor, target_in: Tensor, source_lengths: Tensor | Layout, target_lengths: Tensor | Layout
+    ) -> list[dict[str, Tensor]]: ...
+
     @torch.no_grad()
-    def attention_maps(self, source: Tensor, target_in: Tensor) -> dict[str, Tensor]:
-        """Compute every attention weight for one sentence pair; call `.eval()` first, or dropout takes some away.
+    def attention_maps(
+        self,
+        source: Tensor,
+        target_in: Tensor,
+        source_lengths: Tensor | Layout | None = None,
+        target_lengths: Tensor | Layout | None = None,
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        """Compute every attention weight for one sentence pair, or for each of several; call `.eval()` first.
+
+        In training, dropout takes some of them away.
 
         Args:
-            source: int64 ids with eos, `[S]`.
-            target_in: int64 ids that begin with bos, `[T]`.
+            source: int64 ids with eos, `[S]`, one sentence; or several, as `forward` takes them.
+            target_in: int64 ids that begin with bos, `[T]`, likewise.
+            source_lengths, target_lengths: of several, as `forward` takes them.
 
         Returns:
-            "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`.
+            "encoder" `[layers, H, S, S]`, "decoder" `[layers, H, T, T]` and "cross" `[layers, H, T, S]`. With lengths,
+            a list of such tensors for each of the B pairs, of its own S and T.
+
+        Raises:
+            ValueError: ids are of another shape, or the two sides are not equally many sentences.
         """
-        decoder: list[Tensor] = []
-        cross: list[Tensor] = []
-        steps = torch.arange(max(len(source), len(target_in)), device=source.device)
-        x = self.source_embedding(source, steps[: len(source)], len(source))
-        x, encoder = self_attention_maps(self.encoder.layers, x)
+        decoder: list[list[Tensor]] = []
+        cross: list[list[Tensor]] = []
+        ids, keys = sequences_of("source", source, source_lengths)
+        read, queries = sequences_of("target_in", target_in, target_lengths)
+        if keys.batch != queries.batch:
+            raise ValueError(f"source and target_in must be equally many, not {keys.batch} and {queries.batch}")
+        x = self.source_embedding(ids, keys.positions, keys.max_length)
+        x, encoder = self_attention_maps(self.encoder.layers, x, keys)
         memory = x if self.encoder.norm is None else self.encoder.norm(x)
-        x = self.target_embedding(target_in, steps[: len(target_in)], len(target_in))
+        x = self.target_embedding(read, queries.positions, queries.max_length)
         for layer in self.decoder.layers:
-            own = watched(layer.self_attn, decoder, causal=True)
-            x = layer.compose(x, own, watched(layer.multihead_attn, cross, memory))
-        return {"encoder": encoder, "decoder": torch.stack(decoder), "cross": torch.stack(cross)}
+            own = watched(layer.self_attn, decoder, queries, causal=True)
+            x = layer.compose(x, own, watched(layer.multihead_attn, cross, queries, memory, keys))
+        each = zip(encoder, maps_of_each(decoder), maps_of_each(cross), strict=True)
+        maps = [dict(zip(("encoder", "decoder", "cross"), three, strict=True)) for three in each]
+        return maps[0] if source_lengths is None and target_lengths is None else maps
 
 
 def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: float = 0.0) -> Tensor:

@@ -23,6 +23,7 @@ from fastformer.perplexity import Perplexity, encode_corpus, perplexity
 from fastformer.runs import Application, Run
 from fastformer.text import (
     DOCUMENT_KINDS,
+    SPLITTINGS,
     ColumnBatches,
     LanguageBatch,
     LanguageBatches,
@@ -69,7 +70,7 @@ class LanguageDataConfig:
         "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
     )
     vocabulary: int | None = option(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
-    splitting: str = option("whitespace", "tokenizer=words: where words end", choices=("whitespace", "punctuation"))
+    splitting: str = option("whitespace", "tokenizer=words: where words end", choices=SPLITTINGS)
     minimum_frequency: int = option(1, "tokenizer=words: rarer words become <unk>", at_least=1)
     character_coverage: float = option(1.0, "share of characters sentencepiece must cover", above=0)
     lowercase: bool = option(False, "lower-case the text")

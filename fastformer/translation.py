@@ -15,6 +15,7 @@ from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
 from fastformer.runs import Application, Run
 from fastformer.text import (
+    SPLITTINGS,
     Batches,
     EncodedPairs,
     ParallelCorpus,
@@ -60,6 +61,7 @@ class DataConfig:
     vocabulary: int = option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
     joint: bool = option(True, "one vocabulary for both languages")
     character_coverage: float = option(1.0, "share of characters sentencepiece must cover", above=0)
+    splitting: str = option("punctuation", "tokenizer=words: where words end", choices=SPLITTINGS)
     minimum_frequency: int = option(2, "tokenizer=words: rarer words become <unk>", at_least=1)
     lowercase: bool = option(False, "lower-case both sides")
     unk_id: int = option(0, "id of the unknown token", at_least=0)
@@ -137,6 +139,7 @@ def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer
                 maximum_size=data.vocabulary,
                 lowercase=data.lowercase,
                 special_ids=data.special_ids,
+                splitting=data.splitting,  # type: ignore[arg-type]
             )
         return train_sentencepiece(
             lines,

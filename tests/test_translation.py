@@ -89,6 +89,21 @@ def test_tokenizers_see_the_training_split_only() -> None:
     assert source.unk_id not in source.encode("a b c")
 
 
+def test_words_of_pairs_end_where_the_setting_says(tmp_path: Path) -> None:
+    """At spaces alone, text that was split into tokens before (`don't`, `@-@`, `U.S.`) stays as it is."""
+    train = ParallelCorpus(["a U.S. @-@ b", "don't , b"], ["ein U.S. x", "y , z"])
+    for splitting, pieces in (("punctuation", ["U", ".", "S", "."]), ("whitespace", ["U.S."])):
+        data = replace(DATA, tokenizer="words", minimum_frequency=1, splitting=splitting)
+        for tokenizer in build_tokenizers(data, train):
+            assert tokenizer.pieces(tokenizer.encode("U.S.")) == pieces
+    with pytest.raises(ValueError, match="splitting='spaces' is not allowed; choose punctuation, whitespace"):
+        replace(DATA, splitting="spaces")
+    data = replace(DATA, tokenizer="words", minimum_frequency=1, splitting="whitespace", bleu_sentences=0)
+    run = TranslationRun.create(tmp_path / "run", data, MODEL, replace(TRAIN, steps=1, validate_every=1))
+    run.fit(show=False)
+    assert load_translator(tmp_path / "run").source_tokenizer.splitting == "whitespace"
+
+
 @pytest.mark.parametrize("tokenizer", ["bpe", "unigram", "char", "words"])
 def test_every_tokenizer_trains(tmp_path: Path, tokenizer: str) -> None:
     data = replace(DATA, tokenizer=tokenizer, vocabulary=60, minimum_frequency=1, bleu_sentences=0)

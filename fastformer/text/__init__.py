@@ -39,11 +39,12 @@ from .sides import Side
 from .special_ids import SpecialIds
 from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, read_text, split_text
 from .tokenizers import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
-from .vocabulary import WordTokenizer
+from .vocabulary import SPLITTINGS, WordTokenizer
 
 __all__ = [
     "DATASETS",
     "DOCUMENT_KINDS",
+    "SPLITTINGS",
     "Batch",
     "Batches",
     "ColumnBatches",

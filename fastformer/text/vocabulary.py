@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fastformer.atomic import write_atomic
 
@@ -20,7 +20,7 @@ from .files import TextError, encode_text
 from .special_ids import UNK, SpecialIds, WithSpecialIds
 
 Splitting = Literal["punctuation", "whitespace"]
-_SPLITTINGS = ("punctuation", "whitespace")
+SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
 
 # A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
 _WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
@@ -69,8 +69,8 @@ class WordTokenizer(WithSpecialIds):
         lowercase: bool = False,
         splitting: Splitting = "punctuation",
     ) -> None:
-        if splitting not in _SPLITTINGS:
-            raise ValueError(f"splitting must be one of {', '.join(_SPLITTINGS)}, got {splitting!r}")
+        if splitting not in SPLITTINGS:
+            raise ValueError(f"splitting must be one of {', '.join(SPLITTINGS)}, got {splitting!r}")
         self.special_ids = special_ids or SpecialIds()
         if not isinstance(lowercase, bool):
             raise ValueError(f"lowercase must be True or False, not {lowercase!r}")

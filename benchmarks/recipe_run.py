@@ -124,7 +124,9 @@ def _training(run: Run, result: Result) -> dict[str, Any]:
     found: dict[str, Any] = {
         "reason": result.reason, "steps": result.step, "epochs": result.epoch, "tokens": result.tokens,
         "validations": [
-            {key: record[key] for key in _SHOWN if key in record} for record in records if record["kind"] != "train"
+            {key: record[key] for key in _SHOWN if key in record}
+            for record in records
+            if record["kind"] not in ("train", "epoch")
         ],
         "best": None if result.best is None else result.best.name,
     }  # fmt: skip

@@ -187,9 +187,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
     dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
     merged, dead = _guard(rules.mask, None if causal else allowed_positions(q, k, rules))
-    out = F.scaled_dot_product_attention(
-        q, k, v, merged, dropout_p, is_causal=causal, scale=scale, enable_gqa=bool(k.shape[1] != q.shape[1])
-    )
+    if merged is not None and merged.is_floating_point():
+        merged = merged.to(q.dtype)
+    # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
+    grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
     recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if out.requires_grad and dropout_p == 0.0 and not recorded:
         out = _PlainDoubleBackward.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]

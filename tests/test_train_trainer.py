@@ -18,6 +18,7 @@ from train_task import Rows, Source, config, network, summed_loss, trainer
 
 from fastformer.train import CheckpointFolder, DivergedError, read_metrics
 from fastformer.train.interrupt import Interrupt
+from fastformer.train.metrics import RunningSums
 from fastformer.train.progress import Progress
 
 TESTS = Path(__file__).parent
@@ -236,10 +237,71 @@ def test_plain_progress_shows_loss_speed_time_left_and_validations(tmp_path, cap
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(" 10%  epoch 1  step 2  loss 1.")
     assert "tokens/s  left 0:0" in lines[0]
-    assert len(lines) == 1 + 4 + 1  # one plain line in ten seconds, four validations, the end
+    assert len(lines) == 1 + 4 + 2 + 1  # one plain line in ten seconds, four validations, two epochs of 7, the end
     assert lines[1].startswith("validation: epoch 1  step 5  loss 1.")
     assert "perplexity" in lines[1]
+    assert lines[2].startswith("mean of training: epoch 1  step 7  loss 1.")
     assert lines[-1] == "ended at step 20: steps"
+
+
+def test_a_line_says_when_a_validation_was_the_best_and_is_saved(tmp_path, capsys):
+    losses = iter([3.0, 2.0, 2.5, 1.0, 1.5])
+    checkpoints = tmp_path / "checkpoints"
+    made = trainer(tmp_path, config(average=2), validate=lambda model: {"loss": next(losses)}, show=True)
+    show, best = made._progress.line, []
+    made._progress.line = lambda text: (best.append(made.checkpoints.best()), show(text))
+    made.fit()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("validation", "average"))]
+    assert ["best so far, saved" in line for line in lines] == [True, True, False, True, False]
+    assert lines[0].endswith("  best so far, saved")
+    # Said after it is true: validations are the 1st, 3rd, 4th and 6th line, beside two epochs.
+    assert [None if path is None else path.name for path in (best[0], best[2], best[3], best[5])] == [
+        "step-5", "step-10", "step-10", "step-20",
+    ]  # fmt: skip
+    assert checkpoints.is_dir()
+
+
+def test_the_last_validation_may_be_the_best_too(tmp_path, capsys):
+    trainer(tmp_path, config(steps=3), show=True).fit()
+    assert "validation: epoch 1  step 3" in (err := capsys.readouterr().err)
+    assert err.count("best so far, saved") == 1
+
+
+def test_the_mean_of_an_epoch_is_over_all_its_tokens(tmp_path):
+    """Of batches of unequal size, whatever records, validations and resumed runs lie between."""
+    seen: dict[int, list[tuple[float, int]]] = {}
+
+    def loss(model: torch.nn.Module, batch: Rows) -> torch.Tensor:
+        total = summed_loss(model, batch)
+        seen.setdefault(len(seen_steps) // 7, []).append((float(total.detach()), batch.tokens))
+        seen_steps.append(1)
+        return total
+
+    seen_steps: list[int] = []
+    made = trainer(tmp_path, config(steps=11, validate_every=4), loss=loss, validate=None)
+    made.fit()
+    rest = trainer(tmp_path, config(steps=23, validate_every=4), loss=loss, validate=None)
+    rest.resume()
+    rest.fit()
+    found = [record for record in read_metrics(tmp_path) if record["kind"] == "epoch"]
+    assert [(record["epoch"], record["step"]) for record in found] == [(1, 7), (2, 14), (3, 21)]
+    for record, of_epoch in zip(found, seen.values(), strict=False):
+        losses, tokens = zip(*of_epoch, strict=True)
+        assert record["loss"] == pytest.approx(sum(losses) / sum(tokens), rel=1e-6)
+
+
+def test_a_state_without_sums_of_the_epoch_resumes(tmp_path):
+    """As runs of before have it: the mean is of the rest of the epoch."""
+    sums = RunningSums(torch.device("cpu"))
+    sums.add(torch.tensor(6.0), torch.tensor(1.0), 2, 0.1)
+    state = sums.state_dict(0.0)
+    assert {"epoch_loss", "epoch_tokens"} <= state.keys()
+    del state["epoch_loss"], state["epoch_tokens"]
+    resumed = RunningSums(torch.device("cpu"))
+    resumed.load_state_dict(state)
+    resumed.add(torch.tensor(8.0), torch.tensor(1.0), 4, 0.1)
+    assert resumed.take_epoch() == {"loss": 2.0}
+    assert resumed.take(1.0)["loss"] == pytest.approx(14 / 6)
 
 
 def test_on_a_terminal_a_bar_is_shown(tmp_path):

@@ -1,6 +1,7 @@
 """One stream of records, written as JSON lines, as CSV and, when asked, as TensorBoard events.
 
-A record is flat: {"kind": "train" | "validation" | "average", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}.
+A record is flat: {"kind": "train", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}. Its kind is "train", of the
+steps since the record before, "epoch", the mean over all tokens of an epoch, or "validation" or "average".
 metrics.jsonl is the truth, appended line by line; metrics.csv holds the same for spreadsheets and is written anew when
 a record brings a new column. A resumed run cuts both where its checkpoint was made, so no step appears twice.
 """
@@ -75,6 +76,8 @@ class MetricsLog:
 class RunningSums:
     """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it.
 
+    Beside them, loss and tokens of the epoch, in fp64, which counts a large one exactly enough.
+
     skips: a step whose gradient is not finite was left out, as fp16 demands; such steps are counted.
     """
 
@@ -84,6 +87,7 @@ class RunningSums:
         self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
         self._tokens, self._steps, self._seconds = 0, 0, 0.0
         self._since = 0.0
+        self._epoch_loss, self._epoch_tokens = torch.zeros((), dtype=torch.float64, device=device), 0
 
     def start(self, now: float) -> None:
         """Begin to measure time, at the start of a run or of a resumed one."""
@@ -96,6 +100,8 @@ class RunningSums:
     def add(self, loss: Tensor, norm: Tensor, tokens: int, rate: float) -> None:
         """Add a step: its summed loss, gradient norm before clipping, tokens and learning rate."""
         self._loss += loss
+        self._epoch_loss += loss
+        self._epoch_tokens += tokens
         if self._skips is not None:
             self._skips += ~norm.isfinite()
             norm = torch.where(norm.isfinite(), norm, 0.0)
@@ -123,12 +129,20 @@ class RunningSums:
         self._tokens, self._steps, self._since = 0, 0, now
         return values
 
+    def take_epoch(self) -> dict[str, float]:
+        """The mean loss per token of an epoch, and begin the next one."""
+        values = {"loss": self._epoch_loss.item() / max(self._epoch_tokens, 1)}
+        self._epoch_loss.zero_()
+        self._epoch_tokens = 0
+        return values
+
     def state_dict(self, now: float) -> dict[str, Any]:
         """What a resumed run needs to write the same next record."""
         sums = {"loss": self._loss.cpu(), "norm": self._norm.cpu()}
+        epoch = {"epoch_loss": self._epoch_loss.cpu(), "epoch_tokens": self._epoch_tokens}
         if self._skips is not None:
             sums["skips"] = self._skips.cpu()
-        return {**sums, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
+        return {**sums, **epoch, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
@@ -136,6 +150,9 @@ class RunningSums:
         self._norm.copy_(state["norm"])
         if self._skips is not None and "skips" in state:  # a run may go on in another precision
             self._skips.copy_(state["skips"])
+        if "epoch_loss" in state:  # else the mean is of the rest of the epoch
+            self._epoch_loss.copy_(state["epoch_loss"])
+            self._epoch_tokens = state["epoch_tokens"]
         self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
 
 

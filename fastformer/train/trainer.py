@@ -203,6 +203,7 @@ class Trainer:
             if self._at.batch == 0:
                 raise ValueError(f"batches: epoch {self._at.epoch} has no batch")
             self._at.epoch, self._at.batch = self._at.epoch + 1, 0
+            self._record_epoch()
             if self.config.validate_every is None and not self._validate_and_save():
                 return "patience"
         return reason
@@ -265,12 +266,18 @@ class Trainer:
         left = self._at.seconds * (1 - spent) / spent if spent else math.inf
         self._progress.step(record, spent, left)
 
+    def _record_epoch(self) -> None:
+        self._check_finite(self._at.step)
+        record = self._write("epoch", self._sums.take_epoch())
+        if record is not None:
+            self._progress.line(f"mean of training: {describe(record)}")
+
     def _validate_and_save(self) -> bool:
         """Validate and save as the configuration asks for; False when patience is at its end."""
         self._check_finite(self._at.step)
-        paused, best = self._clock(), None
+        paused, best, shown = self._clock(), None, None
         if self._validate is not None:
-            value = self._evaluate("validation")
+            value, shown = self._evaluate("validation")
             if self._is_better(value, self._at.best_value):
                 self._at.best_value, self._at.worse, best = value, 0, value
             else:
@@ -278,17 +285,20 @@ class Trainer:
             if "loss" in self._metrics:
                 self._schedule.observe(self._metrics["loss"])
         self._save(best)
+        self._show(shown, best is not None)
         self._sums.pause(self._clock() - paused)
         return self.config.patience is None or self._at.worse < self.config.patience
 
-    def _evaluate(self, kind: str) -> float:
-        """Validate, record and show the values; gives back the one that decides."""
+    def _evaluate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
+        """Validate and record the values; gives back the one that decides, and the record to show."""
         with gathered(self._update.module, self._processes):
             self._metrics = self._processes.on_main(self._validation_values)
-        record = self._write(kind, self._metrics)
+        return self._metrics[self.config.metric], self._write(kind, self._metrics)
+
+    def _show(self, record: dict[str, Any] | None, best: bool) -> None:
+        """Show a validation, once it is saved; a process that writes no record shows none."""
         if record is not None:
-            self._progress.line(f"{kind}: {describe(record)}")
-        return self._metrics[self.config.metric]
+            self._progress.line(f"{record['kind']}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def _validation_values(self) -> dict[str, float]:
         assert self._validate is not None
@@ -344,25 +354,29 @@ class Trainer:
             self._save(None)
         # Also where a run that ended, or was killed right here, is resumed without a longer budget.
         if self._validate is not None and not self._metrics:
-            value = self._evaluate("validation")
-            self._processes.on_main(lambda: self._mark_if_best(value))
+            value, shown = self._evaluate("validation")
+            best = self._processes.on_main(lambda: self._mark_if_best(value))
+            self._show(shown, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
         self._progress.line(f"ended at step {self._at.step:,}: {reason}")
 
-    def _mark_if_best(self, value: float) -> None:
+    def _mark_if_best(self, value: float) -> bool:
         last = self.checkpoints.last()
-        if last is not None and self._is_better(value, self.checkpoints.best_value()):
-            self.checkpoints.mark_best(last, value)
+        if last is None or not self._is_better(value, self.checkpoints.best_value()):
+            return False
+        self.checkpoints.mark_best(last, value)
+        return True
 
     def _average(self) -> None:
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         averaged = average_checkpoints(self.checkpoints.paths()[-self.config.average :])
         put_weights(self.model, averaged, self.checkpoints.folder)
-        metrics, best = self._metrics, None
+        metrics, best, shown = self._metrics, None, None
         if self._validate is not None:
-            value = self._evaluate("average")
+            value, shown = self._evaluate("average")
             best = value if self._is_better(value, self.checkpoints.best_value()) else None
         self._write_checkpoint(None, best)
+        self._show(shown, best is not None)
         put_weights(self.model, weights, self.checkpoints.folder)
         self._metrics = metrics

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,6 +22,8 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.cli import main
+from fastformer.models import TranslationModel
+from fastformer.translation import TRANSLATION
 
 TRAIN = (
     "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
@@ -61,6 +64,55 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert "ended after 4 steps" in done.stdout
     return folder
+
+
+def test_given_translations_are_scored(run: Path, tmp_path: Path) -> None:
+    """The log probabilities of the model, one line a pair in the order of the files, whatever the batch."""
+    sources, targets = ["nine", "twelve thousand one", "nine"], ["neuf", "douze mille un", "douze mille"]
+    (tmp_path / "s").write_text("".join(f" {line} \n" for line in sources), encoding="utf-8")
+    (tmp_path / "t").write_text("\n".join(targets), encoding="utf-8")
+    arguments = ["score", "--run", "run", "--source", str(tmp_path / "s"), "--target", str(tmp_path / "t")]
+    done = fastformer(*arguments, "--batch-size", "2", "--device", "cpu", cwd=run)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    model, (source, target) = (
+        TRANSLATION.load_weights(run / "run", "best", TranslationModel).eval(),
+        (TRANSLATION.load_tokenizers(run / "run")),
+    )
+    for row, text, translation in zip(rows, sources, targets, strict=True):
+        read = torch.tensor([*source.encode(text), source.eos_id])
+        ids = target.encode(translation)
+        given, wanted = torch.tensor([target.bos_id, *ids]), torch.tensor([*ids, target.eos_id])
+        with torch.no_grad():
+            hidden = model(read, torch.tensor([len(read)]), given, torch.tensor([len(given)]))
+            log_p = float(model.logits(hidden).log_softmax(-1)[torch.arange(len(wanted)), wanted].sum())
+        assert float(row[0]) == pytest.approx(log_p, abs=2e-4)  # four digits, and fp32's roundings of another batch
+        assert int(row[1]) == len(wanted)
+        assert float(row[2]) == pytest.approx(math.exp(-log_p / len(wanted)), rel=1e-3)
+    assert rows[0] != rows[2]
+    done = fastformer(*arguments, "--output", str(tmp_path / "scores"), "--batch-size", "2", cwd=run)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert [line.split("\t") for line in (tmp_path / "scores").read_text().splitlines()] == rows
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("nine\none", "neuf", "s has 2 lines but t has 1; they must be pairs"),
+        ("nine\n\n", "neuf\nun\n", "s:2: an empty line cannot be scored; leave the pair out"),
+        ("nine\none\n", "neuf\n  \n", "t:2: an empty line cannot be scored; leave the pair out"),
+        ("nine\n" + "one " * 300, "neuf\nun", "source 2 has 300 tokens; what is scored must have 1 to 255"),
+        ("", "neuf", "s: the file is empty"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(run: Path, source: str, target: str, message: str) -> None:
+    (run / "s").write_text(source, encoding="utf-8")
+    (run / "t").write_text(target, encoding="utf-8")
+    done = fastformer("score", "--run", "run", "--source", "s", "--target", "t", "--output", "scores", cwd=run)
+    assert done.returncode == 2
+    assert re.sub(r"has \d{3} tokens", "has 300 tokens", done.stderr) == f"error: {message}\n"
+    assert not (run / "scores").exists()
+    assert fastformer("score", "--run", "run", "--source", "s", cwd=run).returncode == 2
 
 
 def test_a_run_folder_describes_itself(run: Path) -> None:

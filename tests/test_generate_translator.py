@@ -130,7 +130,7 @@ def test_learned_positions_cut_too(translator, caplog):
     small = Translator(model, translator.source_tokenizer, translator.target_tokenizer)
     small.translate(["one two three four five six"], SearchOptions(beam=2))
     assert "cut to 5 tokens" in caplog.text
-    with pytest.raises(ValueError, match=r"^1 pairs have an empty or too long side$"):
+    with pytest.raises(ValueError, match=r"^target 2 has 5 tokens; what is scored must have 1 to 4$"):
         small.score(["one", "one"], ["un", "un deux trois quatre cinq"])
 
 
@@ -155,10 +155,10 @@ def test_scores(translator):
 def test_score_errors(translator):
     with pytest.raises(ValueError, match=r"^2 sources and 1 targets$"):
         translator.score(["one", "two"], ["un"])
-    for source, target in ((["one", ""], ["un", "deux"]), (["one", "two"], ["un", " "])):
-        with pytest.raises(ValueError, match=r"^1 pairs have an empty or too long side$"):
+    for side, source, target in (("source", ["one", ""], ["un", "deux"]), ("target", ["one", "two"], ["un", " "])):
+        with pytest.raises(ValueError, match=rf"^{side} 2 has 0 tokens; what is scored must have 1 to 9$"):
             translator.score(source, target)
-    with pytest.raises(ValueError, match=r"^1 pairs have an empty or too long side$"):
+    with pytest.raises(ValueError, match=r"^source 2 has 10 tokens; what is scored must have 1 to 9$"):
         translator.score(["one", "one " * 10], ["un", "un"])
     with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
         translator.score(["one"], ["un"], batch_size=0)

@@ -1,4 +1,4 @@
-"""The command line: `fastformer demo | data | train | translate | generate | evaluate | plot | compare |
+"""The command line: `fastformer demo | data | train | translate | score | generate | evaluate | plot | compare |
 export | info`.
 
 A user's mistake ends in one line on standard error and exit code 2; anything else is a bug and shows its traceback.

@@ -1,5 +1,6 @@
-"""`fastformer train | translate`."""
+"""`fastformer train | translate | score`."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,5 +96,33 @@ def _write_translations(
     if output is None:
         for line in lines:
             print(line, flush=True)
+    else:
+        write_lines(output, lines)
+
+
+@app.command()
+def score(
+    source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or .gz")],
+    target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
+    run: TranslationFolder = Path("runs/translation"),
+    output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
+    batch_size: Annotated[int, typer.Option(help="pairs scored at a time")] = 64,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Score given translations: how probable the model finds each, a line a pair, separated by tabs.
+
+    The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
+    """
+    sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
+    if len(sources) != len(targets):
+        raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")
+    for path, lines in ((source, sources), (target, targets)):
+        if "" in lines:
+            raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
+    found = load_translator(run, checkpoint, choose_device(device)).score(sources, targets, batch_size)
+    lines = [f"{log_p:.4f}\t{tokens}\t{math.exp(min(-log_p / tokens, 700.0)):.4f}" for log_p, tokens in found]
+    if output is None:
+        print("\n".join(lines))
     else:
         write_lines(output, lines)

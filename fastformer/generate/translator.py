@@ -10,7 +10,7 @@ from fastformer.devices import send
 from fastformer.generate.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.models import TranslationModel
 from fastformer.models.common import layouts_of
-from fastformer.text import ParallelCorpus, Tokenizer, collate, collate_source, encode_pairs, encode_source
+from fastformer.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
 
 logger = logging.getLogger("fastformer")
 
@@ -110,17 +110,19 @@ class Translator:
         """Score given translations: (log probability in nats, tokens with eos) of each pair.
 
         Raises:
-            ValueError: the numbers of sentences differ, or a side of a pair is empty or too long.
+            ValueError: the numbers of sentences differ, or one has no token or more than training reads.
         """
         _check_batch_size(batch_size)
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         if not sources:
             return []
-        corpus = ParallelCorpus(list(sources), list(targets))
-        pairs = encode_pairs(corpus, self.source_tokenizer, self.target_tokenizer, self.max_source_length)
-        if len(pairs) != len(sources):
-            raise ValueError(f"{len(sources) - len(pairs)} pairs have an empty or too long side")
+        pairs = EncodedPairs(
+            self._encode_whole("source", sources, self.source_tokenizer),
+            self._encode_whole("target", targets, self.target_tokenizer),
+            self.source_tokenizer.special_ids,
+            self.target_tokenizer.special_ids,
+        )
         self.model.eval()
         device = self.model.output.weight.device
         results: list[tuple[float, int]] = []
@@ -135,6 +137,15 @@ class Translator:
             parts = torch.split(chosen, lengths)
             results.extend((float(part.sum()), length) for part, length in zip(parts, lengths, strict=True))
         return results
+
+    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+        """The ids of sentences of which none is cut or left out."""
+        sequences = Sequences.from_lists(tokenizer.encode_batch(list(sentences)))
+        most = self.max_source_length - 1
+        for number, length in enumerate(sequences.lengths.tolist(), start=1):
+            if not 1 <= length <= most:
+                raise ValueError(f"{side} {number} has {length} tokens; what is scored must have 1 to {most}")
+        return sequences
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -34,6 +34,7 @@ from fastformer.train import (
     load_toml,
     save_toml,
 )
+from fastformer.train.compilation import check_compiler
 from fastformer.train.config import check_values, option, read_toml
 
 # kind -> what it is called, the command that uses such a run, and the one that trains it.
@@ -263,8 +264,10 @@ class Run(ABC):
 
         Raises:
             FileExistsError: the folder holds a run already.
+            ValueError: the compiler that `train` asks for is missing; before anything is read.
             FileNotFoundError: a process does not see the folder that the first one made.
         """
+        check_compiler(train.compile, device)
         made: list[Self] = []
         Processes.current().on_main(lambda: made.append(cls._create(Path(folder), data, model, train, device)))
         if made:
@@ -303,6 +306,7 @@ class Run(ABC):
         folder, application = Path(folder), cls.application
         sections = application.read_config(folder)
         config = application.train(**{**sections["train"], **(train or {})})
+        check_compiler(config.compile, device)
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
         data = application.data(**sections["data"])
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)

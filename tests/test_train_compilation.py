@@ -14,6 +14,7 @@ from fastformer.models import LanguageModel, TranslationModel, language_model_lo
 from fastformer.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.train import TrainConfig, Trainer, read_metrics
 from fastformer.train.compilation import check_compiler, with_layouts
+from fastformer.translation import DataConfig, TranslationRun
 
 STEPS = {"steps": 6, "lr": 0.01, "warmup_steps": 2, "log_every": 1, "validate_every": 3, "batch_tokens": 64}
 LENGTHS = [[7, 5], [4, 9, 3], [6, 2, 8, 2], [11, 5], [3, 4, 5], [10, 12], [9]]
@@ -36,10 +37,10 @@ class Batches:
                 yield translation_task.random_batch([(n, n + 1) for n in lengths], seed)
 
 
-def trainer(kind: str, folder: Path, dropout: float = 0.0, double: bool = False, **changes) -> Trainer:
+def trainer(kind: str, folder: Path, dropout: float = 0.0, double: bool = False, layers: int = 2, **changes) -> Trainer:
     torch.manual_seed(0)
     if kind == "language":
-        model, loss = LanguageModel(language_task.config(dropout=dropout)), language_model_loss
+        model, loss = LanguageModel(language_task.config(dropout=dropout, layers=layers)), language_model_loss
     else:
         model, loss = TranslationModel(translation_task.config(dropout=dropout)), translation_loss
 
@@ -145,7 +146,6 @@ def test_padded_stacks_recompute_too():
     [
         ("language", "eager", False),
         ("translation", "eager", True),
-        pytest.param("translation", "aot_eager", False, marks=pytest.mark.slow),
         pytest.param("language", "aot_eager", True, marks=pytest.mark.slow),
     ],
 )
@@ -202,8 +202,9 @@ def test_inductor_trains(tmp_path):
         check_compiler("inductor", "cpu")
     except ValueError as error:
         pytest.skip(str(error))
-    trainer("language", tmp_path / "plain", steps=3).fit()
-    trainer("language", tmp_path / "compiled", steps=3, compile="inductor").fit()
+    small = {"layers": 1, "steps": 3, "validate_every": None}
+    trainer("language", tmp_path / "plain", **small).fit()
+    trainer("language", tmp_path / "compiled", compile="inductor", **small).fit()
     for a, b in zip(losses(tmp_path / "compiled"), losses(tmp_path / "plain"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
 
@@ -224,6 +225,9 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"compile='inductor' needs a C.. compiler on a CPU, and 'no-such-compiler'"):
         trainer("language", tmp_path, compile="inductor")
+    missing = DataConfig(train_source=tmp_path / "none", train_target=tmp_path / "none")
+    with pytest.raises(ValueError, match=r"'no-such-compiler' is not found"):  # before any data is looked for
+        TranslationRun.create(tmp_path / "run", missing, {}, TrainConfig(steps=1, compile="inductor"))
     check_compiler("aot_eager", "cpu")
     check_compiler("inductor", "cuda")
     assert not list(tmp_path.iterdir())

@@ -166,7 +166,8 @@ def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_p
 @pytest.mark.slow
 def test_compiled_models_train_the_same(tmp_path):
     seen = spawn(tmp_path, "compiled")
-    assert [each["compiled"] for each in seen] == [{"ddp": 1, "fsdp": 1}] * WORLD
+    # One for all batches, and one more where a share is a single sequence; none would mean that it ran as it was.
+    assert all(1 <= count <= 2 for each in seen for count in each["compiled"].values()), seen
     language(0, tmp_path, "ddp")
     for parallel in ("ddp", "fsdp"):
         assert_same_run(tmp_path / f"compiled-{parallel}", tmp_path / "language-ddp")

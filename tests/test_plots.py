@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from fastformer.plots import (
     figure as figure_module,
@@ -41,6 +42,7 @@ RENDERERS = weakref.WeakKeyDictionary()
 def drawn(figure):
     """The renderer, after the layout was computed as for a PNG, once a figure."""
     if figure not in RENDERERS:
+        figure.dpi = figure_module.DPI
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         RENDERERS[figure] = canvas.get_renderer()
@@ -57,16 +59,16 @@ def labels_overlap(figure) -> bool:
 
 
 def cut_off(figure) -> list[str]:
-    """Titles, axis names and tokens that the edge of the figure cuts."""
+    """Every text that the edge of the figure cuts: titles, names, tokens, numbers, legends."""
     renderer, frame = drawn(figure), figure.bbox
-    texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label, axes.yaxis.label)]
-    texts += [label for axes in figure.axes for label in (*axes.get_xticklabels(), *axes.get_yticklabels())]
-    boxes = {text.get_text(): text.get_window_extent(renderer) for text in [*texts, *figure.texts]}
-    return [
-        text
-        for text, box in boxes.items()
-        if text.strip("−0123456789.") and (box.x0 < 0 or box.y0 < 0 or box.x1 > frame.x1 or box.y1 > frame.y1)
-    ]
+    hidden = set()  # labels of ticks that lie beyond the ends of their axis, and are not drawn
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        hidden |= {label for tick in ticks if not low <= tick.get_loc() <= high for label in (tick.label1, tick.label2)}
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text() and text not in hidden]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
+    return [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > frame.x1 or box.y1 > frame.y1]
 
 
 def test_history_has_a_panel_for_every_value_and_a_line_for_every_run():
@@ -181,6 +183,39 @@ def test_every_layer_has_a_row_of_panels_or_one_panel(layers, heads, length):
     assert not cut_off(figure)
     titles = [axes.title.get_window_extent() for axes in panels]
     assert not any(one.overlaps(other) for one, other in itertools.pairwise(titles))
+
+
+LENGTHS = [(1, 1), (3, 2), (5, 4), (30, 4), (4, 60)]
+
+
+@pytest.mark.parametrize("word", ["x", "Donaudampfschifffahrtsgesellschaft"])
+@pytest.mark.parametrize(("target", "source"), LENGTHS)
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (3, 1), (2, 4)], ids=str)
+def test_no_text_of_an_attention_map_is_cut_off(shape, target, source, word):
+    """One head or the mean of all, the heads of a layer, all layers; one more number on the colour bar once cut it."""
+    draw = (plot_attention, plot_attention_heads, plot_attention_layers)[len(shape)]
+    figure = draw(torch.rand(*shape, target, source), tokens(source, word), tokens(target, word), "layer 1: a -> b")
+    assert not cut_off(figure)
+    assert {text.get_text() for text in figure.findobj(Text)} >= {"attention weight", "0.0", "1.0"}
+
+
+@pytest.mark.parametrize("scale", [1e-9, 0.0, 0.1234, 12.0, 123456.0])
+@pytest.mark.parametrize("length", [1, 7, 512])
+def test_no_text_of_positions_is_cut_off(scale, length):
+    assert not cut_off(plot_positions(scale * torch.randn(length, 2 * min(length, 64)), "positions " * 20))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 3.3, 1e9])
+@pytest.mark.parametrize("steps", [1, 98765])
+@pytest.mark.parametrize("runs", [1, 3])
+def test_no_text_of_learning_curves_is_cut_off(scale, steps, runs):
+    names = ("loss", "perplexity", "bleu", "a rather long name of a value")
+    records = [
+        {"kind": kind, "step": (i + 1) * steps, **{name: (1 + i) * scale for name in names}}
+        for i in range(4)
+        for kind in ("train", "validation")
+    ]
+    assert not cut_off(plot_history({f"runs/number{i}": records for i in range(runs)}))
 
 
 @pytest.mark.parametrize("heads", [2, 16])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AXIS_NAMES = ("source token", "target token")  # of the keys, of the queries
+_BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar
 _LARGEST = 24.0  # inches of all panels of a grid side by side, as long as that leaves each its least
 
 
@@ -125,8 +126,11 @@ def _panels(
     figure.supxlabel(axis_names[0], fontsize=size)
     figure.supylabel(axis_names[1], fontsize=size)
     set_title(figure, title)
-    # As thick as a line of text is high, whatever the height of the figure.
-    bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.02, aspect=max(20, 4 * figure.get_figheight()))
+    # As thick as a line of text is high, whatever the height of the figure. Its numbers are fixed: matplotlib chooses
+    # them after the layout, and "0.25", where the layout has seen "0.2", pushed the label over the edge.
+    bar = figure.colorbar(
+        image, ax=panels, fraction=0.03, pad=0.02, aspect=max(20, 4 * figure.get_figheight()), ticks=_BAR, format="%.1f"
+    )
     bar.set_label("attention weight", fontsize=size)
     return figure
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastformer.run_folders import BY_HAND
 from fastformer.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.train.config import read_toml
+from fastformer.train.metrics import LOWER_IS_BETTER
 
 VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
 _COUNTS = ("kind", "step", "epoch", "seconds")
-_SAME_TEXT = ("data.bleu_sentences", "data.bucket")  # settings of data that change no token
-_LOWER_IS_BETTER = ("loss", "perplexity")
+_SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bucket")  # settings of data that change no token
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Comparison:
     @property
     def same_tokens(self) -> bool:
         """Whether losses and perplexities per token can be compared: no setting of text or vocabulary differs."""
+        if any(run.settings.get("data.dataset") == BY_HAND for run in self.runs):
+            return False  # nobody knows
         telling = [key for key in self.differing if key.startswith(("run.", "data.")) or "vocabulary" in key]
         return not set(telling).difference(_SAME_TEXT)
 
@@ -147,7 +150,7 @@ def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any
     rated = [record for record in found if _is_number(record.get(metric)) and record[metric] == record[metric]]
     if not rated:
         return found[-1] if found else {}
-    sign = 1 if metric in _LOWER_IS_BETTER else -1
+    sign = 1 if metric in LOWER_IS_BETTER else -1
     return min(rated, key=lambda record: sign * record[metric])
 
 

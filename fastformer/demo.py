@@ -58,17 +58,18 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         FileExistsError: the folder holds something that is not a demo.
     """
     marker = folder / "demo.txt"
-    if folder.exists() and any(folder.iterdir()):
-        if not marker.exists():
-            raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
-        shutil.rmtree(folder)
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
+    TranslationRun.check(data, MODEL, TRAIN, device)
     corpora = read_corpora(data)
     train, test = corpora["train"], corpora["test"]
     console.print(
         f"Learning to translate English number words into {'French' if target == 'fr' else 'German'}: "
         f"{len(train):,} examples such as\n  {train.source[-1]}  ->  {train.target[-1]}"
     )
+    if marker.exists():
+        shutil.rmtree(folder)
     started = time.perf_counter(), time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
     marker.write_text("made by `fastformer demo`, which may replace this folder\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from fastformer.backend import Backend
 from fastformer.functional import explain
 from fastformer.language_modelling import LANGUAGE
 from fastformer.models import LanguageConfig, LanguageModel, TranslationConfig, TranslationModel
-from fastformer.runs import KINDS, read_kind
+from fastformer.run_folders import KINDS, read_kind
 from fastformer.train import CheckpointFolder
 from fastformer.translation import TRANSLATION
 

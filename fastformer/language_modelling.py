@@ -1,7 +1,7 @@
 """The language-model application: text, tokenizer, model, training and perplexity around one run folder.
 
-What a run folder is stands in `fastformer.runs`. Every line of text ends with eos, whatever the tokenizer, and is
-predicted like a word; so the tokens of WikiText-2 count 2,088,628, 217,646 and 245,569, as published. Its closed
+What a run folder is stands in `fastformer.run_folders`. Every line of text ends with eos, whatever the tokenizer, and
+is predicted like a word; so the tokens of WikiText-2 count 2,088,628, 217,646 and 245,569, as published. Its closed
 vocabulary of 33,278 (with `<unk>` and `<eos>`) has two entries more here, `<pad>` and `<bos>`, which never follow.
 
 The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
@@ -10,6 +10,7 @@ lines. In both a model looks back on at most `context` tokens, in evaluation too
 the windows of evaluation are made to overlap (`fastformer.perplexity`); those of validation in training never do.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ import torch
 from fastformer.generate import TextGenerator
 from fastformer.models import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.perplexity import Perplexity, encode_corpus, perplexity
-from fastformer.runs import Application, Run
+from fastformer.run_folders import Application, refuse_by_hand
+from fastformer.runs import Run
 from fastformer.text import (
     DOCUMENT_KINDS,
     SPLITTINGS,
@@ -36,13 +38,15 @@ from fastformer.text import (
     split_text,
     train_sentencepiece,
 )
-from fastformer.train import TrainConfig
+from fastformer.train import Processes, TrainConfig, Trainer
+from fastformer.train.conditions import SET
 from fastformer.train.config import check_values, option, other_default
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 STREAMS = ("documents", "columns")
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_TO_SPLIT = "a text file to split"
 _PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
 
 
@@ -51,28 +55,42 @@ class LanguageDataConfig:
     """Where the text comes from, and how it becomes ids and batches."""
 
     dataset: str | None = option(
-        "docstrings", "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`"
+        "docstrings",
+        "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
+        only={"train_text": None},
     )
     train_text: Path | None = option(None, "text file (plain or .gz), instead of a dataset")
-    valid_text: Path | None = option(None, "the same for validation; unset: split from training")
-    test_text: Path | None = option(None, "the same for testing; unset: split from training")
-    held_out: float = option(0.05, "share of the documents split off for each of both", above=0, below=0.5)
-    size: int = option(2_000_000, "dataset=docstrings: characters to collect", at_least=1)
+    valid_text: Path | None = option(
+        None, "the same for validation; unset: split from training", only={"train_text": SET}
+    )
+    test_text: Path | None = option(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    held_out: float = option(
+        0.05, "share of the documents split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
+    )
+    size: int = option(2_000_000, "characters to collect", at_least=1, only={"corpus": "docstrings"})
     document: str | None = option(
-        None, "line, article (of WikiText) or file; unset: article for a dataset of articles, else line"
+        None,
+        "line, article (of WikiText) or file; unset: article for a dataset of articles, else line",
+        only={"parts": "documents to tell apart"},
     )
     stream: str = option(
         "documents", "documents, none of which sees another; or columns of the whole text", choices=STREAMS
     )
-    columns: int = option(20, "stream=columns: how many", at_least=1)
+    columns: int = option(20, "how many", at_least=1, only={"stream": "columns"})
     context: int = option(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
     tokenizer: str = option(
         "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
     )
     vocabulary: int | None = option(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
-    splitting: str = option("whitespace", "tokenizer=words: where words end", choices=SPLITTINGS)
-    minimum_frequency: int = option(1, "tokenizer=words: rarer words become <unk>", at_least=1)
-    character_coverage: float = option(1.0, "share of characters sentencepiece must cover", above=0)
+    splitting: str = option("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = option(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    character_coverage: float = option(
+        1.0,
+        "share of characters sentencepiece must cover",
+        at_least=0.98,
+        at_most=1,
+        only={"tokenizer": TOKENIZERS[:-1]},
+    )
     lowercase: bool = option(False, "lower-case the text")
 
     def __post_init__(self) -> None:
@@ -83,6 +101,24 @@ class LanguageDataConfig:
             raise ValueError("valid_text and test_text need train_text")
         if self.dataset is None and self.train_text is None:
             raise ValueError("no data: give dataset or train_text")
+
+    @property
+    def texts(self) -> str:
+        """What a batch is made of, in words."""
+        return "running text"
+
+    @property
+    def corpus(self) -> str:
+        """What kind of data it is, in words."""
+        if self.train_text is not None:
+            return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT
+        return "docstrings" if self.dataset == "docstrings" else "a dataset folder"
+
+    @property
+    def parts(self) -> str:
+        """Whether it matters where documents begin, in words: a docstring is a line, and columns know no documents."""
+        apart = self.corpus == _TO_SPLIT or (self.stream == "documents" and self.corpus != "docstrings")
+        return "documents to tell apart" if apart else "none"
 
 
 @dataclass(frozen=True)
@@ -118,6 +154,7 @@ LANGUAGE = Application(
     length="context",
     vocabularies=("vocabulary",),
     tokenizers=("tokenizer",),
+    metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
 )
 
 
@@ -132,6 +169,7 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
             parts = docstring_corpora(data.size)
         else:
             assert data.dataset is not None
+            refuse_by_hand(data.dataset)
             parts = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
         return dict(zip(_SPLITS, parts, strict=True))
     document: Any = data.document or "line"
@@ -187,11 +225,24 @@ class LanguageRun(Run):
         self.corpora = read_text_corpora(data)
         self.tokenizers = tokenizers or (build_tokenizer(data, self.corpora["train"]),)
         (self.tokenizer,) = self.tokenizers
-        self.model_config = LANGUAGE.model_config(model, self.tokenizers, data)
-        if train.batch_sentences is not None:
-            raise ValueError("batch_sentences is for translation; give batch_tokens, or columns and context")
+        self.model_config = self.application.model_config(model, self.tokenizers, data)
         self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, data.stream)
         self._batches = self._make_batches()
+
+    @classmethod
+    def computed(cls, data: LanguageDataConfig) -> tuple[str, ...]:
+        words = data.tokenizer == "words" and data.splitting == "whitespace"
+        return ("loss", "perplexity", *(() if words else ("word_perplexity",)))
+
+    @classmethod
+    def check(
+        cls, data: LanguageDataConfig, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu"
+    ) -> None:
+        super().check(data, model, train, device)
+        if train.batch_sentences is not None:
+            raise ValueError("batch_sentences is for translation; give batch_tokens, or columns and context")
+        if data.stream == "documents" and train.batch_tokens < data.context:
+            raise ValueError(f"batch_tokens ({train.batch_tokens}) must have room for context ({data.context})")
 
     def fingerprinted(self) -> Iterable[bytes]:
         yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
@@ -206,8 +257,6 @@ class LanguageRun(Run):
         data, train = self.data, self.train_config
         if data.stream == "columns":
             return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
-        if train.batch_tokens < data.context:
-            raise ValueError(f"batch_tokens ({train.batch_tokens}) must have room for context ({data.context})")
         return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)
 
     def batches(self) -> LanguageBatches | ColumnBatches:
@@ -217,12 +266,12 @@ class LanguageRun(Run):
         return language_model_loss(model, batch, self.train_config.label_smoothing)
 
     def validation(self) -> Callable[[LanguageModel], dict[str, float]]:
-        corpus, data = self.corpora["valid"], self.data
+        corpus, data, computed = self.corpora["valid"], self.data, self.computed(self.data)
 
         def validate(model: LanguageModel) -> dict[str, float]:
             found = perplexity(model, corpus, self.tokenizer, data.context, data.stream)
             values = {"loss": found.nats / found.tokens, "perplexity": found.per_token}
-            return values if found.tokens == found.words else {**values, "word_perplexity": found.per_word}
+            return values | ({"word_perplexity": found.per_word} if "word_perplexity" in computed else {})
 
         return validate
 
@@ -238,7 +287,8 @@ def load_language_model(
         device: of the model.
 
     Raises:
-        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `fastformer.runs.Application.load_weights`.
+        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see
+            `fastformer.run_folders.Application.load_weights`.
     """
     model = LANGUAGE.load_weights(folder, checkpoint, LanguageModel).to(device).eval()
     (tokenizer,) = LANGUAGE.load_tokenizers(folder)
@@ -255,6 +305,29 @@ def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.d
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
     first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id
     return TextGenerator(model, tokenizer, data.context, first_id=first)
+
+
+def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: str = "documents") -> None:
+    """Make the folder of a `Trainer` a run folder, which `load_generator` and every command open.
+
+    Writes the tokenizer and config.toml beside the checkpoints: the kind of run, the settings of model and training.
+    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
+    only, and `fastformer evaluate` needs `--source`.
+
+    Args:
+        trainer: of a `LanguageModel`.
+        tokenizer: of its text.
+        context: most tokens that the model looks back on, itself counted.
+        stream: "documents", each between bos and eos, or "columns", as the model was trained.
+
+    Raises:
+        TypeError: the trainer's model is another one.
+        ValueError: the model does not fit the tokenizer or context its positions, or there is no such stream.
+    """
+    if stream not in STREAMS:
+        raise ValueError(f"stream must be one of {', '.join(STREAMS)}, not {stream!r}")
+    config, data = getattr(trainer.model, "config", None), {"context": context, "stream": stream}
+    Processes.current().on_main(lambda: LANGUAGE.complete(trainer.folder, config, (tokenizer,), data, trainer.config))
 
 
 def evaluate_text(
@@ -278,8 +351,10 @@ def evaluate_text(
             and `perplexity`.
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
-    if isinstance(split, Path):
-        corpus = read_text(split, data.document or "line")  # type: ignore[arg-type]
+    if split in ("test", "valid"):
+        corpus = read_text_corpora(data)[split]  # type: ignore[index]
+    elif isinstance(split, os.PathLike):
+        corpus = read_text(Path(split), data.document or "line")  # type: ignore[arg-type]
     else:
-        corpus = read_text_corpora(data)[split]
+        raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
     return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream, overlap)

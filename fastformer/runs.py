@@ -1,192 +1,27 @@
-"""Run folders: what the applications share, from a new folder to a trained model.
+"""Runs: what the applications share, from a new folder to a trained model; see `fastformer.run_folders` for the folder.
 
-A run folder describes itself, so that nothing but its path is needed to resume, evaluate or use it:
-
-    config.toml      [run] its kind, [data] [model] [train]: every setting, defaults included
-    data.json        what was read: counts, and a fingerprint that a resumed run must meet again
-    tokenizer/       one tokenizer, or one in a folder for each side
-    checkpoints/     weights as safetensors, resumable state
-    metrics.jsonl    losses, speed, validation scores; metrics.csv the same
+What could only fail late is refused before any data is read and before a folder is made: a metric that this kind of
+run never computes, a backend that cannot run here, a model whose heads do not fit.
 """
 
-import dataclasses
 import hashlib
+import importlib.util
 import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.text import Tokenizer, load_tokenizer, read_json
-from fastformer.train import (
-    BatchSource,
-    Checkpoint,
-    CheckpointFolder,
-    Processes,
-    Result,
-    TrainConfig,
-    Trainer,
-    find_checkpoint,
-    load_toml,
-    save_toml,
-)
+from fastformer import functional
+from fastformer.run_folders import Application
+from fastformer.text import Tokenizer, read_json
+from fastformer.train import BatchSource, CheckpointFolder, Processes, Result, TrainConfig, Trainer
 from fastformer.train.compilation import check_compiler
-from fastformer.train.config import check_values, option, read_toml
-
-# kind -> what it is called, the command that uses such a run, and the one that trains it.
-KINDS = {
-    "translation": ("translation", "fastformer translate", "fastformer train"),
-    "language": ("language-model", "fastformer generate", "fastformer train lm"),
-}
-
-_IDS = ("pad_id", "bos_id", "eos_id")
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What a run is. Folders written before there was a choice say nothing and hold translation."""
-
-    kind: str = option("translation", "what the model does", choices=tuple(KINDS))
-
-    def __post_init__(self) -> None:
-        check_values(self)
-
-
-@dataclass(frozen=True)
-class Application:
-    """One kind of run: its classes of settings, and where its tokenizers lie.
-
-    `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
-    default must stay so: config.toml leaves unset values out, so that a run which has none would take the new default.
-
-    `length` names the setting of `data` that says how long sequences are; `vocabularies` those of `model` that are the
-    sizes of the tokenizers; `tokenizers` are folders within the run's.
-    """
-
-    kind: str
-    data: type
-    model: type
-    train: type[TrainConfig]
-    length: str
-    vocabularies: tuple[str, ...]
-    tokenizers: tuple[str, ...]
-
-    @property
-    def derived(self) -> tuple[str, ...]:
-        """The settings of `model` that follow from the tokenizers and are never a user's."""
-        return (*self.vocabularies, *_IDS)
-
-    def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
-        """The configuration of a model: its settings, and what follows from the tokenizers.
-
-        Args:
-            model: settings of the model.
-            tokenizers: of the run; the model writes the special ids of the last.
-            data: settings of the data.
-
-        Raises:
-            ValueError: a setting is out of range, or sequences are longer than learned positions hold.
-        """
-        sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
-        config = self.model(**{**model, **sizes, **{name: getattr(tokenizers[-1], name) for name in _IDS}})
-        length = getattr(data, self.length)
-        if config.longest is not None and length > config.longest:
-            raise ValueError(
-                f"{self.length} ({length}) is beyond max_positions ({config.longest}) of the learned positions; lower "
-                "it, or raise max_positions"
-            )
-        return config
-
-    def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
-        """The settings of a run folder, by section: data, model, train.
-
-        Raises:
-            FileNotFoundError: the folder holds no run.
-            ValueError: it holds a run of another kind, or an unknown setting.
-        """
-        kind = read_kind(folder)
-        if kind != self.kind:
-            name, use, train = KINDS[kind]
-            raise ValueError(f"{folder} is a {name} run; use `{use}` (or `{train} --resume` to train it further)")
-        sections = self._load(Path(folder) / "config.toml")
-        needed = {each.name for each in dataclasses.fields(self.model) if each.default is dataclasses.MISSING}
-        if missing := sorted(needed.difference(sections["model"])):
-            raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
-        return sections
-
-    def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
-        """What a user's file states, by section; nothing without a file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is for another kind of run, holds an unknown setting, or one that is not the user's.
-        """
-        if path is None:
-            return {name: {} for name in ("data", "model", "train")}
-        kind = _stated_kind(path) or self.kind
-        if kind != self.kind:
-            name, _, train = KINDS[kind]
-            raise ValueError(f"{path} is for a {name} run; use `{train}`")
-        sections = self._load(path)
-        for name in self.derived:
-            if name in sections["model"]:
-                raise ValueError(f"{path}: [model] {name} is set from the tokenizer; leave it out")
-        return sections
-
-    def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
-        """The tokenizers of a run folder."""
-        return tuple(load_tokenizer(Path(folder) / name) for name in self.tokenizers)
-
-    def load_weights(self, folder: Path | str, checkpoint: str, model: type[Model]) -> Model:
-        """The model of a run with its weights, on the CPU.
-
-        Args:
-            folder: of the run.
-            checkpoint: "best" (by validation), "last" or "average".
-            model: the class that is made from the settings.
-
-        Raises:
-            FileNotFoundError: there is no such run.
-            ValueError: the run is of another kind.
-            fastformer.train.CheckpointError: there is no such checkpoint, or it is damaged or of another architecture.
-        """
-        config = self.model(**self.read_config(folder)["model"])
-        made = model(config)
-        Checkpoint.open(find_checkpoint(folder, checkpoint)).load_into(made, config)
-        return made
-
-    def _load(self, path: Path) -> dict[str, dict[str, Any]]:
-        sections = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
-        return {name: values for name, values in load_toml(path, sections).items() if name != "run"}
-
-
-def read_kind(folder: Path | str) -> str:
-    """What a run folder holds: one of `KINDS`.
-
-    Raises:
-        FileNotFoundError: the folder holds no run.
-        ValueError: its config.toml is damaged.
-    """
-    path = Path(folder) / "config.toml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
-    return _stated_kind(path) or "translation"
-
-
-def _stated_kind(path: Path) -> str | None:
-    """The kind that a file states; None where it states none."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such configuration file")
-    run = read_toml(path).get("run", {})
-    if not isinstance(run, dict) or "kind" not in run:
-        return None
-    return RunConfig(run["kind"]).kind
+from fastformer.train.conditions import refuse_fixed
 
 
 class Run(ABC):
@@ -243,6 +78,49 @@ class Run(ABC):
         """The function that scores a model on the validation data."""
 
     @classmethod
+    @abstractmethod
+    def computed(cls, data: Any) -> tuple[str, ...]:
+        """Which of the application's metrics validation computes with these settings of the data."""
+
+    @classmethod
+    def check(cls, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu") -> None:
+        """Refuse settings that could only fail after the data was read.
+
+        Args:
+            data, train: settings.
+            model: settings of the model, without those that follow from the tokenizers.
+            device: of the model.
+
+        Raises:
+            ValueError: naming the setting, what it was, and what is allowed.
+            FileNotFoundError: a file of the data is not there.
+            ImportError: a package that will be needed is not installed.
+            fastformer.backend.BackendError: the backend that was asked for cannot run here.
+        """
+        config = cls.application.planned(model, data)
+        try:
+            x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter without CUDA
+            raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
+        functional.check_backend(x)
+        check_compiler(train.compile, device)
+        known, computed = cls.application.metrics, cls.computed(data)
+        if train.metric not in known:
+            raise ValueError(f"metric={train.metric!r} is no value of this validation; choose {', '.join(known)}")
+        if train.metric not in computed:
+            raise ValueError(f"metric={train.metric!r} is not computed here; it needs {known[train.metric]}")
+        world = Processes.current().world
+        if train.cuda_graphs and world > 1:
+            raise ValueError(f"cuda_graphs=True is for one process, not for {world}")
+        for package, wanted in (("sacrebleu", "bleu" in computed), ("tensorboard", train.tensorboard)):
+            if wanted and importlib.util.find_spec(package) is None:
+                extra = "tensorboard" if package == "tensorboard" else "apps"
+                raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
+        for path in (value for value in vars(data).values() if isinstance(value, Path)):
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: no such file")
+
+    @classmethod
     def create(
         cls,
         folder: Path | str,
@@ -264,10 +142,9 @@ class Run(ABC):
 
         Raises:
             FileExistsError: the folder holds a run already.
-            ValueError: the compiler that `train` asks for is missing; before anything is read.
+            ValueError: see `check`; before anything is read.
             FileNotFoundError: a process does not see the folder that the first one made.
         """
-        check_compiler(train.compile, device)
         made: list[Self] = []
         Processes.current().on_main(lambda: made.append(cls._create(Path(folder), data, model, train, device)))
         if made:
@@ -281,34 +158,37 @@ class Run(ABC):
     def _create(
         cls, folder: Path, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> Self:
-        if CheckpointFolder(folder / "checkpoints").paths():
-            raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
+        _check_folder(folder)
+        cls.check(data, model, train, device)
         run = cls(folder, data, model, train, device=device)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, tokenizer in zip(cls.application.tokenizers, run.tokenizers, strict=True):
-            tokenizer.save(folder / name)
+        cls.application.save_tokenizers(folder, run.tokenizers)
         (folder / "data.json").write_text(json.dumps(run.data_report(), indent=1) + "\n", encoding="utf-8")
-        # Written last: a folder with a config.toml is a run.
-        kind = RunConfig(cls.application.kind)
-        save_toml(folder / "config.toml", {"run": kind, "data": data, "model": run.model_config, "train": train})
+        run._save_settings()
         return run
+
+    def _save_settings(self) -> None:
+        self.application.save_settings(self.folder, self.data, self.model_config, self.train_config)
 
     @classmethod
     def open(
         cls, folder: Path | str, train: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Open a run to resume it, with changes to its [train] settings such as a longer budget.
+        """Open a run to resume it, with changes to its [train] settings such as a longer budget; `fit` saves them.
 
         Raises:
             FileNotFoundError: the folder holds no run.
-            ValueError: it is a run of another kind, or the training data is not what the run was started with.
+            ValueError: it is a run of another kind, a setting cannot change or has no effect, or the training data is
+                not what the run was started with.
         """
         folder, application = Path(folder), cls.application
         sections = application.read_config(folder)
         config = application.train(**{**sections["train"], **(train or {})})
-        check_compiler(config.compile, device)
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
         data = application.data(**sections["data"])
+        refuse_fixed(train or {}, application.train(**sections["train"]))
+        application.refuse_idle({"train": train or {}}, data, model, config, device)
+        cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
         before = read_json(folder / "data.json")
         if not isinstance(before, dict) or "fingerprint" not in before:
@@ -350,4 +230,16 @@ class Run(ABC):
         )
         if resume:
             trainer.resume(fallback=fallback)
+            Processes.current().on_main(self._save_settings)
         return trainer.fit()
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that a new run cannot have."""
+    if CheckpointFolder(folder / "checkpoints").paths():
+        raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file; a run needs a folder")
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{there} cannot be written to")

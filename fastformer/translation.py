@@ -1,7 +1,7 @@
 """The translation application: data, tokenizers, model, training and decoding around one run folder.
 
-What a run folder is stands in `fastformer.runs`; its tokenizers lie in tokenizer/source and tokenizer/target, the same
-one twice if they are joint.
+What a run folder is stands in `fastformer.run_folders`; its tokenizers lie in tokenizer/source and tokenizer/target,
+the same one twice if they are joint.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,8 @@ import torch
 
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
-from fastformer.runs import Application, Run
+from fastformer.run_folders import Application, refuse_by_hand
+from fastformer.runs import Run
 from fastformer.text import (
     SPLITTINGS,
     Batches,
@@ -30,10 +31,13 @@ from fastformer.text import (
     train_sentencepiece,
 )
 from fastformer.text.scores import Scores, score_translations
-from fastformer.train import TrainConfig
+from fastformer.train import Processes, TrainConfig, Trainer
+from fastformer.train.conditions import SET
 from fastformer.train.config import check_values, option
 
 TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
+_NUMBERS = 10_000  # pairs of number words, when nothing is said
+_HELD_OUT = {"corpus": ("number words", "sentence files")}
 Split = Literal["train", "valid", "test"]
 
 
@@ -42,27 +46,45 @@ class DataConfig:
     """Where the text comes from, and how it becomes ids and batches."""
 
     dataset: str | None = option(
-        "numbers", "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`"
+        "numbers",
+        "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
+        only={"train_source": None},
     )
-    source: str = option("en", "source language, as the dataset names it")
-    target: str = option("fr", "target language")
+    source: str = option("en", "source language, as the dataset names it", only={"train_source": None})
+    target: str = option("fr", "target language", only={"train_source": None})
     train_source: Path | None = option(None, "file of source sentences (plain or .gz), instead of a dataset")
-    train_target: Path | None = option(None, "file of their translations, line by line")
-    valid_source: Path | None = option(None, "the same for validation; unset: split from training")
-    valid_target: Path | None = option(None, "see valid_source")
-    test_source: Path | None = option(None, "the same for testing; unset: split from training")
-    test_target: Path | None = option(None, "see test_source")
-    valid_size: int = option(500, "pairs split off (or generated) for validation", at_least=1)
-    test_size: int = option(500, "pairs split off (or generated) for testing", at_least=1)
-    train_size: int = option(10_000, "pairs generated for training (numbers only)", at_least=1)
+    train_target: Path | None = option(None, "file of their translations, line by line", only={"train_source": SET})
+    valid_source: Path | None = option(
+        None, "the same for validation; unset: split from training", only={"train_source": SET}
+    )
+    valid_target: Path | None = option(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
+    test_source: Path | None = option(
+        None, "the same for testing; unset: split from training", only={"train_source": SET}
+    )
+    test_target: Path | None = option(None, "see test_source", only={"train_source": SET, "test_source": SET})
+    valid_size: int = option(
+        500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
+    )
+    test_size: int = option(
+        500, "pairs split off (or generated) for testing", at_least=1, only=_HELD_OUT | {"test_source": None}
+    )
+    train_size: int | None = option(
+        None, f"pairs to train on, the first ones; unset: all, or {_NUMBERS:,} of numbers", at_least=1
+    )
     tokenizer: str = option(
         "bpe", "sentencepiece's bpe, unigram, char or word; or words: a plain word list", choices=TOKENIZERS
     )
     vocabulary: int = option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
     joint: bool = option(True, "one vocabulary for both languages")
-    character_coverage: float = option(1.0, "share of characters sentencepiece must cover", above=0)
-    splitting: str = option("punctuation", "tokenizer=words: where words end", choices=SPLITTINGS)
-    minimum_frequency: int = option(2, "tokenizer=words: rarer words become <unk>", at_least=1)
+    character_coverage: float = option(
+        1.0,
+        "share of characters sentencepiece must cover",
+        at_least=0.98,
+        at_most=1,
+        only={"tokenizer": TOKENIZERS[:-1]},
+    )
+    splitting: str = option("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = option(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     lowercase: bool = option(False, "lower-case both sides")
     unk_id: int = option(0, "id of the unknown token", at_least=0)
     pad_id: int = option(1, "id of padding", at_least=0)
@@ -75,18 +97,39 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        if (self.train_source is None) != (self.train_target is None):
-            raise ValueError("train_source and train_target must be given together")
-        for part in ("valid", "test"):
+        for part in ("train", "valid", "test"):
             if (getattr(self, f"{part}_source") is None) != (getattr(self, f"{part}_target") is None):
                 raise ValueError(f"{part}_source and {part}_target must be given together")
+        if self.train_source is None and (self.valid_source is not None or self.test_source is not None):
+            raise ValueError("valid_source and test_source need train_source")
         if self.dataset is None and self.train_source is None:
             raise ValueError("no data: give dataset, or train_source and train_target")
+        if (highest := max(self.special_ids.names())) >= self.vocabulary:
+            raise ValueError(f"special id {highest} is beyond vocabulary={self.vocabulary}")
+
+    @property
+    def texts(self) -> str:
+        """What a batch is made of, in words."""
+        return "sentence pairs"
+
+    @property
+    def corpus(self) -> str:
+        """What kind of data it is, in words."""
+        if self.train_source is not None:
+            return "sentence files"
+        return "number words" if self.dataset == "numbers" else "a dataset folder"
 
     @property
     def special_ids(self) -> SpecialIds:
         """The four special ids as one value."""
         return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
+
+
+def _without_idle_size(sections: dict[str, dict[str, Any]]) -> None:
+    """Runs of version 1 hold a train_size whatever the data, which counted for numbers only."""
+    data = sections["data"]
+    if "train_source" in data or data.get("dataset", "numbers") != "numbers":
+        data.pop("train_size", None)
 
 
 TRANSLATION = Application(
@@ -97,34 +140,46 @@ TRANSLATION = Application(
     length="max_length",
     vocabularies=("source_vocabulary", "target_vocabulary"),
     tokenizers=("tokenizer/source", "tokenizer/target"),
+    metrics={
+        "loss": "",
+        "perplexity": "",
+        "bleu": "a search: bleu_sentences above 0",
+        "chrf": "a search: bleu_sentences above 0",
+    },
+    upgrade=_without_idle_size,
 )
 
 
 def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
     """Read or generate the training, validation and test pairs.
 
+    Of `train_size` pairs the first are taken, after those that are split off: `head` shows the same, nothing else is
+    held in memory, and where the order means something (Europarl's is that of its sessions) `fastformer data` has
+    shuffled it.
+
     Raises:
         FileNotFoundError, ValueError: naming file and line, or the setting.
     """
     if data.train_source is not None and data.train_target is not None:
-        train = read_parallel(data.train_source, data.train_target, "train")
         held: dict[Split, ParallelCorpus] = {}
         if data.valid_source is not None and data.valid_target is not None:
             held["valid"] = read_parallel(data.valid_source, data.valid_target, "valid")
         if data.test_source is not None and data.test_target is not None:
             held["test"] = read_parallel(data.test_source, data.test_target, "test")
-        valid_size, test_size = (
-            0 if part in held else size for part, size in (("valid", data.valid_size), ("test", data.test_size))
-        )
+        valid_size = 0 if "valid" in held else data.valid_size
+        test_size = 0 if "test" in held else data.test_size
+        limit = None if data.train_size is None else data.train_size + valid_size + test_size
+        train = read_parallel(data.train_source, data.train_target, "train", limit)
         train, valid, test = split(train, valid_size, test_size, seed=1)
         return {"train": train, "valid": held.get("valid", valid), "test": held.get("test", test)}
     if data.dataset == "numbers":
         if data.source != "en":
             raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
-        parts = number_corpus(data.target, data.train_size, data.valid_size, data.test_size)
+        parts = number_corpus(data.target, data.train_size or _NUMBERS, data.valid_size, data.test_size)
     else:
         assert data.dataset is not None
-        parts = open_dataset(data.dataset, data.source, data.target)
+        refuse_by_hand(data.dataset)
+        parts = open_dataset(data.dataset, data.source, data.target, data.train_size)
     return dict(zip(("train", "valid", "test"), parts, strict=True))
 
 
@@ -190,8 +245,27 @@ class TranslationRun(Run):
         self.corpora = read_corpora(data)
         self.tokenizers = tokenizers or build_tokenizers(data, self.corpora["train"])
         source, target = self.tokenizers
-        self.model_config = TRANSLATION.model_config(model, self.tokenizers, data)
+        self.model_config = self.application.model_config(model, self.tokenizers, data)
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
+        self._batches = Batches(
+            self.pairs,
+            tokens=train.batch_tokens if train.batch_sentences is None else None,
+            sentences=train.batch_sentences,
+            seed=train.seed,
+            bucket=data.bucket,
+        )
+
+    @classmethod
+    def computed(cls, data: DataConfig) -> tuple[str, ...]:
+        return ("loss", "perplexity", *(("bleu", "chrf") if data.bleu_sentences else ()))
+
+    @classmethod
+    def check(
+        cls, data: DataConfig, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu"
+    ) -> None:
+        super().check(data, model, train, device)
+        if model.get("embeddings") == "shared" and not data.joint:
+            raise ValueError("embeddings 'shared' needs one joint vocabulary, but joint=False")
 
     def fingerprinted(self) -> Iterable[bytes]:
         for side in (self.pairs.source, self.pairs.target):
@@ -204,14 +278,7 @@ class TranslationRun(Run):
         return TranslationModel(self.model_config)
 
     def batches(self) -> Batches:
-        train = self.train_config
-        return Batches(
-            self.pairs,
-            tokens=train.batch_tokens if train.batch_sentences is None else None,
-            sentences=train.batch_sentences,
-            seed=train.seed,
-            bucket=self.data.bucket,
-        )
+        return self._batches
 
     def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
         return translation_loss(model, batch, self.train_config.label_smoothing)
@@ -242,11 +309,35 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
         device: of the model.
 
     Raises:
-        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see `fastformer.runs.Application.load_weights`.
+        FileNotFoundError, ValueError, fastformer.train.CheckpointError: see
+            `fastformer.run_folders.Application.load_weights`.
     """
     model = TRANSLATION.load_weights(folder, checkpoint, TranslationModel).to(device)
     source, target = TRANSLATION.load_tokenizers(folder)
     return Translator(model, source, target, TRANSLATION.read_config(folder)["data"]["max_length"])
+
+
+def complete_run(
+    trainer: Trainer, source_tokenizer: Tokenizer, target_tokenizer: Tokenizer, max_length: int = 256
+) -> None:
+    """Make the folder of a `Trainer` a run folder, which `load_translator` and every command open.
+
+    Writes the tokenizers and config.toml beside the checkpoints: the kind of run, the settings of model and training.
+    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
+    only, and `fastformer evaluate` needs `--source` and `--target`.
+
+    Args:
+        trainer: of a `TranslationModel`.
+        source_tokenizer, target_tokenizer: the same one twice if it is joint.
+        max_length: longest sentence in tokens with eos; `translate` cuts longer ones.
+
+    Raises:
+        TypeError: the trainer's model is another one.
+        ValueError: the model does not fit the tokenizers, or max_length its positions.
+    """
+    config, tokenizers = getattr(trainer.model, "config", None), (source_tokenizer, target_tokenizer)
+    data = {"max_length": max_length}
+    Processes.current().on_main(lambda: TRANSLATION.complete(trainer.folder, config, tokenizers, data, trainer.config))
 
 
 def evaluate(

@@ -27,7 +27,7 @@ FLOORS = (
     {"stacks"},
     {"models", "conversion", "integrations"},
     {"generate", "train"},
-    {"runs", "export", "comparison", "perplexity"},
+    {"run_folders", "runs", "export", "comparison", "perplexity"},
     {"translation", "language_modelling"},
     {"demo", "describe", "cli", "__main__"},
 )

@@ -120,7 +120,7 @@ WRONG = [
     (f"{LM} --context 0", "context=0 is out of range"),
     (f"{LM} --stream columns --columns 1000", "columns=1000 is too many"),
     (f"{LM} --batch-tokens 8", "batch_tokens (8) must have room for context (256)"),
-    (f"{LM} --batch-sentences 8", "batch_sentences is for translation"),
+    (f"{LM} --batch-sentences 8", "batch_sentences has an effect only with sentence pairs, not with running text"),
     (f"{LM} --heads 3", "heads (3) must divide d_model (512)"),
     (f"{LM} --output-dropout 1", "output_dropout must be at least 0 and below 1, not 1.0"),
     (f"{LM} --positions learned --max-positions 9", "context (256) is beyond max_positions (9)"),

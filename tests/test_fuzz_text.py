@@ -16,7 +16,7 @@ import fuzz
 import pytest
 
 from fastformer.language_modelling import LANGUAGE
-from fastformer.runs import Application
+from fastformer.run_folders import Application
 from fastformer.text import (
     DOCUMENT_KINDS,
     TextError,

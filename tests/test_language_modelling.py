@@ -27,7 +27,7 @@ from fastformer.language_modelling import (
     read_text_corpora,
 )
 from fastformer.models import LanguageConfig, LanguageModel
-from fastformer.runs import Application, read_kind
+from fastformer.run_folders import Application, read_kind
 from fastformer.text import ColumnBatches, TextCorpus, WordTokenizer, write_lines
 from fastformer.train import CheckpointError, TrainConfig
 from fastformer.translation import TRANSLATION, TranslationRun

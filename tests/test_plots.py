@@ -211,7 +211,7 @@ def test_no_text_of_positions_is_cut_off(scale, length):
 def test_no_text_of_learning_curves_is_cut_off(scale, steps, runs):
     names = ("loss", "perplexity", "bleu", "a rather long name of a value")
     records = [
-        {"kind": kind, "step": (i + 1) * steps, **{name: (1 + i) * scale for name in names}}
+        {"kind": kind, "step": (i + 1) * steps, **dict.fromkeys(names, (1 + i) * scale)}
         for i in range(4)
         for kind in ("train", "validation")
     ]

@@ -64,6 +64,8 @@ def train_run(
     from fastformer.train import join_processes, read_metrics
     from fastformer.train.processes import local_device
 
+    if fallback and not resume:
+        raise ValueError("--fallback is for a run that goes on; give --resume too, or leave it out")
     if resume and (settings["data"] or settings["model"] or config):
         raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
     device = local_device(choose_device(device))
@@ -74,7 +76,10 @@ def train_run(
             application = kind.application
             file = application.read_settings(config)
             data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
-            run = kind.create(folder, application.data(**data), model, application.train(**train), device)
+            text, settled = application.data(**data), application.train(**train)
+            given = {"data": data, "model": model, "train": train}
+            application.refuse_idle(given, text, model, settled, device)
+            run = kind.create(folder, text, model, settled, device)
         if processes.is_main:
             report = run.data_report()
             about = describe(run.model_config)
@@ -99,11 +104,15 @@ def choose_device(name: str) -> str:
     import torch
 
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(name).type
+        device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return name

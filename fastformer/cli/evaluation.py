@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console
-from fastformer.cli.settings import with_settings
+from fastformer.cli.settings import made, with_settings
 from fastformer.generate import SearchOptions
 from fastformer.language_modelling import evaluate_text
-from fastformer.runs import read_kind
+from fastformer.run_folders import read_kind
 from fastformer.text import read_parallel, write_lines
 from fastformer.translation import TRANSLATION, DataConfig, evaluate, load_translator, read_corpora
 
@@ -18,7 +18,7 @@ from fastformer.translation import TRANSLATION, DataConfig, evaluate, load_trans
 @with_settings(search=SearchOptions)
 def evaluate_command(
     run: RunFolder = Path("runs/translation"),
-    split: Annotated[str, typer.Option(help="part of the run's data: test or valid")] = "test",
+    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[
         Path | None, typer.Option(help="file of source sentences, or of a language model's text; instead of --split")
     ] = None,
@@ -38,6 +38,9 @@ def evaluate_command(
 
     Translations come from real search; the signatures of the scores and the counts of the tokens are printed with them.
     """
+    if split is not None and source is not None:
+        raise ValueError("give --split or --source, not both")
+    split = split or "test"
     if split not in ("test", "valid"):
         raise ValueError(f"split must be test or valid, not {split!r}")
     if read_kind(run) == "language":
@@ -51,13 +54,13 @@ def evaluate_command(
         return
     if overlap is not None:
         raise ValueError(f"{run} is a translation run; --overlap is for language models")
+    options = made(SearchOptions, search)
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     if source is not None and target is not None:
         corpus = read_parallel(source, target)
     else:
         corpus = read_corpora(DataConfig(**TRANSLATION.read_config(run)["data"]))[split]  # type: ignore[index]
-    options = SearchOptions(**search)
     scores, translations = evaluate(load_translator(run, checkpoint, choose_device(device)), corpus, options, lowercase)
     if output is not None:
         write_lines(output, translations)

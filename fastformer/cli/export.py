@@ -1,16 +1,17 @@
 """`fastformer export`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fastformer.cli.common import Checkpoint, RunFolder, app, console
 from fastformer.export import Model, export_ctranslate2, export_safetensors
 from fastformer.language_modelling import load_generator
-from fastformer.runs import read_kind
+from fastformer.run_folders import read_kind
 from fastformer.translation import load_translator
 
+_POSITIONS = 2048
 FORMATS = ("ctranslate2", "safetensors")
 
 
@@ -20,17 +21,27 @@ def export(
     run: RunFolder = Path("runs/translation"),
     format: Annotated[str, typer.Option(help="ctranslate2 or safetensors")] = "ctranslate2",
     quantization: Annotated[
-        str, typer.Option(help="of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float16, …")
-    ] = "float32",
-    dtype: Annotated[str, typer.Option(help="of safetensors: float32, float16 or bfloat16")] = "float32",
+        str | None,
+        typer.Option(
+            help="of CTranslate2's weights: float32 (the default), float16, bfloat16, int16, int8, int8_float16, …"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="of safetensors: float32 (the default), float16 or bfloat16")
+    ] = None,
     positions: Annotated[
-        int, typer.Option(help="longest sequence in CTranslate2, where positions are sinusoidal")
-    ] = 2048,
+        int | None,
+        typer.Option(help=f"longest sequence in CTranslate2, where positions are sinusoidal; default: {_POSITIONS}"),
+    ] = None,
     checkpoint: Checkpoint = "best",
 ) -> None:
     """Write a run's model and tokenizers for another program."""
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}
+    for name, value in idle.items():
+        if value is not None:
+            raise ValueError(f"--{name} is not for format {format}; leave it out")
     if read_kind(run) == "translation":
         translator = load_translator(run, checkpoint)
         model: Model = translator.model
@@ -38,9 +49,12 @@ def export(
     else:
         generator = load_generator(run, checkpoint)
         model, tokenizers = generator.model, [generator.tokenizer]
+    if positions is not None and model.config.longest is not None:
+        raise ValueError(f"--positions is for sinusoidal positions; this model learned {model.config.longest}")
     if format == "ctranslate2":
-        export_ctranslate2(to, model, tokenizers, quantization, positions)  # type: ignore[arg-type]
+        kind: Any = quantization or "float32"
+        export_ctranslate2(to, model, tokenizers, kind, _POSITIONS if positions is None else positions)
     else:
-        export_safetensors(to, model, tokenizers, dtype)  # type: ignore[arg-type]
+        export_safetensors(to, model, tokenizers, dtype or "float32")  # type: ignore[arg-type]
     files = ", ".join(sorted(path.name for path in to.iterdir()))
     console.print(f"{to}: {files}")

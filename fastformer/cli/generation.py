@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device
-from fastformer.cli.settings import with_settings
+from fastformer.cli.settings import made, with_settings
 from fastformer.generate import SamplingOptions
 from fastformer.language_modelling import load_generator
 from fastformer.text import read_lines, write_texts
@@ -38,7 +38,7 @@ def generate(
         raise IsADirectoryError(f"{output} is a folder")
     if output is not None and not output.parent.is_dir():
         raise FileNotFoundError(f"{output.parent}: no such folder")
-    options = SamplingOptions(**sampling)
+    options = made(SamplingOptions, sampling)
     given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
     generator = load_generator(run, checkpoint, choose_device(device))
     given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between

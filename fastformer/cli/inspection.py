@@ -12,7 +12,7 @@ from fastformer.comparison import Comparison, RunSummary, compare_runs
 from fastformer.generate import attend, attend_text
 from fastformer.language_modelling import load_generator, load_language_model
 from fastformer.models import LanguageModel, TranslationModel, sinusoidal_positions
-from fastformer.runs import KINDS, read_kind
+from fastformer.run_folders import KINDS, read_kind
 from fastformer.translation import load_translator
 
 Output = Annotated[Path, typer.Option(help="PNG file to write")]
@@ -89,7 +89,7 @@ def positions(
         int | None, typer.Option(help="positions to draw; default: all that a run learned, or 100")
     ] = None,
     output: Output = Path("positions.png"),
-    checkpoint: Checkpoint = "best",
+    checkpoint: Annotated[str | None, typer.Option(help="of a run: best (the default), last or average")] = None,
 ) -> None:
     """Draw a positional encoding, sinusoidal or as a run learned it, and how alike its positions are."""
     from fastformer.plots import plot_positions, save
@@ -100,12 +100,14 @@ def positions(
     if run is None:
         if side is not None:
             raise ValueError("--side is for the run of a translation model; give --run too")
+        if checkpoint is not None:
+            raise ValueError("--checkpoint is of a run; give --run too")
         width = d_model or 128
         encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
     else:
         if d_model is not None:
             raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
-        encoding, title = _positions_of(run, side, length, checkpoint)
+        encoding, title = _positions_of(run, side, length, checkpoint or "best")
     console.print(f"wrote {save(plot_positions(encoding, title), output)}")
 
 

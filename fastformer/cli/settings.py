@@ -12,6 +12,8 @@ from typing import Any
 
 import typer
 
+from fastformer.train.conditions import refuse_idle, words
+
 
 def with_settings(**sections: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for every field of the dataclasses that has a help text.
@@ -33,7 +35,7 @@ def with_settings(**sections: type) -> Callable[[Callable[..., None]], Callable[
                 if not item.metadata.get("help") or "(set from" in item.metadata["help"] or item.name in homes:
                     continue
                 homes[item.name] = section
-                flags.append(_flag(section, item, hints[item.name]))
+                flags.append(_flag(section, item, hints[item.name], tuple(sections.values())))
 
         def run(**given: Any) -> None:
             values: dict[str, dict[str, Any]] = {section: {} for section in sections}
@@ -53,10 +55,19 @@ def with_settings(**sections: type) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def _flag(section: str, item: "dataclasses.Field[Any]", hint: Any) -> inspect.Parameter:
+def made(settings: type, given: dict[str, Any]) -> Any:
+    """Settings with their defaults; what was given and has no effect beside the others is refused, by name."""
+    found = settings(**given)
+    refuse_idle({"": given}, {"": found})
+    return found
+
+
+def _flag(section: str, item: "dataclasses.Field[Any]", hint: Any, settings: tuple[type, ...]) -> inspect.Parameter:
     choices = item.metadata.get("choices") or ()
     # Choices are shown and checked by the dataclass itself, so that a file gets the same message.
     help_text = item.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+    if only := item.metadata.get("only"):
+        help_text += f" (only {', '.join(words(name, wanted, settings) for name, wanted in only.items())})"
     shown: str | bool = _shown(item.default)
     option = typer.Option(
         help=help_text,

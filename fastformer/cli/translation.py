@@ -20,7 +20,7 @@ from fastformer.cli.common import (
     train_app,
     train_run,
 )
-from fastformer.cli.settings import with_settings
+from fastformer.cli.settings import made, with_settings
 from fastformer.describe import describe_translation
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
@@ -72,26 +72,32 @@ def translate(
     search: dict[str, Any],
 ) -> None:
     """Translate sentences, a file, or standard input."""
+    if sentences and input is not None:
+        raise ValueError("give sentences or --input, not both")
+    typed = not sentences and input is None and sys.stdin.isatty()
+    if typed and output is not None:
+        raise ValueError("--output is for sentences that are given, or in a file: give them, or --input")
+    options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
     if not sentences:
-        if input is None and sys.stdin.isatty():
+        if typed:
             console.print("Type a sentence and press Enter; Ctrl-D ends.", style="dim")
             for line in sys.stdin:
-                _write_translations(translator, [line.strip()], search, scores, batch_size, None)
+                _write_translations(translator, [line.strip()], options, scores, batch_size, None)
             return
         sentences = read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
-    _write_translations(translator, sentences, search, scores, batch_size, output)
+    _write_translations(translator, sentences, options, scores, batch_size, output)
 
 
 def _write_translations(
     translator: Translator,
     sentences: list[str],
-    search: dict[str, Any],
+    options: SearchOptions,
     scores: bool,
     batch_size: int,
     output: Path | None,
 ) -> None:
-    found = translator.candidates(sentences, SearchOptions(**search), batch_size)
+    found = translator.candidates(sentences, options, batch_size)
     lines = [f"{c.score:.4f}\t{c.text}" if scores else c.text for candidates in found for c in candidates]
     if output is None:
         for line in lines:

@@ -8,7 +8,7 @@ loading one later would put the file in the function's place.
 """
 
 from fastformer.functional.attention import attention, attention_with_weights, packed_attention
-from fastformer.functional.choice import OPS, explain
+from fastformer.functional.choice import OPS, check_backend, explain
 from fastformer.functional.dropout import dropout
 from fastformer.functional.embedding import embedding
 from fastformer.functional.feed_forward import feed_forward
@@ -19,6 +19,7 @@ __all__ = [
     "OPS",
     "attention",
     "attention_with_weights",
+    "check_backend",
     "dropout",
     "dropout_add_layer_norm",
     "embedding",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastformer import fused
 from fastformer.backend import BackendError, get_backend
+from fastformer.fused.attention import limit as attention_limit
 from fastformer.fused.differentiation import Formula
 
 OPS = (
@@ -42,6 +43,20 @@ def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None
     if reason is not None and choice == "triton":
         raise BackendError(f"backend 'triton' was asked for, but {reason}")
     return reason is None
+
+
+def check_backend(x: Tensor) -> None:
+    """Raise what the first call of any op would, so that nothing is begun that a backend could never do.
+
+    Args:
+        x: `[..., K]` as attention would see it: its device, its dtype and its head size K count.
+
+    Raises:
+        BackendError: backend "triton" was asked for and cannot run an op.
+        ValueError: the environment variable names no backend.
+    """
+    for op in OPS:
+        runs_fused(op, x, lambda: attention_limit(x, x, x))
 
 
 def eager_formula(plain: Callable[..., Tensor | tuple[Tensor, ...]], *others: Tensor | None) -> Formula | None:

@@ -27,6 +27,9 @@ from fastformer.models import LanguageModel
 _FIRST_RANKED = 256
 
 
+_DRAWN = {"draws": "a temperature above 0"}
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How to go on; each setting is described by its help text."""
@@ -36,15 +39,23 @@ class SamplingOptions:
     temperature: float = field(
         default=1.0, metadata={"help": "logits are divided by it; 0: the most probable token each time (greedy)"}
     )
-    top_k: int | None = field(default=None, metadata={"help": "only the k most probable tokens; unset or 0: all"})
+    top_k: int | None = field(
+        default=None, metadata={"help": "only the k most probable tokens; unset or 0: all", "only": _DRAWN}
+    )
     top_p: float = field(
-        default=1.0, metadata={"help": "only the fewest tokens that together have at least this probability; 1: all"}
+        default=1.0,
+        metadata={
+            "help": "only the fewest tokens that together have at least this probability; 1: all",
+            "only": _DRAWN,
+        },
     )
     repetition_penalty: float = field(
         default=1.0,
         metadata={"help": "makes tokens of the prompt and of the text so far less probable; 1: off, 1.2: usual"},
     )
-    seed: int | None = field(default=None, metadata={"help": "same seed, same text; unset: another text each time"})
+    seed: int | None = field(
+        default=None, metadata={"help": "same seed, same text; unset: another text each time", "only": _DRAWN}
+    )
     stop_at_eos: bool = field(
         default=True, metadata={"help": "end at the end token; else it is an end of line, and the text goes on"}
     )
@@ -65,6 +76,11 @@ class SamplingOptions:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
+
+    @property
+    def draws(self) -> str:
+        """Whether chance has a part, in words."""
+        return "a temperature above 0" if self.temperature > 0 else "temperature 0"
 
 
 def choose_ids(

@@ -31,8 +31,11 @@ _UNLIMITED = 1 << 31
 _HIGHEST_POWER = 30
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _option(default: Any, help: str, only: dict[str, str] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "only": only})
+
+
+_BEAM = {"search": "a beam above 1"}
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ class SearchOptions:
     """How to search; each setting is described by its help text."""
 
     beam: int = _option(4, "hypotheses kept a sentence; 1 is greedy search")
-    n_best: int = _option(1, "translations returned a sentence, at most beam")
+    n_best: int = _option(1, "translations returned a sentence, at most beam", _BEAM)
     length_penalty: float = _option(
-        1.0, "a hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0: none"
+        1.0, "a hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0: none", _BEAM
     )
     max_ratio: float = _option(2.0, "at most max_ratio * source length + max_extra tokens")
     max_extra: int = _option(10, "see max_ratio")
@@ -69,6 +72,11 @@ class SearchOptions:
             raise ValueError(
                 f"length_penalty must lie between -{_HIGHEST_POWER} and {_HIGHEST_POWER}, not {self.length_penalty}"
             )
+
+    @property
+    def search(self) -> str:
+        """The kind of search, in words."""
+        return "a beam above 1" if self.beam > 1 else "greedy search"
 
     def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
         """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`."""

@@ -43,6 +43,8 @@ def check_settings(
                 raise ValueError(f"{name} must be below {vocabulary} ({size}), not {getattr(settings, name)}")
     if settings.d_model % settings.heads:
         raise ValueError(f"heads ({settings.heads}) must divide d_model ({settings.d_model})")
+    if not settings.norm_eps > 0.0:
+        raise ValueError(f"norm_eps must be above 0, not {settings.norm_eps}")
     for name in rates:
         rate = getattr(settings, name)
         if rate is not None and not 0.0 <= rate < 1.0:

@@ -53,7 +53,7 @@ class TranslationConfig(InitialisationSettings):
     norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
     bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
     positions: str = field(default="sinusoidal", metadata=choice("position encoding", get_args(Positions)))
-    max_positions: int = field(default=512, metadata={"help": "longest sequence with learned positions"})
+    max_positions: int = field(default=512, metadata={"help": "longest sequence", "only": {"positions": "learned"}})
     embeddings: str = field(
         default="tied",
         metadata=choice(

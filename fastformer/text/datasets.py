@@ -106,9 +106,11 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
 
 
 def open_dataset(
-    folder: str | Path, source_language: str, target_language: str
+    folder: str | Path, source_language: str, target_language: str, limit: int | None = None
 ) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
     """Training, validation and test pairs of a prepared folder.
+
+    limit: the most training pairs, the first ones; None: all. Europarl's stand in random order.
 
     Raises ``FileNotFoundError`` when the folder was not prepared, ``ValueError`` for a language it has not, and
     ``TextError`` when a file has changed its number of lines since.
@@ -122,7 +124,12 @@ def open_dataset(
             f"got {source_language!r} and {target_language!r}"
         )
     train, valid, test = (
-        _open_split(folder / f"{name}.{source_language}", folder / f"{name}.{target_language}", expected)
+        _open_split(
+            folder / f"{name}.{source_language}",
+            folder / f"{name}.{target_language}",
+            expected,
+            limit if name == "train" else None,
+        )
         for name in SPLITS
     )
     return train, valid, test
@@ -178,9 +185,9 @@ def _read_report(folder: Path) -> DatasetReport:
         raise TextError(f"{path}: damaged ({error!r}); prepare the dataset again") from error
 
 
-def _open_split(source: Path, target: Path, expected: dict[str, int]) -> ParallelCorpus:
-    corpus = read_parallel(source, target, name=source.stem)
-    read = len(corpus) + corpus.dropped_empty
+def _open_split(source: Path, target: Path, expected: dict[str, int], limit: int | None) -> ParallelCorpus:
+    corpus = read_parallel(source, target, source.stem, limit)
+    read = len(corpus) + corpus.dropped_empty + corpus.beyond
     if read != expected.get(source.name):
         raise TextError(f"{source}: {read:,} lines, but {expected.get(source.name, 0):,} were prepared; prepare again")
     return corpus

@@ -2,15 +2,15 @@ r"""Lines of text from files, and line-aligned pairs of them.
 
 A line ends at ``\n`` or ``\r\n`` and nowhere else. ``str.splitlines`` would also split at U+0085, U+2028 and a form
 feed, which do occur inside sentences, and then two aligned files no longer have the same number of lines. A file is
-read whole and decoded strictly: one wrong byte is an error that names its line, because a replaced character would
-end up in the vocabulary. The price is memory, about twice the file.
+decoded strictly, a part at a time: one wrong byte is an error that names its line, because a replaced character would
+end up in the vocabulary. Pairs beyond a limit are read, too, and not kept: files that are not aligned show it.
 """
 
 import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from fastformer.atomic import write_atomic
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
+_PART = 1 << 20  # bytes of whole lines that are decoded at a time
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -27,21 +28,31 @@ class TextError(ValueError):
     """A text file, a corpus or a tokenizer is unusable; the message is one line and names the file and line."""
 
 
-def _read_bytes(path: Path) -> bytes:
+def iterate_lines(path: str | Path) -> Iterator[str]:
+    """The lines of `read_lines`, one after another; raises what that raises, where it comes to it."""
+    path = Path(path)
+    if "\0" in str(path):
+        raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
+    number = 0
     try:
         if path.is_dir():
             raise TextError(f"{path}: is a folder, not a text file")
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            start = file.peek(2)[:2]
+            packed = start == _GZIP_MAGIC or (bool(start) and path.suffix == ".gz")
+            source = gzip.GzipFile(fileobj=file) if packed else file
+            while part := b"".join(source.readlines(_PART)):
+                lines = decode_lines(part, str(path), number + 1)
+                number += len(lines)
+                yield from lines
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TextError(f"{path}: not a complete gzip file ({error})") from error
     except OSError as error:  # a name that is too long among them
         raise TextError(f"{path}: cannot be read ({error.strerror})") from error
-    if data and (path.suffix == ".gz" or data.startswith(_GZIP_MAGIC)):
-        try:
-            return gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise TextError(f"{path}: not a complete gzip file ({error})") from error
-    return data
+    if not number:
+        raise TextError(f"{path}: the file is empty")
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -50,32 +61,28 @@ def read_lines(path: str | Path) -> list[str]:
     Raises ``FileNotFoundError`` when there is no such file, and ``TextError`` for a folder, an empty file, a broken
     gzip file, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
     """
-    path = Path(path)
-    if "\0" in str(path):
-        raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
-    lines = decode_lines(_read_bytes(path), str(path))
-    if not lines:
-        raise TextError(f"{path}: the file is empty")
-    return lines
+    return list(iterate_lines(path))
 
 
-def decode_lines(data: bytes, name: str) -> list[str]:
-    """The lines of UTF-8 bytes as `read_lines` has them, none of no bytes; `name` says in errors where they are from.
+def decode_lines(data: bytes, name: str, first: int = 1) -> list[str]:
+    """The lines of UTF-8 bytes as `read_lines` has them, none of no bytes.
+
+    name, first: for errors, where they are from, and the number of the first line there.
 
     Raises ``TextError`` for a line that is not UTF-8 or holds a NUL.
     """
-    data = data.removeprefix(_BYTE_ORDER_MARK)
+    data = data.removeprefix(_BYTE_ORDER_MARK) if first == 1 else data
     if not data:
         return []
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = data.count(b"\n", 0, error.start) + first
         raise TextError(
             f"{name}:{line}: not valid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
         ) from None
     if (nul := text.find("\0")) >= 0:
-        line = text.count("\n", 0, nul) + 1
+        line = text.count("\n", 0, nul) + first
         raise TextError(f"{name}:{line}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
@@ -145,13 +152,17 @@ def sample_lines(lines: Sequence[str], count: int, seed: int) -> list[str]:
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentence pairs: ``source[i]`` is translated by ``target[i]``; `dropped_*` count the pairs left out."""
+    """Sentence pairs: ``source[i]`` is translated by ``target[i]``.
+
+    `dropped_*` count the pairs that are no use, `beyond` those that a limit left out.
+    """
 
     source: list[str]
     target: list[str]
     name: str = "corpus"
     dropped_empty: int = 0
     dropped_copies: int = 0
+    beyond: int = 0
 
     def __post_init__(self) -> None:
         if len(self.source) != len(self.target):
@@ -170,30 +181,41 @@ class ParallelCorpus:
             notes.append(f"{self.dropped_empty:,} with an empty side dropped")
         if self.dropped_copies:
             notes.append(f"{self.dropped_copies:,} copies of held-out pairs dropped")
+        if self.beyond:
+            notes.append(f"{self.beyond:,} more left out")
         return ", ".join(notes)
 
 
-def read_parallel(source_path: str | Path, target_path: str | Path, name: str | None = None) -> ParallelCorpus:
+def read_parallel(
+    source_path: str | Path, target_path: str | Path, name: str | None = None, limit: int | None = None
+) -> ParallelCorpus:
     """Read two line-aligned files; pairs of which a side is blank are dropped and counted, spaces at the ends cut.
+
+    limit: the most pairs to take, the first ones; None: all. The others are read, checked and counted, but not kept.
 
     Raises what `read_lines` raises, and ``TextError`` when the line counts differ or no pair is left.
     """
-    source, target = read_lines(source_path), read_lines(target_path)
-    if len(source) != len(target):
+    source: list[str] = []
+    target: list[str] = []
+    lines, empty, beyond = [0, 0], 0, 0
+    for left, right in itertools.zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
+        lines[0], lines[1] = lines[0] + (left is not None), lines[1] + (right is not None)
+        left, right = (left or "").strip(), (right or "").strip()
+        if limit is not None and len(source) >= limit:
+            beyond += 1
+        elif left and right:
+            source.append(left)
+            target.append(right)
+        else:
+            empty += 1
+    if lines[0] != lines[1]:
         raise TextError(
-            f"{source_path} has {len(source):,} lines but {target_path} has {len(target):,}: "
+            f"{source_path} has {lines[0]:,} lines but {target_path} has {lines[1]:,}: "
             "line i of one must translate line i of the other"
         )
-    pairs = [(left.strip(), right.strip()) for left, right in zip(source, target, strict=True)]
-    kept = [(left, right) for left, right in pairs if left and right]
-    if not kept:
+    if not source:
         raise TextError(f"{source_path} and {target_path}: every pair of lines has an empty side")
-    return ParallelCorpus(
-        [left for left, _ in kept],
-        [right for _, right in kept],
-        name=name or Path(source_path).name,
-        dropped_empty=len(pairs) - len(kept),
-    )
+    return ParallelCorpus(source, target, name or Path(source_path).name, dropped_empty=empty, beyond=beyond)
 
 
 def split(
@@ -225,7 +247,9 @@ def split(
         )
     chosen = list(held.values())
     return (
-        replace(corpus.take(train, "train"), dropped_empty=corpus.dropped_empty, dropped_copies=copies),
+        replace(
+            corpus.take(train, "train"), dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond
+        ),
         corpus.take(chosen[:validation], "valid"),
         corpus.take(chosen[validation:], "test"),
     )

@@ -132,9 +132,10 @@ class Checkpoint:
     def check_architecture(self, config: Any) -> None:
         """Raise CheckpointError naming the first setting that differs in a model (dataclass or mapping; None: any).
 
-        A setting that the checkpoint does not state is newer than it, and has the dataclass's default.
+        A setting that the checkpoint does not state is newer than it, and has the dataclass's default. One that states
+        none at all was written without a configuration.
         """
-        if config is not None:
+        if config is not None and self.config:
             check_architecture({**defaults(config), **self.config}, settings(config), self.path)
 
     def check(self) -> "Checkpoint":

@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastformer.atomic import write_atomic
 from fastformer.train.compilation import BACKENDS
 from fastformer.train.schedules import SCHEDULES
+
+_ADAM = ("adamw", "adam")
 
 
 def option(
@@ -28,34 +31,44 @@ def option(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    at_most: float | None = None,
+    only: Mapping[str, Any] | None = None,
+    fixed: bool = False,
 ) -> Any:
-    """A field with its help line and its rule, which `check_values` enforces and the command line shows."""
+    """A field with its help line and its rule, which `check_values` enforces and the command line shows.
+
+    only, fixed: beside which other settings it has an effect, and whether a run keeps it; see `conditions`.
+    """
     metadata = {"help": help, "choices": choices, "at_least": at_least, "above": above, "below": below}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"at_most": at_most, "only": only, "fixed": fixed})
 
 
-def other_default(settings: type, name: str, default: Any) -> Any:
-    """The field `name` of a dataclass with another default, for a subclass; its help line and its rule stay."""
+def other_default(settings: type, name: str, default: Any, **changes: Any) -> Any:
+    """The field `name` of a dataclass with another default, for a subclass; what `changes` leaves of its rule stays."""
     (found,) = (each for each in dataclasses.fields(settings) if each.name == name)
-    return field(default=default, metadata=found.metadata)
+    return field(default=default, metadata={**found.metadata, **changes})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""
 
-    optimizer: str = option("adamw", "optimiser", choices=("adamw", "adam", "sgd"))
+    optimizer: str = option("adamw", "optimiser", choices=("adamw", "adam", "sgd"), fixed=True)
     lr: float = option(1e-3, "peak learning rate", above=0)
-    betas: tuple[float, float] = option((0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1)
-    eps: float = option(1e-9, "Adam's term that avoids division by zero", above=0)
-    momentum: float = option(0.9, "momentum of sgd", at_least=0, below=1)
+    betas: tuple[float, float] = option(
+        (0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1, only={"optimizer": _ADAM}
+    )
+    eps: float = option(1e-9, "Adam's term that avoids division by zero", above=0, only={"optimizer": _ADAM})
+    momentum: float = option(0.9, "momentum of steps", at_least=0, below=1, only={"optimizer": "sgd"})
     weight_decay: float = option(0.0, "weight decay of matrices (biases and norms are left alone)", at_least=0)
-    schedule: str = option("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES)
+    schedule: str = option("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES, fixed=True)
     warmup_steps: int = option(4000, "steps of linear rise to the peak learning rate", at_least=0)
-    min_lr: float = option(0.0, "lowest learning rate of a schedule that decays", at_least=0)
-    plateau_factor: float = option(0.5, "schedule=plateau: factor of one reduction", above=0, below=1)
-    plateau_patience: int = option(2, "schedule=plateau: validations without a lower loss to accept", at_least=0)
-    plateau_divisor: float = option(4.0, "schedule=divide_on_plateau: divisor of one reduction", above=1)
+    min_lr: float = option(0.0, "lowest learning rate", at_least=0, only={"schedule": SCHEDULES[1:]})
+    plateau_factor: float = option(0.5, "factor of one reduction", above=0, below=1, only={"schedule": "plateau"})
+    plateau_patience: int = option(
+        2, "validations without a lower loss to accept", at_least=0, only={"schedule": "plateau"}
+    )
+    plateau_divisor: float = option(4.0, "divisor of one reduction", above=1, only={"schedule": "divide_on_plateau"})
     label_smoothing: float = option(0.1, "probability mass spread over all words", at_least=0, below=1)
     clip_norm: float = option(1.0, "largest gradient norm; 0: no clipping", at_least=0)
     accumulate: int = option(1, "batches whose gradients make one step", at_least=1)
@@ -63,21 +76,32 @@ class TrainConfig:
     epochs: int | None = option(None, "end after this many passes over the data", at_least=1)
     minutes: float | None = option(None, "end after this many minutes, validations included", above=0)
     clock: str = option(
-        "wall", "what minutes counts: wall, or cpu: time of the processor, on a busy machine", choices=("wall", "cpu")
+        "wall",
+        "what minutes counts: wall, or cpu: time of the processor, on a busy machine",
+        choices=("wall", "cpu"),
+        fixed=True,
     )
-    batch_tokens: int = option(4096, "most tokens in a batch", at_least=1)
-    batch_sentences: int | None = option(None, "most sentences in a batch", at_least=1)
+    batch_tokens: int = option(
+        4096, "most tokens in a batch", at_least=1, only={"batch_sentences": None, "stream": "documents"}, fixed=True
+    )
+    batch_sentences: int | None = option(
+        None, "most sentences in a batch", at_least=1, only={"texts": "sentence pairs"}, fixed=True
+    )
     validate_every: int | None = option(None, "validate and save every n steps; unset: after each epoch", at_least=1)
-    metric: str = option("loss", "validation value that decides best weights and early stopping, such as bleu")
+    metric: str = option(
+        "loss", "validation value that decides best weights and early stopping, such as bleu", fixed=True
+    )
     patience: int | None = option(None, "stop after this many validations without a better metric", at_least=1)
     keep: int = option(3, "last checkpoints to keep, besides the best", at_least=1)
     average: int = option(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1)
-    seed: int = option(1, "seed of every random generator", at_least=0, below=2**32)
+    seed: int = option(1, "seed of every random generator", at_least=0, below=2**32, fixed=True)
     precision: str = option(
         "fp32", "fp32, or autocast to bf16 or fp16 (the latter with loss scaling)", choices=("fp32", "bf16", "fp16")
     )
     cuda_graphs: bool = option(
-        False, "repeat steps as CUDA graphs, for small batches on a GPU; one process, fp32 or bf16"
+        False,
+        "repeat steps as CUDA graphs, for small batches; fp32 or bf16",
+        only={"hardware": "a CUDA device", "processes": "one process"},
     )
     compile: str | None = option(
         None, "torch.compile the steps, with this compiler; eager and aot_eager only trace", choices=BACKENDS
@@ -86,7 +110,10 @@ class TrainConfig:
         False, "keep only the input of each layer for backward, which computes the layer again: less memory"
     )
     parallel: str = option(
-        "ddp", "torchrun: ddp, every process holds the model; fsdp: its part of it", choices=("ddp", "fsdp")
+        "ddp",
+        "torchrun: ddp, every process holds the model; fsdp: its part of it",
+        choices=("ddp", "fsdp"),
+        only={"processes": "several processes"},
     )
     sharded_checkpoints: bool = option(False, "each process writes its own part of a checkpoint")
     threads: int | None = option(None, "CPU threads of torch; unset: torch's choice", at_least=1)
@@ -110,16 +137,31 @@ class TrainConfig:
 
 
 def check_values(config: Any) -> None:
-    """Check a dataclass instance against its type hints and its fields' metadata (choices, at_least, above, below)."""
+    """Check a dataclass instance against its type hints and its fields' metadata (choices, at_least, above, below …).
+
+    Values that stand for others are replaced: a text by the path and a path by the text that is asked for, a list by a
+    tuple.
+    """
     hints = typing.get_type_hints(type(config))
     for each in dataclasses.fields(config):
-        value, rule = getattr(config, each.name), each.metadata
+        value, rule = _as_hinted(getattr(config, each.name), hints[each.name]), each.metadata
+        object.__setattr__(config, each.name, value)  # settings are frozen
         _check_type(each.name, value, hints[each.name])
         if rule.get("choices") and value is not None and value not in rule["choices"]:
             raise ValueError(f"{each.name}={value!r} is not allowed; choose {', '.join(rule['choices'])}")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not _within(number, rule):
                 raise ValueError(f"{each.name}={value} is out of range; it must be {_range_text(rule)}")
+
+
+def _as_hinted(value: Any, hint: Any) -> Any:
+    """A value in the type that is asked for, where it is one in another form."""
+    kinds = {hint, *typing.get_args(hint)}
+    if isinstance(value, list):
+        return tuple(value)
+    if Path in kinds and isinstance(value, str | os.PathLike):
+        return Path(value)
+    return os.fspath(value) if str in kinds and isinstance(value, os.PathLike) else value
 
 
 def _within(number: float, rule: Mapping[str, Any]) -> bool:
@@ -130,11 +172,12 @@ def _within(number: float, rule: Mapping[str, Any]) -> bool:
         and (at_least is None or number >= at_least)
         and (above is None or number > above)
         and (below is None or number < below)
+        and (rule.get("at_most") is None or number <= rule["at_most"])
     )
 
 
 def _range_text(rule: Mapping[str, Any]) -> str:
-    names = {"at_least": "at least", "above": "above", "below": "below"}
+    names = {"at_least": "at least", "above": "above", "below": "below", "at_most": "at most"}
     parts = [f"{text} {rule[key]}" for key, text in names.items() if rule.get(key) is not None]
     return " and ".join(parts) or "a finite number"
 
@@ -207,9 +250,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _from_toml(path: Path, section: str, key: str, value: Any, hint: Any) -> Any:
-    value = tuple(value) if isinstance(value, list) else value
-    accepts_path = hint is Path or Path in typing.get_args(hint)
-    value = Path(value) if accepts_path and isinstance(value, str) else value
+    value = _as_hinted(value, hint)
     try:
         _check_type(key, value, hint)
     except ValueError as error:
@@ -224,17 +265,17 @@ def _nearest(name: str, known: typing.Iterable[str]) -> str:
 
 
 def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
-    """Write {section: dataclass instance or mapping} as TOML that `load_toml` reads back; unset values are left out."""
+    """Write {section: dataclass instance or mapping} as TOML that `load_toml` reads back; unset values are left out.
+
+    A file that is there is replaced in one step.
+    """
     import tomli_w
 
-    path = Path(path)
     content = {}
     for section, values in sections.items():
         items = values if isinstance(values, Mapping) else {f.name: getattr(values, f.name) for f in _fields(values)}
         content[section] = {key: _to_toml(value) for key, value in items.items() if value is not None}
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(tomli_w.dumps(content), encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, tomli_w.dumps(content).encode("utf-8"))
 
 
 def _fields(config: Any) -> list[dataclasses.Field[Any]]:

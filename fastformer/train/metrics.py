@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Of the values of a validation, those of which less is better; of others, such as BLEU, more.
+LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
 
 

@@ -18,7 +18,7 @@ one process, so a run may be resumed with another number of processes. Process 0
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from fastformer.train.checkpoints import CheckpointFolder
 from fastformer.train.config import TrainConfig
 from fastformer.train.graphs import new_update
 from fastformer.train.interrupt import Interrupt
-from fastformer.train.metrics import MetricsLog, RunningSums
+from fastformer.train.metrics import LOWER_IS_BETTER, MetricsLog, RunningSums
 from fastformer.train.parallel import gathered
 from fastformer.train.processes import Processes
 from fastformer.train.progress import Progress, describe
@@ -41,7 +41,6 @@ from fastformer.train.saving import CheckpointWriter
 from fastformer.train.schedules import Schedule
 from fastformer.train.weights import CheckpointError, put_weights
 
-_LOWER_IS_BETTER = ("loss", "perplexity")
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
 _LOWEST_SCALE = 1.0
 
@@ -84,7 +83,8 @@ class Trainer:
     loss(model, batch): the loss summed over the batch's real tokens, a scalar tensor with gradient.
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
     "perplexity" is added from "loss" when absent. config: `TrainConfig`. architecture: the model's configuration
-    (dataclass or mapping), stored in each checkpoint and compared on resuming. The device is that of the parameters.
+    (dataclass or mapping), stored in each checkpoint and compared on resuming; None: `model.config`, where that is a
+    dataclass. The device is that of the parameters.
     clock: seconds for budget and speed, instead of the clock that the configuration names.
 
     Within `join_processes`, all processes make the same Trainer and call the same methods.
@@ -106,6 +106,8 @@ class Trainer:
         self.model, self.config, self.folder = model, config, Path(folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self.device = next(model.parameters()).device
+        if architecture is None and is_dataclass(getattr(model, "config", None)):
+            architecture = model.config
         self._batches, self._validate, self._architecture = batches, validate, architecture
         self._processes = Processes.current()
         self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
@@ -138,6 +140,9 @@ class Trainer:
                 f"{checkpoint.path}: was trained with optimizer={state['optimizer_name']} and "
                 f"schedule={state['schedule_name']}, not {self.config.optimizer} and {self.config.schedule}"
             )
+        rated_by = state.get("metric", self.config.metric)
+        if state["position"]["best_value"] is not None and rated_by != self.config.metric:
+            raise CheckpointError(f"{checkpoint.path}: was rated by metric={rated_by}, not by {self.config.metric}")
         checkpoint.load_into(self.model, self._architecture, checked=True)
         self._update.load_state_dict(state["optimizer"], state.get("scaler", {}))
         self._schedule.load_state_dict(state["schedule"])
@@ -293,6 +298,14 @@ class Trainer:
         """Validate and record the values; gives back the one that decides, and the record to show."""
         with gathered(self._update.module, self._processes):
             self._metrics = self._processes.on_main(self._validation_values)
+        if self.config.metric not in self._metrics:
+            names = ", ".join(self._metrics)
+            if self._saved_step != self._at.step:  # what was trained is not lost
+                self._save(None)
+            raise ValueError(
+                f"metric={self.config.metric!r} is not among the validation's values: {names}; what was trained is in "
+                f"{self.checkpoints.last()}"
+            )
         return self._metrics[self.config.metric], self._write(kind, self._metrics)
 
     def _show(self, record: dict[str, Any] | None, best: bool) -> None:
@@ -308,9 +321,6 @@ class Trainer:
         self.model.train()
         if "loss" in values:
             values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
-        if self.config.metric not in values:
-            names = ", ".join(values)
-            raise ValueError(f"metric={self.config.metric!r} is not among the validation's values: {names}")
         return values
 
     def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any] | None:
@@ -324,7 +334,7 @@ class Trainer:
     def _is_better(self, value: float, best: float | None) -> bool:
         if math.isnan(value):
             return False
-        return best is None or (value < best if self.config.metric in _LOWER_IS_BETTER else value > best)
+        return best is None or (value < best if self.config.metric in LOWER_IS_BETTER else value > best)
 
     def _save(self, best: float | None) -> Path:
         if self._log is not None:
@@ -333,6 +343,7 @@ class Trainer:
         state = {
             "optimizer_name": self.config.optimizer,
             "schedule_name": self.config.schedule,
+            "metric": self.config.metric,
             "scaler": self._update.scaler_state(),
             "schedule": self._schedule.state_dict(),
             "sums": self._sums.state_dict(self._clock()),

@@ -24,7 +24,10 @@ class InitialisationSettings:
     )
     initialisation_range: float | None = field(
         default=None,
-        metadata={"help": "initialisation uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02"},
+        metadata={
+            "help": "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
+            "only": {"initialisation": tuple(_RANGES)},
+        },
     )
     embedding_initialisation: str | None = field(
         default=None,
@@ -36,7 +39,10 @@ class InitialisationSettings:
     )
     embedding_range: float | None = field(
         default=None,
-        metadata={"help": "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)"},
+        metadata={
+            "help": "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)",
+            "only": {"embedding_initialisation": tuple(_RANGES)},
+        },
     )
 
     def check_ranges(self) -> None:

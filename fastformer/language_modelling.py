@@ -352,7 +352,7 @@ def evaluate_text(
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
     if split in ("test", "valid"):
-        corpus = read_text_corpora(data)[split]  # type: ignore[index]
+        corpus = read_text_corpora(data)[split]
     elif isinstance(split, os.PathLike):
         corpus = read_text(Path(split), data.document or "line")  # type: ignore[arg-type]
     else:

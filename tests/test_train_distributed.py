@@ -49,9 +49,9 @@ def assert_same_run(one: Path, other: Path) -> None:
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-7, atol=1e-10)
 
 
-def spawn(folder: Path, name: str) -> list[dict[str, Any]]:
+def spawn(folder: Path, name: str, seconds: float = 120) -> list[dict[str, Any]]:
     running = start_processes(work, (str(folder), name), WORLD, join=False)
-    until = time.monotonic() + 120
+    until = time.monotonic() + seconds
     while not running.join(1):
         if time.monotonic() > until:
             for process in running.processes:
@@ -165,7 +165,7 @@ def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_p
 
 @pytest.mark.slow
 def test_compiled_models_train_the_same(tmp_path):
-    seen = spawn(tmp_path, "compiled")
+    seen = spawn(tmp_path, "compiled", seconds=600)
     # One for all batches, and one more where a share is a single sequence; none would mean that it ran as it was.
     assert all(1 <= count <= 2 for each in seen for count in each["compiled"].values()), seen
     language(0, tmp_path, "ddp")

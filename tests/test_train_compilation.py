@@ -188,11 +188,15 @@ def test_a_model_of_ones_own_and_batches_without_sides_are_compiled(tmp_path):
     assert losses(compiled) == pytest.approx(losses(plain), abs=1e-6)
 
 
-def test_padded_batches_keep_their_lengths():
-    batch = translation_task.random_batch([(3, 4), (2, 2)], packed=False)
-    assert with_layouts(batch) is batch
-    packed = with_layouts(translation_task.random_batch([(3, 4), (2, 2)]))
-    assert (packed.source_lengths.total, packed.target_lengths.total) == (7, 8)
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_reach_the_model_with_layouts(packed):
+    batch = translation_task.random_batch([(3, 4), (2, 2)], packed=packed)
+    laid_out = with_layouts(batch)
+    assert (laid_out.source_lengths.total, laid_out.target_lengths.total) == (7, 8)
+    model = translation_task.random_model(0)
+    assert torch.equal(translation_loss(model, laid_out), translation_loss(model, batch))
+    assert with_layouts(moved := batch.to("meta")) is moved  # they came along
+    assert with_layouts("a batch of another kind") == "a batch of another kind"
 
 
 @pytest.mark.slow

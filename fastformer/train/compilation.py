@@ -1,8 +1,8 @@
 """torch.compile of the model in training: its forward and backward as one graph for batches of all shapes.
 
 Only the steps of training call the compiled model; validation, checkpoints and the optimiser have the model itself, so
-a run may be resumed with or without. Batches of packed ids reach it with a `Layout` in place of their lengths, which
-the compiler cannot read. The loss stays outside: its large product is a fused op already.
+a run may be resumed with or without. Batches reach it with a `Layout` in place of their lengths, which the compiler
+cannot read. The loss stays outside: its large product is a fused op already.
 """
 
 import os
@@ -45,10 +45,11 @@ def compiled_loss(
 
 
 def with_layouts(batch: Any) -> Any:
-    """A batch with a layout in place of the lengths of each side that is packed; others as they are."""
-    layouts = {}
-    for side in getattr(batch, "SIDES", ()):
-        ids = getattr(batch, side.inputs[0])
-        if all(getattr(batch, name).dim() == 1 for name in side.inputs + side.targets):
-            layouts[side.lengths] = Layout.from_lengths(getattr(batch, side.lengths), ids.device)
+    """A batch with a layout in place of the lengths of each side, unless it brought them along, or names no sides."""
+    if getattr(batch, "layouts", ()):
+        return batch
+    layouts = {
+        side.lengths: Layout.from_lengths(getattr(batch, side.lengths), getattr(batch, side.inputs[0]).device)
+        for side in getattr(batch, "SIDES", ())
+    }
     return replace(batch, **layouts) if layouts else batch

@@ -107,7 +107,7 @@ class TrainConfig:
         None, "torch.compile the steps, with this compiler; eager and aot_eager only trace", choices=BACKENDS
     )
     checkpoint_activations: bool = option(
-        False, "keep only the input of each layer for backward, which computes it again: less memory"
+        False, "keep of each layer only its input, and compute it again in backward: less memory"
     )
     parallel: str = option(
         "ddp",

@@ -80,7 +80,6 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     length = TINY_WORDS if race.tiny else WORDS
     options = SamplingOptions(max_new_tokens=length, temperature=0, stop_at_eos=False, allow_unk=True)
     model = _model(64 if race.tiny else VOCABULARY).to(race.device).eval()
-    theirs = GrowingPrefix(model, context).to(race.device).eval()
     first = model.config.eos_id
 
     def write() -> Tensor:
@@ -91,14 +90,17 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     assert len(words) == length
     assert len(set(words.tolist())) > length // 20, "a text that repeats itself proves little"
     text = torch.cat([words.new_tensor([first]), words[:-1]])
-    if context > length:
-        # In one causal pass: position t knows nothing of the words after it, so this is what each prefix gives.
-        with torch.no_grad():
-            log_p = theirs(text[:, None])[:, 0]  # [T, V]
-        race.gate("words", words, log_p.argmax(-1), 0.0)
-        race.gate("log-probability", _last_log_probability(model, text, words), log_p[-1, words[-1]], 1e-4)
-    else:
-        race.gate("words", words, theirs.write(text, range(length)), 0.0)
+    last = _last_log_probability(model, text, words)
+    with race.competitor():
+        theirs = GrowingPrefix(model, context).to(race.device).eval()
+        if context > length:
+            # In one causal pass: position t knows nothing of the words after it, so this is what each prefix gives.
+            with torch.no_grad():
+                log_p = theirs(text[:, None])[:, 0]  # [T, V]
+            race.gate("words", words, log_p.argmax(-1), 0.0)
+            race.gate("log-probability", last, log_p[-1, words[-1]], 1e-4)
+        else:
+            race.gate("words", words, theirs.write(text, range(length)), 0.0)
 
     read = "prefix" if context > length else f"window of {context}"
     timed = "" if len(steps) == length else " (every 20th timed)"

@@ -6,6 +6,7 @@ attention leaves the padding out; their other layers work on it on both sides.
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.competitors import require
-from benchmarks.race import Race, Side, flat_gradients
+from benchmarks.race import Memory, Race, Side, flat_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -68,18 +69,19 @@ def bench_transformers(race: Race, size_model: str, competitor: str) -> None:
 
     def step(net: nn.Module) -> Tensor:
         net.zero_grad(set_to_none=True)
-        with fastformer.backend("triton"):  # no fallback goes by unseen
+        with fastformer.backend(race.backend):  # no fallback goes by unseen
             value = loss(net)
             value.backward()  # type: ignore[no-untyped-call]
         return value
 
     for net in (ours, theirs):
         net.eval()
-    race.gate("loss", step(ours), step(theirs), TOLERANCE["output"])
-    a, b = (flat_gradients(net.parameters()) for net in (ours, theirs))
-    race.gate("gradients", a, b, TOLERANCE["gradients"])
-    for net in (ours, theirs):
-        net.train()
+    ours_loss = step(ours)
+    with race.competitor():
+        race.gate("loss", ours_loss, step(theirs), TOLERANCE["output"])
+        a, b = (flat_gradients(net.parameters()) for net in (ours, theirs))
+        race.gate("gradients", a, b, TOLERANCE["gradients"])
+    nets = [net.train() for net in (ours, theirs)]
     tokens = int(mask.sum())
     race.note(padding_share=1 - tokens / mask.numel())
     race(
@@ -88,4 +90,5 @@ def bench_transformers(race: Race, size_model: str, competitor: str) -> None:
         Side("transformers, sdpa", lambda: step(theirs), tokens),
         rounds=10,
         goal=GOALS[model],
+        **race.memory(*(Memory(partial(loss, net), net.parameters(), partial(step, net)) for net in nets)),
     )

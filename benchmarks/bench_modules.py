@@ -8,6 +8,7 @@ compares the modules alone, both doing the work on padding; the gain from leavin
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.clock import saved_for_backward
 from benchmarks.lengths import typical_batch
-from benchmarks.race import Race, Side, flat_gradients
+from benchmarks.race import Memory, Race, Side, flat_gradients
 
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
 SENTENCES = 16
@@ -139,19 +139,21 @@ def bench_module(race: Race, case: str, mode: Literal["eval", "train"]) -> None:
             return out
 
         run: Callable[[nn.Module], Tensor] = torch.no_grad()(call) if mode == "eval" else backward
-        saved = None
-        outputs = [run(module.eval())[~padding] for module in (ours, theirs)]
-        race.gate("output", outputs[0], outputs[1], TOLERANCE)
+        memory = {}
+        output = run(ours.eval())[~padding]
+        with race.competitor():
+            race.gate("output", output, run(theirs.eval())[~padding], TOLERANCE)
         if mode == "train":
-            race.gate("gradients", flat_gradients(ours.parameters()), flat_gradients(theirs.parameters()), TOLERANCE)
-            for module in (ours, theirs):
-                module.train()
-            saved = tuple(saved_for_backward(lambda m=m: call(m), m.parameters()) for m in (ours, theirs))  # type: ignore[misc]
+            if race.fault is None:
+                a, b = (flat_gradients(module.parameters()) for module in (ours, theirs))
+                race.gate("gradients", a, b, TOLERANCE)
+            modules = [module.train() for module in (ours, theirs)]
+            memory = race.memory(*(Memory(partial(call, m), m.parameters(), partial(backward, m)) for m in modules))
         race(
             f"{case}, {mode}",
             Side("fastformer", lambda: run(ours)),
             Side(f"torch.nn.{name}", lambda: run(theirs)),
             rounds=ROUNDS,
             goal=0.95,
-            saved_bytes=saved,
+            **memory,
         )

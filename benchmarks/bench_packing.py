@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -20,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.clock import saved_for_backward
 from benchmarks.lengths import typical_batch
-from benchmarks.race import Race, Side, flat_gradients
+from benchmarks.race import Memory, Race, Side, flat_gradients
 
 WIDTH, LAYERS, SEQUENCES, LONGEST = 512, 6, 32, 64  # of the encoder
 TINY_WIDTH, TINY_LONGEST = 64, 12
@@ -111,7 +111,7 @@ def _race(
             return task.call(model)
 
     with torch.no_grad():
-        direction = torch.randn_like(forward(theirs))
+        direction = torch.randn_like(forward(ours))
     direction = direction * task.real[..., None] / task.tokens
 
     def step(model: nn.Module) -> Tensor:
@@ -120,21 +120,21 @@ def _race(
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    saved = None
-    infer = torch.no_grad()(forward)
+    trains, infer, memory = mode == "training step", torch.no_grad()(forward), {}
+    run = step if trains else infer
     for model in (ours, theirs):
         model.eval()
-    a, b = (infer(model)[task.real] for model in (ours, theirs))
-    race.gate("output", a, b, TOLERANCE[dtype])
-    if mode == "training step":
-        for model in (ours, theirs):
-            step(model)
-        a, b = (flat_gradients(model.parameters()) for model in (ours, theirs))
-        race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
-        for model in (ours, theirs):
-            model.train()
-        saved = tuple(saved_for_backward(lambda m=m: forward(m), m.parameters()) for m in (ours, theirs))  # type: ignore[misc]
-    run = step if mode == "training step" else infer
+    output = infer(ours)[task.real]
+    with race.competitor():
+        race.gate("output", output, infer(theirs)[task.real], TOLERANCE[dtype])
+    if trains:
+        step(ours)
+        with race.competitor():
+            step(theirs)
+            a, b = (flat_gradients(model.parameters()) for model in (ours, theirs))
+            race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
+        models = [model.train() for model in (ours, theirs)]
+        memory = race.memory(*(Memory(partial(forward, m), m.parameters(), partial(step, m)) for m in models))
     race.note(padding_share=task.share)
     race(
         f"{case}, {mode}, {100 * task.share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
@@ -144,7 +144,7 @@ def _race(
         goal=goal,
         dtype=dtype,
         at={"padding": task.share},
-        saved_bytes=saved,
+        **memory,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Reason = str | None
+NEEDS_GPU = "needs a CUDA device"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def _package(name: str, gpu: bool = True) -> Callable[[torch.device], Reason]:
 
 
 def _gpu(device: torch.device) -> Reason:
-    return None if device.type == "cuda" else "needs a CUDA device"
+    return None if device.type == "cuda" else NEEDS_GPU
 
 
 def _compiler(device: torch.device) -> Reason:

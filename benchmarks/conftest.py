@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import competitors, environment, stand_in
+from benchmarks import competitors, environment, stand_in, terminal
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
 from benchmarks.race import Race
-from benchmarks.record import Record, Row
+from benchmarks.record import Record
 
 HERE = Path(__file__).parent
 _RECORD = pytest.StashKey[Record]()
-_SKIPPED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     stand_in.install(config)
+    config.addinivalue_line("markers", "cpu: a case whose shapes are for a CPU, in a file of those for a GPU too")
     names = config.getoption("--competitor")
     if names is not None:
         try:
@@ -96,13 +96,20 @@ def race(benchmark: Any, stopwatch: Stopwatch, ceilings: Ceilings, record: Recor
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let pytest-benchmark's own columns show the same clock, and leave out what was not asked for."""
+    """Let pytest-benchmark's own columns show the same clock, and leave out what was not asked for.
+
+    A case marked `cpu` has its shapes for a CPU: there it stands for its file, elsewhere it is left out. Of the sizes,
+    the parameter `size` or the beginning of the first one's name, a GPU has all in the time that a CPU has "quick" ones
+    in, so that there `-k quick` has the "usual" ones too.
+    """
     gpu, dry = torch.cuda.is_available(), bool(config.getoption("--dry-run"))
     clock = time.perf_counter if gpu else time.process_time
     names = config.getoption("--competitor")
     wanted = None if names is None else competitors.chosen(names)
     ours = [item for item in items if item.path.is_relative_to(HERE)]
     left = [item for item in ours if wanted is not None and _parameter(item, "competitor") not in wanted]
+    if gpu or dry:
+        left += [item for item in ours if item.get_closest_marker("cpu") and item not in left]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
@@ -111,10 +118,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A warning of a competitor (as Inductor's about TF32) is no error; a case that fails its gate has said so.
         item.add_marker(pytest.mark.filterwarnings("default"))
         item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
-        if item.get_closest_marker("gpu") and not gpu and not dry:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-            config.stash[_SKIPPED] = config.stash.get(_SKIPPED, 0) + 1
-        elif _parameter(item, "size") == "full" and not (gpu or config.getoption("--full")):
+        if gpu or dry:
+            item.extra_keyword_matches |= {"quick"} if _parameter(item, "size") == "usual" else set()
+        elif item.get_closest_marker("gpu") and not item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason=competitors.NEEDS_GPU))
+        elif _parameter(item, "size") == "full" and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="the full size takes minutes on a CPU: pass --full"))
 
 
@@ -138,30 +146,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 f"torch {torch.__version__}; fp32 matrix product {min(rates):,.0f} to {max(rates):,.0f} GFLOP/s beside "
                 "the cases"
             )
-        for line in _lines(rows):
+        for line in terminal.table(rows):
             write(line)
-    skipped = config.stash.get(_SKIPPED, 0)
+    skipped = sum(_needs_gpu(report) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
         write(f"{skipped} cases need a CUDA device and were skipped")
 
 
-def _lines(rows: list[Row]) -> Iterator[str]:
-    width, other = max(len(row.case) for row in rows), max(len(row.against) for row in rows)
-    head = f"{'ours':>14}  {'theirs':>14}  {'ratio':>6}  {'goal':>6}  {'floor':>5}"
-    yield f"{'case':<{width}}  {'against':<{other}}  {head}"
-    for row in rows:
-        ours, theirs = _speed(row.ours, row.tokens[0]), _speed(row.theirs, row.tokens[1])
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        goal = "" if row.goal is None else f"{row.goal:g}"
-        floor = "" if row.floor is None else f"{100 * row.floor:.0f} %"
-        tail = "  missed" if row.missed else "" if row.status in ("measured", "dry run") else f"  {row.status}"
-        values = f"{ours:>14}  {theirs:>14}  {ratio:>6}  {goal:>6}  {floor:>5}{tail}"
-        yield f"{row.case:<{width}}  {row.against:<{other}}  {values}"
-
-
-def _speed(seconds: float | None, tokens: int) -> str:
-    if seconds is None:
-        return "-"
-    if tokens > 1:
-        return f"{tokens / seconds:,.{0 if tokens / seconds >= 100 else 1}f} tokens/s"
-    return f"{seconds * 1e3:,.3f} ms" if seconds < 0.01 else f"{seconds * 1e3:,.0f} ms"
+def _needs_gpu(report: pytest.TestReport) -> bool:
+    """Whether a skipped case, or its competitor, was skipped for want of a GPU."""
+    return isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(competitors.NEEDS_GPU)

@@ -11,7 +11,7 @@ run goes on. If ours is wrong, the case fails.
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,15 @@ class Op:
     upstream: Tensor | None = None  # gradient of its output, where that has another layout than the other side's
 
 
+@dataclass(frozen=True)
+class Memory:
+    """A side whose bytes are counted: forward, what it takes gradients for, and a step, which has run before."""
+
+    forward: Call
+    leaves: Iterable[Tensor]
+    step: Call
+
+
 Timed = tuple[Op, Op, Any]  # ours, theirs, and the gradients of their outputs
 
 
@@ -78,6 +87,12 @@ class Race:
             pytest.fail(f"wrong, not timed: {name} differs by {error:.1e}, allowed {tolerance:.0e}")
         self.gates[name] = error
 
+    def gate_theirs(self, name: str, theirs: Tensor, expected: Tensor, tolerance: float) -> None:
+        """The same of the competitor, whose fault it becomes."""
+        error = relative_error(theirs, expected)
+        if not error <= tolerance:
+            self.fault = self.fault or f"wrong: {name} is off by {error:.1e}"
+
     @contextmanager
     def competitor(self) -> Iterator[None]:
         """Code of the competitor: what it raises becomes its result."""
@@ -89,6 +104,27 @@ class Race:
         except Exception as error:
             message = str(error).strip().partition("\n")[0]
             self.fault = f"fails: {type(error).__name__}: {message[:160]}"
+
+    @property
+    def backend(self) -> Literal["triton", "reference"]:
+        """What ours must run by, so that a fallback is no figure: the kernels on a GPU and where they are proven."""
+        return "triton" if self.watch.on_gpu or self.tiny else "reference"
+
+    def memory(self, *sides: Memory) -> dict[str, Any]:
+        """Fields of the row: the bytes that ours and theirs keep for backward, and on a GPU their peaks.
+
+        Nothing where theirs has a fault.
+        """
+        saved: list[int] = []
+        peaks: list[int | None] = []
+        for side in sides:
+            with self.competitor() if saved else nullcontext():
+                if self.fault is None:
+                    saved.append(saved_for_backward(side.forward, side.leaves))
+                    peaks.append(self.watch.peak_memory(side.step))
+        if self.fault is not None:
+            return {}
+        return {"saved_bytes": tuple(saved), "peak_bytes": None if None in peaks else tuple(peaks)}
 
     def memory_goals(self, *, peak: float | None = None, saved: float | None = None) -> None:
         """State what shares of the competitor's peak memory, and of its bytes kept for backward, are ours at most."""
@@ -154,23 +190,17 @@ class Race:
         del found
         with self.competitor():
             for name, a, b in zip(names, results(theirs), wanted, strict=True):
-                error = relative_error(a, b)
-                if not error <= tolerance:
-                    self.fault = f"wrong: {name} is off by {error:.1e}"
-                    break
+                self.gate_theirs(name, a, b, tolerance)
         gradient: Any = upstream
         if timed is not None:
             ours, theirs, gradient = timed
-        peak = saved = None
-        if self.fault is None:
+        whole = [_call(op, "both", gradient) for op in (ours, theirs)]
+        if timed is not None and self.fault is None:
+            whole[0]()  # compiles, and lets libraries allocate; else the comparison has done that
             with self.competitor():
-                saved = tuple(saved_for_backward(op.run, op.inputs) for op in (ours, theirs))
-                whole = [_call(op, "both", gradient) for op in (ours, theirs)]
-                if timed is not None:
-                    for run in whole:  # compiles, and lets libraries allocate; else the comparison has done that
-                        run()
-                sides = [self.watch.peak_memory(run) for run in whole]
-                peak = None if sides[0] is None else tuple(sides)
+                whole[1]()
+        pairs = zip((ours, theirs), whole, strict=True)
+        memory = self.memory(*(Memory(op.run, op.inputs, run) for op, run in pairs))
         calls = [_call(op, direction, gradient) for op in ((ours,) if self.fault else (ours, theirs))]
         self(
             f"{case}, {_DIRECTION[direction]}",
@@ -181,8 +211,7 @@ class Race:
             work=work,
             dtype=dtype,
             at=at,
-            peak_bytes=peak,
-            saved_bytes=saved,
+            **memory,
         )
 
     def __call__(

@@ -6,10 +6,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from benchmarks.clock import saved_for_backward
 from benchmarks.competitors import compiled, require
 from benchmarks.floors import Work
-from benchmarks.race import Race, Side, flat_gradients
+from benchmarks.race import Memory, Race, Side, flat_gradients
 from benchmarks.tutorials import FixedLengthTranslation, TorchTranslation
 from fastformer.models import TranslationConfig, TranslationModel, translation_loss
 from fastformer.text import Batch, EncodedPairs, collate
@@ -84,15 +83,15 @@ def race_training(
     _gate(race, (model, loss_of(model, shared_packed)), (theirs, loss_of(theirs, padded)), dtype)
     ours, other = loss_of(model, packed), loss_of(theirs, padded)
     steps = training_step(model, ours, packed), training_step(theirs, other, padded)
-    saved = peak = None
-    if race.fault is None and competitor_pairs is None:
-        with race.competitor():
-            saved = tuple(saved_for_backward(loss, net.parameters()) for loss, net in ((ours, model), (other, theirs)))
-            if race.device.type == "cuda":
-                for step, net in zip(steps, (model, theirs), strict=True):
+    memory = {}
+    if competitor_pairs is None:
+        sides = list(zip((ours, other), (model, theirs), steps, strict=True))
+        if race.watch.on_gpu and race.fault is None:
+            for _, net, step in sides:
+                with nullcontext() if net is model else race.competitor():
                     step()  # AdamW's moments, and what compilers need, exist from here on
                     net.zero_grad()  # gradients are of what a step takes
-                peak = tuple(race.watch.peak_memory(step) for step in steps)
+        memory = race.memory(*(Memory(loss, net.parameters(), step) for loss, net, step in sides))
     race.note(padding_share=share)
     race(
         case,
@@ -104,8 +103,7 @@ def race_training(
         dtype=dtype,
         graph_below=0.1,  # below some 4,000 tokens the host is slower than the GPU on both sides
         at={**(at or {}), "padding": share},
-        saved_bytes=saved,
-        peak_bytes=peak,
+        **memory,
     )
 
 

@@ -1,5 +1,7 @@
 """Attention against every way that PyTorch has, on a GPU: dense, causal, padded, packed, with dropout, in fp32.
 
+On a CPU one shape, padded and packed, in fp32.
+
 Useful work is counted, of real positions and allowed pairs alone: 4 D operations a pair forward, 10 D backward; bytes
 of q, k, v and the output, and backward those again with four gradients. Ours is told lengths and causality and makes no
 mask. fp64 results are of all heads where that is 0.5 GiB of scores, else of some.
@@ -50,6 +52,7 @@ DENSE = [Shape(16, 12, 1024, causal=False), Shape(8, 12, 2048, 128, causal=False
 QUICK = Shape(16, 12, 1024)
 PADDED = [replace(shape, kind="uniform") for shape in CAUSAL[2:6]]
 WIDE = replace(CAUSAL[8], kind="lognormal")
+ON_CPU = [Shape(8, 4, 256, kind="uniform")]
 MULTI30K = Shape(128, 8, 36, kind="multi30k", share=0.55)
 SHARES = [replace(CAUSAL[4], kind="uniform", share=share) for share in (0.0, 0.2, 0.7)]
 
@@ -77,6 +80,7 @@ PACKED: Rivals = [
     ("varlen", None),
     ("flash-attn", None),
 ]
+ON_CPU_RIVALS: Rivals = [("sdpa-flash", MASK)]
 CAUSAL_GOALS: dict[str, Goals] = {
     MASK: (3.0, 2.5),
     KEY_MASK: (1.7, 1.5),
@@ -87,13 +91,14 @@ CAUSAL_GOALS: dict[str, Goals] = {
 
 
 def _cases(*combinations: tuple[str, Sequence[Shape], Rivals]) -> pytest.MarkDecorator:
-    """Shapes against rivals, each as (shape, competitor, way); first "quick" or "full"."""
+    """Shapes against rivals, each as (shape, competitor, way); first "quick", "full", or "quick-cpu"."""
     found = []
     for size, shapes, rivals in combinations:
         for shape in shapes:
             for name, way in rivals:
                 parts = size, shape.name, name, *(() if way is None else (way.partition(" (")[0].replace(" ", "_"),))
-                found.append(pytest.param(shape, name, way, id="-".join(parts)))
+                marks = [pytest.mark.cpu] if size == "quick-cpu" else []
+                found.append(pytest.param(shape, name, way, id="-".join(parts), marks=marks))
     return pytest.mark.parametrize(("shape", "competitor", "way"), found)
 
 
@@ -120,9 +125,9 @@ def _goal(goals: Goals, direction: Direction) -> float | None:
     return None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
 
 
-def _ours(p: Problem, inputs: Sequence[Tensor]) -> Tensor:
+def _ours(race: Race, p: Problem, inputs: Sequence[Tensor]) -> Tensor:
     ends = p.lengths_on_device if p.padded else None
-    with fastformer.backend("triton"):
+    with fastformer.backend(race.backend):
         return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_lengths=ends, dropout_p=p.dropout)
 
 
@@ -135,7 +140,7 @@ def _race(
     inputs, upstream = p.leaves(), p.random()
 
     def sides(of: Problem) -> tuple[Op, Op]:
-        ours = Op("fastformer", lambda: _ours(of, inputs), inputs, p.compared)
+        ours = Op("fastformer", lambda: _ours(race, of, inputs), inputs, p.compared)
         theirs = Op(_label(competitor, way), lambda: rival(of, competitor, way)(*inputs), inputs, p.compared)
         return ours, theirs
 
@@ -204,6 +209,7 @@ def bench_tutorial(race: Race, shape: Shape, competitor: str, way: None, directi
     ("full", PADDED[1:2], FURTHER),
     ("full", SHARES, [("sdpa-efficient", MASK), ("sdpa-flash", ALONE)]),
     ("full", [PADDED[1], WIDE], FLEX),
+    ("quick-cpu", ON_CPU, ON_CPU_RIVALS),
 )
 def bench_padding_causal(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
     goals = CAUSAL_GOALS.get(way or competitor) if shape.length >= 1024 and shape.share == 0.45 else None
@@ -226,14 +232,14 @@ def bench_key_mask(race: Race, shape: Shape, competitor: str, way: None, directi
     inputs, upstream = p.leaves(), p.random()
 
     def by_mask() -> Tensor:
-        with fastformer.backend("triton"):
+        with fastformer.backend(race.backend):
             ends = p.lengths_on_device
             return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_mask=p.real)
 
     race.op(
         case_name("attention, key mask", shape, p),
         Op("fastformer", by_mask, inputs, p.compared),
-        Op("fastformer, lengths", lambda: _ours(p, inputs), inputs, p.compared),
+        Op("fastformer, lengths", lambda: _ours(race, p, inputs), inputs, p.compared),
         upstream=upstream,
         expected=p.expected(inputs, upstream),
         tolerance=TOLERANCE[p.dtype],
@@ -272,7 +278,7 @@ def bench_empty_sequence(race: Race, shape: Shape, competitor: str, way: str) ->
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@_cases(("quick", PADDED[1:2], PACKED), ("full", [MULTI30K], PACKED))
+@_cases(("quick", PADDED[1:2], PACKED), ("full", [MULTI30K], PACKED), ("quick-cpu", ON_CPU, ON_CPU_RIVALS))
 def bench_packed_attention(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
     """Ours of packed tensors; theirs of padded ones, or of packed ones where they take them."""
     _take(race, "packed", shape, competitor, way, direction)
@@ -286,7 +292,7 @@ def bench_packed_attention(race: Race, shape: Shape, competitor: str, way: str |
     dout = pack(upstream.transpose(1, 2), p.layout)
 
     def ours() -> Tensor:
-        with fastformer.backend("triton"):
+        with fastformer.backend(race.backend):
             return functional.packed_attention(q, k, v, p.layout, causal=p.causal)
 
     if way is None:

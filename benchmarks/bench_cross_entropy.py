@@ -1,5 +1,7 @@
 """Output projection + cross entropy in bf16, on a GPU: label smoothing 0.1, and a fifth of the targets ignored.
 
+Who smooths nothing is compared without smoothing. On a CPU a smaller one in fp32, against torch's two ways.
+
 Operations counted, of the rows that count: 2 T D V for the logits, and as many for the gradient of x and for that of
 the weight. Bytes counted: forward reads x, weight and targets; with backward it writes the gradients of x and weight,
 too. The logits are not counted: against the time of a call that never had them in memory the floor is measured.
@@ -15,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.floors import Work
-from benchmarks.ops import Function, race_functions
+from benchmarks.kernel_packages import liger_loss, quack_loss
+from benchmarks.ops import Function, race_functions, with_cpu
 from benchmarks.race import Direction, Race
 from fastformer import functional
 
@@ -34,36 +37,39 @@ GOALS: dict[tuple[str, int], float] = {  # by D; at 768 between those of 512 and
     ("eager", 1024): 1.3,
     **{("compile", D): 1.3 for D in (512, 768, 1024)},
     **{(name, D): 2.0 for name in ("liger", "liger-fp32") for D in (512, 768, 1024)},
+    **{(name, D): 0.7 for name in ("liger-cute", "liger-cute-sm90") for D in (512, 768, 1024)},
+    **{("torch-chunked", D): 1.0 for D in (512, 768, 1024)},
+    **{("quack", D): 0.9 for D in (512, 768, 1024)},
 }
 # By rows. Eager keeps 6 bytes a logit at its peak (log-softmax, its gradient, that of the logits; counted on a CPU),
 # ours 2 a logit of a chunk and 4 an element of the weight's gradient.
 PEAK_GOALS = {4096: 0.3, 16384: 0.1}
+LIGER = ("liger", "liger-fp32", "liger-cute", "liger-cute-sm90")
+PLAIN = ("torch-chunked", "liger-cute-sm90", "quack")  # smooth nothing
 QUICK = (16384, 512, 32000)
 COMPARED = [QUICK, (4096, 512, 16384), (16384, 1024, 50304), (16384, 768, 32000)]  # with every competitor
 GRID = [(T, D, V) for T in (4096, 16384) for D in (512, 768, 1024) for V in (16384, 32000, 50304)]
-RUNS: list[tuple[tuple[int, int, int], str, Direction]] = [
-    *((shape, "eager", "both") for shape in GRID),
-    *((shape, name, "both") for shape in COMPARED for name in ("compile", "liger", "liger-fp32", "torch-chunked")),
-    (QUICK, "eager", "forward"),
-    (QUICK, "compile", "forward"),
-]
+ON_CPU = (512, 256, 8000)
 
 
-def _id(shape: tuple[int, int, int], competitor: str, direction: Direction) -> str:
-    return f"{'quick' if shape == QUICK else 'full'}-{'x'.join(map(str, shape))}-{competitor}-{direction}"
+def _name(shape: tuple[int, int, int]) -> str:
+    return f"{'quick' if shape in (QUICK, ON_CPU) else 'full'}-{'x'.join(map(str, shape))}"
+
+
+RUNS = with_cpu(
+    [
+        *((shape, "eager", "both") for shape in GRID),
+        *((shape, name, "both") for shape in COMPARED for name in ("compile", *LIGER, "torch-chunked", "quack")),
+        (QUICK, "eager", "forward"),
+        (QUICK, "compile", "forward"),
+    ],
+    (ON_CPU, "eager", "both"),
+    (ON_CPU, "torch-chunked", "both"),
+    name=_name,
+)
 
 
 def _functions(target: Tensor, smoothing: float) -> dict[str, Function]:
-    def liger(x: Tensor, w: Tensor, accum_dtype: torch.dtype | None = None) -> Tensor:
-        # Written for Liger-Kernel 0.8.5. Both modes: the gradient of the weight is added up over the chunks in the
-        # weight's dtype, or in fp32. Its fp32 gradient is cast on the way out, as ours is.
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        loss: Tensor = liger_fused_linear_cross_entropy(
-            x, w, target, label_smoothing=smoothing, reduction="mean", accum_dtype=accum_dtype
-        )
-        return loss
-
     def chunked(x: Tensor, w: Tensor) -> Tensor:
         # Of torch 2.13, which takes chunks only where nothing is smoothed.
         options = torch.nn.LinearCrossEntropyOptions()
@@ -72,9 +78,9 @@ def _functions(target: Tensor, smoothing: float) -> dict[str, Function]:
     return {
         "ours": lambda x, w: functional.linear_cross_entropy(x, w, target, label_smoothing=smoothing),
         "eager": lambda x, w: F.cross_entropy(F.linear(x, w), target, label_smoothing=smoothing),
-        "liger": liger,
-        "liger-fp32": lambda x, w: liger(x, w, torch.float32),
         "torch-chunked": chunked,
+        "quack": lambda x, w: quack_loss(x, w, target),
+        **{name: lambda x, w, name=name: liger_loss(name, x, w, target, smoothing) for name in LIGER},
     }
 
 
@@ -103,18 +109,18 @@ def work(T: int, D: int, V: int) -> dict[Direction, Work]:
     return {"forward": Work(products, read), "backward": Work(2 * products, gradients), "both": both}
 
 
-@pytest.mark.parametrize(("shape", "competitor", "direction"), RUNS, ids=[_id(*run) for run in RUNS])
+@pytest.mark.parametrize(("shape", "competitor", "direction"), RUNS)
 def bench_linear_cross_entropy(race: Race, shape: tuple[int, int, int], competitor: str, direction: Direction) -> None:
     T, D, V = TINY if race.tiny else shape
     x = torch.randn(T, D, device=race.device)
     w = torch.randn(V, D, device=race.device) * D**-0.5  # logits of unit variance, as those of an untrained model
-    inputs = [x.to(torch.bfloat16).requires_grad_(), w.to(torch.bfloat16).requires_grad_()]
+    inputs = [x.to(race.dtype).requires_grad_(), w.to(race.dtype).requires_grad_()]
     target = torch.randint(V, (T,), device=race.device)
     target[torch.rand(T, device=race.device) < IGNORED] = -100
     target[0], target[-1] = -100, 0
     if (competitor, direction) == ("eager", "both"):
         race.memory_goals(peak=PEAK_GOALS.get(T))
-    smoothing = 0.0 if competitor == "torch-chunked" else SMOOTHING
+    smoothing = 0.0 if competitor in PLAIN else SMOOTHING
     goal = GOALS.get((competitor, shape[1]))
     race_functions(
         race,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.floors import Work
-from benchmarks.ops import Function, leaves, race_functions
+from benchmarks.ops import Function, leaves, race_functions, with_cpu
 from benchmarks.race import Direction, Race
 from fastformer import functional
 
@@ -38,12 +38,16 @@ CASES = {
     "quick-512": Case(128, 128, 512, 32000, 0.1),
     "full-512-no-dropout": Case(128, 128, 512, 32000, 0.0),
     "full-1024": Case(8, 2048, 1024, 50304, 0.1),
+    "quick-cpu": Case(64, 32, 256, 8000, 0.1),
 }
 TINY = Case(2, 5, 24, 16, 0.1)
-RUNS: list[tuple[str, str, Direction]] = [
-    *((name, "eager", direction) for name in CASES for direction in ("forward", "both")),
-    ("quick-512", "compile", "both"),
-]
+RUNS = with_cpu(
+    [
+        *((name, "eager", direction) for name in CASES if "cpu" not in name for direction in ("forward", "both")),
+        ("quick-512", "compile", "both"),
+    ],
+    ("quick-cpu", "eager", "both"),
+)
 
 
 def work(case: Case) -> dict[Direction, Work]:
@@ -58,7 +62,7 @@ def work(case: Case) -> dict[Direction, Work]:
     }
 
 
-@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS, ids=["-".join(run) for run in RUNS])
+@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS)
 def bench_embedding(race: Race, case: str, competitor: str, direction: Direction) -> None:
     chosen = CASES[case]
     if race.tiny:
@@ -89,6 +93,6 @@ def bench_embedding(race: Race, case: str, competitor: str, direction: Direction
         direction=direction,
         work=work(chosen),
         tolerance=TOLERANCE,
-        timed=(functions(p), torch.randn(B, L, D, device=race.device).to(torch.bfloat16)) if p > 0.0 else None,
+        timed=(functions(p), torch.randn(B, L, D, device=race.device).to(race.dtype)) if p > 0.0 else None,
         at={"tokens": B * L, "width": D},
     )

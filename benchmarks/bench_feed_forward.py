@@ -10,6 +10,7 @@ Peak and saved bytes, which every row has, are to be at most 0.45 times eager's 
 with `recompute`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.floors import Work
-from benchmarks.ops import race_functions
+from benchmarks.kernel_packages import liger
+from benchmarks.ops import race_functions, with_cpu
 from benchmarks.race import Direction, Race
 from fastformer import functional
 from fastformer.arguments import Activation
@@ -61,6 +63,7 @@ GOALS: dict[tuple[str, bool, int], tuple[float, float]] = {
     ("relu", True, 4096): (1.0, 1.0),
 }
 TINY = (6, 16, 24)
+LIGER = ("liger", "liger-cute")
 
 CASES = {
     "quick-gelu": Case(16384, 512, 2048),
@@ -74,18 +77,21 @@ CASES = {
     "full-gelu-dropout": Case(16384, 512, 2048, "gelu", 0.1),
     "full-gelu-dropout-recompute": Case(16384, 512, 2048, "gelu", 0.1, recompute=True),
     "full-swiglu": Case(16384, 1024, 4096, "swiglu"),
+    "quick-cpu": Case(1024, 256, 1024, "gelu", 0.1),
 }
 # A compilation takes seconds and each case costs one, with dropout two.
 COMPILED = [name for name in CASES if name in ("quick-gelu", "quick-relu-dropout", "full-swiglu")]
 COMPILED += [f"full-gelu-16384-{d}" for d, _ in SIZES[1:]]
-RUNS: list[tuple[str, str, Direction]] = [
-    *((name, "eager", "both") for name in CASES),
-    *((name, "compile", "both") for name in COMPILED),
-    ("full-swiglu", "liger", "both"),
-    ("quick-gelu", "eager", "forward"),
-    ("full-swiglu", "eager", "forward"),
-    ("full-swiglu", "liger", "forward"),
-]
+RUNS = with_cpu(
+    [
+        *((name, "eager", "both") for name in CASES if "cpu" not in name),
+        *((name, "compile", "both") for name in COMPILED),
+        ("quick-gelu", "eager", "forward"),
+        ("full-swiglu", "eager", "forward"),
+        *(("full-swiglu", name, direction) for name in LIGER for direction in ("forward", "both")),
+    ],
+    ("quick-cpu", "eager", "both"),
+)
 
 
 def _activate(h: Tensor, activation: Activation) -> Tensor:
@@ -97,15 +103,13 @@ def _activate(h: Tensor, activation: Activation) -> Tensor:
     return F.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def _liger_swiglu(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    # Written for Liger-Kernel 0.8.5. Its kernel takes gate and value as two matrices, which two products make, as its
-    # own layer has them. Its backward pass writes over what forward kept, so it is never timed alone. Its GEGLU is the
-    # tanh form, ours the exact one: no comparison.
-    from liger_kernel.transformers.functional import liger_swiglu
-
+def _liger_swiglu(competitor: str, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    # Its kernel takes gate and value as two matrices, which two products make, as its own layer has them. Its backward
+    # pass writes over what forward kept, so it is never timed alone. Its GEGLU is the tanh form, ours the exact one: no
+    # comparison.
     half = w1.shape[0] // 2
     gate, value = F.linear(x, w1[:half], b1[:half]), F.linear(x, w1[half:], b1[half:])
-    return F.linear(liger_swiglu(gate, value), w2, b2)
+    return F.linear(liger("swiglu", competitor)(gate, value), w2, b2)
 
 
 def _functions(case: Case, dropout_p: float) -> dict[str, Any]:
@@ -118,17 +122,17 @@ def _functions(case: Case, dropout_p: float) -> dict[str, Any]:
             x, w1, b1, w2, b2, activation=case.activation, dropout_p=dropout_p, recompute=case.recompute
         )
 
-    return {"ours": ours, "eager": eager, "liger": _liger_swiglu}
+    return {"ours": ours, "eager": eager, **{name: partial(_liger_swiglu, name) for name in LIGER}}
 
 
-def _inputs(case: Case, device: torch.device) -> list[Tensor]:
+def _inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """x, and both weights and biases, so scaled that no layer grows or shrinks what it gets."""
     T, D, F_ = case.tokens, case.width, case.hidden
     wide = 2 * F_ if case.activation == "swiglu" else F_
     shapes = [(T, D), (wide, D), (wide,), (D, F_), (D,)]
     scales = [1.0, D**-0.5, 0.1, F_**-0.5, 0.1]
     drawn = [torch.randn(shape, device=device) * scale for shape, scale in zip(shapes, scales, strict=True)]
-    return [x.to(torch.bfloat16).requires_grad_() for x in drawn]
+    return [x.to(dtype).requires_grad_() for x in drawn]
 
 
 def work(case: Case) -> dict[Direction, Work]:
@@ -143,7 +147,7 @@ def work(case: Case) -> dict[Direction, Work]:
     return {"forward": forward, "backward": backward, "both": both}
 
 
-@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS, ids=["-".join(run) for run in RUNS])
+@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS)
 def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direction) -> None:
     chosen = CASES[case]
     goals: dict[tuple[str, Direction], float] = {}
@@ -152,7 +156,7 @@ def bench_feed_forward(race: Race, case: str, competitor: str, direction: Direct
         goals = {("eager", "both"): found[0], ("compile", "both"): found[1]}
     if race.tiny:
         chosen = chosen._replace(tokens=TINY[0], width=TINY[1], hidden=TINY[2])
-    inputs = _inputs(chosen, race.device)
+    inputs = _inputs(chosen, race.device, race.dtype)
     p = chosen.dropout_p
     if p > 0.0:
         race.note(compared_at_dropout=0.0, timed_at_dropout=p)

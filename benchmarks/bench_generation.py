@@ -24,7 +24,7 @@ from fastformer.generate import LanguageState, SamplingOptions, random_streams, 
 from fastformer.models import LanguageConfig, LanguageModel, sinusoidal_positions
 
 WORDS, VOCABULARY, BPTT = 1000, 33_278, 35
-TINY_WORDS = 60
+FEW_WORDS, TINY_WORDS = 150, 60  # of "quick", and of a dry run
 EVERY_20TH = range(10, WORDS, 20)
 
 
@@ -68,16 +68,17 @@ class GrowingPrefix(nn.Module):
 @pytest.mark.parametrize(
     ("size", "context", "steps", "goal", "rounds"),
     [
-        ("quick", WORDS + 1, EVERY_20TH, 20.0, 3),
+        ("quick", FEW_WORDS + 1, range(10, FEW_WORDS, 20), None, 3),
+        ("usual", WORDS + 1, EVERY_20TH, 20.0, 3),
         ("full", WORDS + 1, range(WORDS), 20.0, 1),
-        ("quick", BPTT, EVERY_20TH, None, 3),
+        ("usual", BPTT, EVERY_20TH, None, 3),
     ],
-    ids=["quick-whole-text", "full-whole-text", "quick-window"],
+    ids=["quick-whole-text", "usual-whole-text", "full-whole-text", "usual-window"],
 )
 def bench_generation(race: Race, size: str, context: int, steps: range, goal: float | None, rounds: int) -> None:
     if race.tiny:
         context, steps = min(context, TINY_WORDS + 1), range(2, TINY_WORDS, 10)
-    length = TINY_WORDS if race.tiny else WORDS
+    length = TINY_WORDS if race.tiny else FEW_WORDS if size == "quick" else WORDS
     options = SamplingOptions(max_new_tokens=length, temperature=0, stop_at_eos=False, allow_unk=True)
     model = _model(64 if race.tiny else VOCABULARY).to(race.device).eval()
     first = model.config.eos_id
@@ -106,7 +107,7 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     timed = "" if len(steps) == length else " (every 20th timed)"
     found: list[Tensor] = []
     race(
-        f"generation of 1,000 words, {'whole text' if context > length else f'context {context}'}, d200 2 layers",
+        f"generation of {length:,} words, {'whole text' if context > length else f'context {context}'}, d200 2 layers",
         Side("fastformer", write, length),
         Side(f"T2, whole {read} each word{timed}", lambda: found.append(theirs.write(text, steps)), len(steps)),
         rounds=rounds,

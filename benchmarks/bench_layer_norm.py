@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over bf16 rows, on a GPU.
+"""Layer norm and RMS norm over bf16 rows, on a GPU; on a CPU ours are torch's own.
 
 Bytes counted for the floor: forward reads x and writes y; backward reads x and dy and writes dx; gradients of weight
 and bias, means and deviations are small beside them.
@@ -6,9 +6,9 @@ and bias, means and deviations are small beside them.
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.floors import Work
+from benchmarks.kernel_packages import liger, quack_layer_norm, quack_rms_norm
 from benchmarks.ops import Function, leaves, race_functions
 from benchmarks.race import DIRECTIONS, Direction, Race
 from fastformer import functional
@@ -27,6 +27,8 @@ SHAPES = {
     "full-8192x8192": (8192, 8192),
 }
 TINY = (6, 40)
+LIGER = ("liger", "liger-cute")
+COMPETITORS = ("eager", "compile", *LIGER, "quack")
 GOALS: dict[tuple[str, Direction], float] = {
     ("eager", "forward"): 1.2,
     ("eager", "backward"): 2.0,
@@ -34,19 +36,8 @@ GOALS: dict[tuple[str, Direction], float] = {
     ("compile", "backward"): 1.0,
     ("liger", "forward"): 1.0,
     ("liger", "backward"): 1.5,
+    ("quack", "backward"): 0.9,
 }
-
-
-def _liger_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_layer_norm
-
-    return liger_layer_norm(x, w, b, EPS)  # type: ignore[no-any-return]
-
-
-def _liger_rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    return liger_rms_norm(x, w, EPS)  # type: ignore[no-any-return]
 
 
 def _work(elements: int) -> dict[Direction, Work]:
@@ -56,14 +47,15 @@ def _work(elements: int) -> dict[Direction, Work]:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("competitor", ["eager", "compile", "liger"])
+@pytest.mark.parametrize("competitor", COMPETITORS)
 @pytest.mark.parametrize("shape", SHAPES)
 def bench_layer_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
     M, N = TINY if race.tiny else SHAPES[shape]
     functions: dict[str, Function] = {
         "ours": lambda x, w, b: functional.layer_norm(x, N, w, b, eps=EPS),
         "eager": lambda x, w, b: F.layer_norm(x, (N,), w, b, EPS),
-        "liger": _liger_layer_norm,
+        "quack": lambda x, w, b: quack_layer_norm(x, w, b, EPS),
+        **{name: lambda x, w, b, name=name: liger("layer_norm", name)(x, w, b, EPS) for name in LIGER},
     }
     race_functions(
         race,
@@ -80,14 +72,15 @@ def bench_layer_norm(race: Race, shape: str, competitor: str, direction: Directi
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("competitor", ["eager", "compile", "liger"])
+@pytest.mark.parametrize("competitor", COMPETITORS)
 @pytest.mark.parametrize("shape", ["quick-8192x1024", "full-32768x4096"])
 def bench_rms_norm(race: Race, shape: str, competitor: str, direction: Direction) -> None:
     M, N = TINY if race.tiny else SHAPES[shape]
     functions: dict[str, Function] = {
         "ours": lambda x, w: functional.rms_norm(x, N, w, eps=EPS),
         "eager": lambda x, w: F.rms_norm(x, (N,), w, EPS),
-        "liger": _liger_rms_norm,
+        "quack": lambda x, w: quack_rms_norm(x, w, EPS),
+        **{name: lambda x, w, name=name: liger("rms_norm", name)(x, w, EPS) for name in LIGER},
     }
     race_functions(
         race,

@@ -19,6 +19,7 @@ import fastformer
 from benchmarks.lengths import typical_batch
 from benchmarks.race import Memory, Race, Side, flat_gradients
 
+QUICK = "TransformerEncoderLayer"
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
 SENTENCES = 16
 TOLERANCE = 1e-5  # fp32, a few hundred terms a sum
@@ -118,8 +119,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Input], Call]]] = {
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
-@pytest.mark.parametrize("case", CASES)
-def bench_module(race: Race, case: str, mode: Literal["eval", "train"]) -> None:
+@pytest.mark.parametrize(("size", "case"), [("quick" if case == QUICK else "usual", case) for case in CASES])
+def bench_module(race: Race, size: str, case: str, mode: Literal["eval", "train"]) -> None:
     name, arguments, make = CASES[case]
     with warnings.catch_warnings():
         # torch warns of its own encoder: first that its nested-tensor path is off, later that it is a prototype.

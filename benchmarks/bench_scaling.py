@@ -49,7 +49,7 @@ def _race(race: Race, axis: str, value: int, config: TranslationConfig, pairs: E
 @pytest.mark.parametrize("competitor", ["torch.nn"])
 @pytest.mark.parametrize(
     ("size", "longest"),
-    [("quick", n) for n in (64, 256, 1024)] + [("full", n) for n in (2048, 4096, 8192, 16384)],
+    [("usual", n) for n in (64, 256, 1024)] + [("full", n) for n in (2048, 4096, 8192, 16384)],
 )
 def bench_length(race: Race, size: str, longest: int, competitor: str) -> None:
     sentences = max(2, POSITIONS[race.device.type] // longest)
@@ -58,13 +58,15 @@ def bench_length(race: Race, size: str, longest: int, competitor: str) -> None:
 
 
 @pytest.mark.parametrize("competitor", ["torch.nn"])
-@pytest.mark.parametrize(("size", "sentences"), [("quick", n) for n in (1, 8, 64)] + [("full", n) for n in (256, 1024)])
+@pytest.mark.parametrize(
+    ("size", "sentences"), [("usual", 1), ("quick", 8), ("usual", 64), ("full", 256), ("full", 1024)]
+)
 def bench_batch(race: Race, size: str, sentences: int, competitor: str) -> None:
     _race(race, "batch", sentences, MODEL, random_pairs(max(2, sentences) if race.tiny else sentences))
 
 
 @pytest.mark.parametrize("competitor", ["torch.nn"])
-@pytest.mark.parametrize(("size", "width"), [("quick", n) for n in (128, 256, 512)] + [("full", 1024)])
+@pytest.mark.parametrize(("size", "width"), [("usual", n) for n in (128, 256, 512)] + [("full", 1024)])
 def bench_width(race: Race, size: str, width: int, competitor: str) -> None:
     config = replace(MODEL, d_model=width, heads=width // 64, feed_forward=4 * width)
     _race(race, "width", width, config, random_pairs(64))

@@ -20,11 +20,17 @@ class Competitor:
     missing: Callable[[torch.device], Reason] = lambda device: None
 
 
-def _package(name: str, gpu: bool = True) -> Callable[[torch.device], Reason]:
+def _package(*names: str, gpu: bool = True, hopper: bool = False) -> Callable[[torch.device], Reason]:
+    """All of these modules, a GPU, and one of compute capability 9.0 or higher."""
+
     def missing(device: torch.device) -> Reason:
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed"
-        return _gpu(device) if gpu else None
+        for name in names:
+            if importlib.util.find_spec(name) is None:
+                return f"{name} is not installed"
+        reason = _gpu(device) if gpu or hopper else None
+        if reason is None and hopper and (found := torch.cuda.get_device_capability(device)) < (9, 0):
+            return f"needs compute capability 9.0, this GPU has {found[0]}.{found[1]}"
+        return reason
 
     return missing
 
@@ -41,7 +47,7 @@ def _compiler(device: torch.device) -> Reason:
 def _chunked(device: torch.device) -> Reason:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return f"torch {torch.__version__} has no chunked linear_cross_entropy"
-    return _gpu(device)
+    return None
 
 
 COMPETITORS = {
@@ -60,6 +66,13 @@ COMPETITORS = {
     "varlen": Competitor("torch.nn.attention.varlen, unpadding and padding included", _gpu),
     "liger": Competitor("Liger-Kernel", _package("liger_kernel")),
     "liger-fp32": Competitor("Liger-Kernel, gradients of weights added up in fp32", _package("liger_kernel")),
+    "liger-cute": Competitor(
+        "Liger-Kernel, what LIGER_KERNEL_IMPL=cutedsl chooses", _package("liger_kernel", "cutlass", hopper=True)
+    ),
+    "liger-cute-sm90": Competitor(
+        "Liger-Kernel's output projection and loss for Hopper", _package("liger_kernel", "cutlass", hopper=True)
+    ),
+    "quack": Competitor("quack, kernels in CuTe (quack-kernels)", _package("quack", hopper=True)),
     "torch-chunked": Competitor("torch's linear_cross_entropy by chunks, from 2.13 on", _chunked),
     "flash-attn": Competitor("the flash-attn package", _package("flash_attn")),
     "xformers": Competitor("xformers", _package("xformers")),

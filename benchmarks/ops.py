@@ -1,11 +1,13 @@
 """What the benchmarks of single ops share: random inputs, fp64 results, one comparison of two functions.
 
-Ours always runs the fused kernels here, so that a fallback to the reference is an error and no figure.
+On a GPU ours always runs the fused kernels here, so that a fallback to the reference is an error and no figure. On a
+CPU the reference is ours; where it is torch's own op there is nothing to compare. There are no bf16 tensors, then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,9 +20,24 @@ Function = Callable[..., Tensor]
 TimedFunctions = tuple[Mapping[str, Callable[..., Any]], Any]  # by competitor, and the gradients of their outputs
 
 
-def leaves(race: Race, *shapes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+Run = tuple[Any, str, Direction]  # a case or its name, competitor and what is timed
+
+
+def with_cpu(runs: Sequence[Run], *on_cpu: Run, name: Callable[[Any], str] = str) -> list[Any]:
+    """All runs as parameters with names, and those that stand for them on a CPU, which a GPU leaves out."""
+
+    def parameter(run: Run, *marks: pytest.MarkDecorator) -> Any:
+        return pytest.param(*run, marks=marks, id="-".join((name(run[0]), *run[1:])))
+
+    return [*map(parameter, runs), *(parameter(run, pytest.mark.cpu) for run in on_cpu)]
+
+
+FP32_TOLERANCE = 1e-5  # sums of up to 8,000 terms, whose roundings of 6e-8 add up to 5e-6 as a random walk
+
+
+def leaves(race: Race, *shapes: Sequence[int]) -> list[Tensor]:
     """Random normal tensors that gradients are taken for."""
-    return [torch.randn(*shape, device=race.device).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(*shape, device=race.device).to(race.dtype).requires_grad_() for shape in shapes]
 
 
 def fp64_results(formula: Function, inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
@@ -56,17 +73,17 @@ def race_functions(
         functions: by competitor, and "ours".
         inputs: leaves.
         direction: what is timed.
-        work: what each direction must do at least.
-        tolerance: see `Race.op`.
+        work: what each direction must do at least with bf16 tensors.
+        tolerance: see `Race.op`; with bf16 tensors.
         formula: in fp64 the truth; unset: `functions["eager"]`.
         upstream: gradient of the output; unset: random, and one for all positions of it.
         expected: output and gradients, where fp64 of the whole would be too much; unset: from `formula`.
-        goals: (competitor, direction) -> ratio.
+        goals: (competitor, direction) -> ratio, of the kernels.
         timed: other functions to time, see `Race.op`; unset: those that are compared.
         kept: see `Race.op`.
     """
     require(competitor, race.device)
-    truth = formula or functions["eager"]
+    kernels, truth = race.backend == "triton", formula or functions["eager"]
     if upstream is None:
         with torch.no_grad():
             upstream = torch.randn_like(truth(*inputs))
@@ -75,7 +92,7 @@ def race_functions(
         theirs = compiled(by_name["eager"], direction == "backward") if competitor == "compile" else by_name[competitor]
 
         def fused() -> Any:
-            with fastformer.backend("triton"):
+            with fastformer.backend(race.backend):
                 return by_name["ours"](*inputs)
 
         return Op("fastformer", fused, inputs), Op(competitor, lambda: theirs(*inputs), inputs)
@@ -86,10 +103,10 @@ def race_functions(
         *sides(functions),
         upstream=upstream,
         expected=fp64_results(truth, inputs, upstream) if expected is None else expected,
-        tolerance=tolerance,
+        tolerance=tolerance if kernels else FP32_TOLERANCE,
         direction=direction,
-        work=work[direction],
-        goal=(goals or {}).get((competitor, direction)),
+        work=work[direction] if kernels else None,
+        goal=(goals or {}).get((competitor, direction)) if kernels else None,
         timed=replaced,
         **kept,
     )

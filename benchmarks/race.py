@@ -28,6 +28,7 @@ Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 _ROUND_SECONDS = 0.05  # on a CPU, shorter work is repeated within a round until it takes this long
+_OP_ROUNDS = {"cpu": 5, "cuda": 30}
 _GPU_SECONDS, _GPU_ROUNDS = 0.5, 20  # on a GPU, more rounds than asked for: as many as ours has time for, at most
 _GRAPH_BELOW = 2e-4  # seconds, below which the host's launches may decide
 _OUT_OF_MEMORY = "out of memory"
@@ -110,6 +111,11 @@ class Race:
         """What ours must run by, so that a fallback is no figure: the kernels on a GPU and where they are proven."""
         return "triton" if self.watch.on_gpu or self.tiny else "reference"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an op's tensors: a CPU may have no instructions for bf16."""
+        return torch.bfloat16 if self.backend == "triton" else torch.float32
+
     def memory(self, *sides: Memory) -> dict[str, Any]:
         """Fields of the row: the bytes that ours and theirs keep for backward, and on a GPU their peaks.
 
@@ -127,8 +133,9 @@ class Race:
         return {"saved_bytes": tuple(saved), "peak_bytes": None if None in peaks else tuple(peaks)}
 
     def memory_goals(self, *, peak: float | None = None, saved: float | None = None) -> None:
-        """State what shares of the competitor's peak memory, and of its bytes kept for backward, are ours at most."""
-        self._memory_goals = {"peak_goal": peak, "saved_goal": saved}
+        """State what shares of the competitor's peak memory, and of its bytes kept for backward, the kernels' are."""
+        if self.backend == "triton":
+            self._memory_goals = {"peak_goal": peak, "saved_goal": saved}
 
     def note(self, **info: Any) -> None:
         """Keep further numbers with the result."""
@@ -145,7 +152,6 @@ class Race:
         tolerance: float,
         direction: Direction,
         work: Work | None = None,
-        rounds: int = 30,
         goal: float | None = None,
         at: Mapping[str, float] | None = None,
         timed: Timed | None = None,
@@ -161,7 +167,6 @@ class Race:
             tolerance: of each, as a share of its norm.
             direction: what is timed.
             work: what the direction must do at least.
-            rounds: to time.
             goal: of the ratio.
             at: axes of the scaling plots.
             timed: what is timed in place of what was compared, where that cannot be compared as it is: with dropout,
@@ -206,7 +211,7 @@ class Race:
             f"{case}, {_DIRECTION[direction]}",
             Side("fastformer", calls[0]),
             Side(theirs.name, calls[-1]),
-            rounds=rounds,
+            rounds=_OP_ROUNDS[self.device.type],
             goal=goal,
             work=work,
             dtype=dtype,

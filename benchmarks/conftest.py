@@ -42,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     stand_in.install(config)
-    config.addinivalue_line("markers", "cpu: a case whose shapes are for a CPU, in a file of those for a GPU too")
     names = config.getoption("--competitor")
     if names is not None:
         try:

@@ -1,5 +1,9 @@
 """The benchmarks of single ops: what they compare with, what they time, and what they count."""
 
+import ast
+import inspect
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bench_cross_entropy, bench_feed_forward, clock, competitors, training
+from benchmarks import (
+    bench_cross_entropy,
+    bench_feed_forward,
+    bench_layer_norm,
+    clock,
+    competitors,
+    kernel_packages,
+    training,
+)
 from benchmarks.bench_feed_forward import CASES, Case
 from benchmarks.clock import Stopwatch
 from benchmarks.floors import Ceilings
@@ -171,9 +183,52 @@ def test_feed_forward_work_is_counted_by_hand():
 
 
 def test_every_run_names_a_case_and_a_competitor():
-    names = {name for _, name, _ in [*bench_feed_forward.RUNS, *bench_cross_entropy.RUNS]}
-    assert names <= competitors.COMPETITORS.keys()
-    assert {case for case, *_ in bench_feed_forward.RUNS} == CASES.keys()
+    runs = {bench: [run.values for run in bench.RUNS] for bench in (bench_feed_forward, bench_cross_entropy)}
+    names = {name for _, name, _ in [*runs[bench_feed_forward], *runs[bench_cross_entropy]]}
+    assert names | set(bench_layer_norm.COMPETITORS) <= competitors.COMPETITORS.keys()
+    assert {case for case, *_ in runs[bench_feed_forward]} == CASES.keys()
+
+
+LOSS = {"fused_linear_cross_entropy": (range(3), {"label_smoothing": 0.1, "accum_dtype": torch.float32})}
+
+
+@pytest.mark.parametrize(
+    ("op", "given"),
+    ({"layer_norm": (range(4), {}), "rms_norm": (range(3), {}), "swiglu": (range(2), {})} | LOSS).items(),
+)
+def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, given):
+    """Triton's can be looked at here; of CuTe's, which cannot be imported, the registration."""
+    liger_kernel = pytest.importorskip("liger_kernel")
+    arguments, keywords = given
+    inspect.signature(kernel_packages.liger(op, "liger").__self__.forward).bind(*arguments, **keywords)
+    file = Path(liger_kernel.__file__).parent / f"ops/backends/_cutedsl/{op}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    decorated = {
+        function.name: [ast.unparse(decorator) for decorator in function.decorator_list]
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+    }
+    assert any(f"'{op}'" in text and "'nvidia-cutedsl'" in text for text in decorated[f"{op}_cutedsl"])
+    if not torch.cuda.is_available():
+        with pytest.raises(Exception, match="nvidia-cutedsl"):
+            kernel_packages.liger(op, "liger-cute")
+
+
+@pytest.mark.parametrize("name", ["liger-cute", "liger-cute-sm90", "quack"])
+def test_kernels_for_hopper_are_not_asked_of_an_older_gpu(name, monkeypatch):
+    missing, device = competitors.COMPETITORS[name].missing, torch.device("cuda")
+    monkeypatch.setattr(competitors.importlib.util, "find_spec", lambda module: None)
+    assert missing(device).endswith("is not installed")
+    monkeypatch.setattr(competitors.importlib.util, "find_spec", lambda module: module)
+    assert missing(CPU) == competitors.NEEDS_GPU
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert missing(device) == "needs compute capability 9.0, this GPU has 8.6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert missing(device) is None
+
+
+def test_torchs_chunks_are_raced_on_a_cpu_too():
+    assert competitors.COMPETITORS["torch-chunked"].missing(CPU) is None
 
 
 def test_the_work_of_a_training_step_is_what_torch_counts():

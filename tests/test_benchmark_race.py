@@ -1,19 +1,23 @@
 """A competitor that is wrong, out of memory or broken is reported as that; ours, if wrong, is not timed."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.clock import Stopwatch
+from benchmarks import terminal
+from benchmarks.clock import Stopwatch, saved_for_backward
 from benchmarks.floors import Ceilings, Work
 from benchmarks.race import Op, Race, Side
-from benchmarks.record import Record
+from benchmarks.record import Record, Row
 from benchmarks.stand_in import benchmark_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +40,7 @@ def race(tmp_path):
 
 
 X = torch.randn(40, 40)
+BLANK = Row("thing", "a case", "other", "measured", 0.002, 0.003, 1.5, None, 30, (1, 1), 5e13)
 
 
 def square(x: Tensor) -> Tensor:
@@ -56,7 +61,6 @@ def compare(race: Race, theirs, ours=square, **kept) -> None:
         tolerance=1e-5,
         direction="both",
         work=work,
-        rounds=2,
         **kept,
     )
 
@@ -133,6 +137,46 @@ def test_no_time_without_a_gate(race):
         race("a case", Side("fastformer", lambda: None), Side("other", lambda: None), rounds=1)
 
 
+class Stashing(torch.autograd.Function):
+    """Keeps a tensor as an attribute, of which no hook knows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.twice = 2 * x
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.twice
+
+
+@pytest.mark.parametrize("op", [torch.exp, Stashing.apply], ids=["saved", "attribute"])
+def test_counting_what_is_kept_keeps_nothing(op):
+    x = X.clone().requires_grad_()
+    made = []
+
+    def forward():
+        out = op(x)  # exp saves its own output
+        made.append(weakref.ref(out))
+        return out.sum()
+
+    assert saved_for_backward(forward, [x]) == X.numel() * 4
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_memory_of_both_sides_is_in_the_terminal():
+    compared = replace(BLANK, saved_bytes=(1_200_000, 340_000_000))
+    rows = [BLANK, compared, replace(compared, peak_bytes=(50_000_000, 2_000_000_000), status="fails: it")]
+    head, *lines = terminal.table(rows)
+    assert head.endswith("memory, ours / theirs")
+    assert [line[line.index("1.50") + 4 :].split() for line in lines] == [
+        [],
+        ["saved", "1.2", "/", "340", "MB"],
+        ["peak", "50.0", "/", "2,000", "MB", "fails:", "it"],
+    ]
+
+
 def test_a_competitor_that_breaks_while_it_is_timed(race):
     calls = []
 
@@ -194,9 +238,10 @@ def test_an_unknown_competitor_is_named_with_those_that_are_known():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_was_skipped():
-    done = pytest_benchmarks("--competitor", "eager")
+    """Of two ops in three directions; what -k leaves out is not skipped."""
+    done = pytest_benchmarks("--competitor", "eager", "-k", "quick")
     assert done.returncode == 0
-    assert "27 cases need a CUDA device and were skipped" in done.stdout
+    assert "\n6 cases need a CUDA device and were skipped" in done.stdout
 
 
 def test_a_dry_run_needs_the_interpreter():

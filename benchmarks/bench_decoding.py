@@ -48,10 +48,9 @@ Load = Callable[[], Translate]  # where what it raises is theirs; what ours prep
 @pytest.mark.parametrize(
     ("size", "competitor", "beam", "batch"),
     [
-        ("quick", "tutorial", 1, 1),
-        ("quick", "transformers", 1, 8),
-        ("quick", "ctranslate2", 1, 8),
-        ("quick", "no-graphs", 1, 1),
+        pytest.param("quick", "tutorial", 1, 1, marks=pytest.mark.cpu),
+        pytest.param("quick", "transformers", 1, 8, marks=pytest.mark.cpu),
+        pytest.param("quick", "ctranslate2", 1, 8, marks=pytest.mark.cpu),
         ("usual", "tutorial", 1, 1),
         ("usual", "tutorial", 1, 128),
         ("usual", "transformers", 1, 1),

@@ -68,7 +68,7 @@ class GrowingPrefix(nn.Module):
 @pytest.mark.parametrize(
     ("size", "context", "steps", "goal", "rounds"),
     [
-        ("quick", FEW_WORDS + 1, range(10, FEW_WORDS, 20), None, 3),
+        pytest.param("quick", FEW_WORDS + 1, range(10, FEW_WORDS, 20), None, 3, marks=pytest.mark.cpu),
         ("usual", WORDS + 1, EVERY_20TH, 20.0, 3),
         ("full", WORDS + 1, range(WORDS), 20.0, 1),
         ("usual", BPTT, EVERY_20TH, None, 3),

@@ -73,7 +73,7 @@ class TutorialLanguageModel(nn.Module):
         return F.nll_loss(self(data).flatten(0, 1), target.flatten())
 
 
-@pytest.mark.parametrize("size", VOCABULARIES)
+@pytest.mark.parametrize("size", [pytest.param("quick", marks=pytest.mark.cpu), "usual"])
 def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     config = replace(CONFIG, vocabulary=64 if race.tiny else VOCABULARIES[size])
     ids = torch.randint(4, config.vocabulary, (COLUMNS, BPTT + 1), generator=torch.Generator().manual_seed(0))

@@ -152,7 +152,12 @@ def _race(
 @pytest.mark.parametrize(("share", "goal"), [(0.55, 1.8), (0.065, 1.0)])
 @pytest.mark.parametrize(
     ("size", "norm_first", "dtype"),
-    [("quick", True, "fp32"), ("usual", True, "fp32"), ("full", False, "fp32"), ("full", True, "bf16")],
+    [
+        pytest.param("quick", True, "fp32", marks=pytest.mark.cpu),
+        ("usual", True, "fp32"),
+        ("full", False, "fp32"),
+        ("full", True, "bf16"),
+    ],
     ids=["quick-pre", "usual-pre", "full-post", "full-pre-bf16"],
 )
 def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: float, goal: float, mode: str) -> None:

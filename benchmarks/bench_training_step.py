@@ -59,7 +59,7 @@ GRAPHS_GOALS = {
 @pytest.mark.parametrize(
     ("competitor", "size", "dtype", "vocabulary"),
     [
-        ("torch.nn", "quick", "fp32", 8000),
+        pytest.param("torch.nn", "quick", "fp32", 8000, marks=pytest.mark.cpu),
         ("torch.nn", "usual", "fp32", 8000),
         ("torch.nn", "full", "fp32", 8000),
         ("torch.nn", "full", "bf16", 8000),
@@ -112,7 +112,7 @@ def bench_training_step_graphs(race: Race, batches: str, competitor: str, size: 
     )
 
 
-@pytest.mark.parametrize("size", ["quick", "usual", "full"])
+@pytest.mark.parametrize("size", [pytest.param("quick", marks=pytest.mark.cpu), "usual", "full"])
 @pytest.mark.parametrize("competitor", ["tutorial"])
 def bench_training_step_fixed_length(race: Race, competitor: str, size: Size) -> None:
     on_cpu = race.device.type == "cpu"

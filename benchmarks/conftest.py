@@ -97,9 +97,8 @@ def race(benchmark: Any, stopwatch: Stopwatch, ceilings: Ceilings, record: Recor
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let pytest-benchmark's own columns show the same clock, and leave out what was not asked for.
 
-    A case marked `cpu` has its shapes for a CPU: there it stands for its file, elsewhere it is left out. Of the sizes,
-    the parameter `size` or the beginning of the first one's name, a GPU has all in the time that a CPU has "quick" ones
-    in, so that there `-k quick` has the "usual" ones too.
+    A case marked `cpu` has its shapes for a CPU and is left out elsewhere. A size is the parameter `size` or begins the
+    name of a shape; "usual" ones take a CPU minutes, and are quick on a GPU, where `-k quick` has them too.
     """
     gpu, dry = torch.cuda.is_available(), bool(config.getoption("--dry-run"))
     clock = time.perf_counter if gpu else time.process_time

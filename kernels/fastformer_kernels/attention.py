@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, head_width, row_strides, views
+from fastformer_kernels.attention_problem import Problem, attends, head_width, is_exact, row_strides, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, has_small_memory, kernel, launch, noted
+from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -41,7 +41,7 @@ def _dots(
     return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
 
 
-@kernel(*LINED_UP, anywhere=LOOKED_UP)
+@attends
 def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
@@ -144,14 +144,16 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     less of the last one is wasted and more blocks run. fp32 runs on the plain cores, bound by registers. Chosen from
     what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    (K, plain), T = head_width(q), problem.queries
+    K, T = head_width(q), problem.queries
     small, capability = has_small_memory(q), device_of(q).capability
     ampere, blackwell = capability < 90, capability >= 100
     heavy = problem.mask is not None or problem.softcap > 0.0
-    if plain:
+    if is_exact(q):
         tile = (32, 32, 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
+        if heavy and blackwell and q.dtype == torch.float32:
+            tile = (64, 32, 8, 2)
     elif K == 64 and (T <= 128 or heavy):
         tile = (64, 32, 4, 2 if ampere else 3)
     elif K == 64:
@@ -193,7 +195,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     mask_strides = problem.mask_strides((B, H, T, S))
     sizes = (B * H * T, T, S, tiles)
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k), "ALIGN": align, "AHEAD": not head_width(q)[1]}
+    constants = {**problem.switches(q, k), "ALIGN": align, "AHEAD": not is_exact(q)}
     with guard(q):
         launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
     return out, lse

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, head_width, lined_up, row_strides, views
+from fastformer_kernels.attention_problem import Problem, attends, head_width, is_exact, lined_up, row_strides, views
 from fastformer_kernels.attention_tiles import (
     key_tiles,
     load_bounds,
@@ -28,11 +28,11 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import device_of, guard, has_small_memory, kernel, launch, noted
+from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted
 from fastformer_kernels.random import row_keys
 
 
-@kernel(anywhere=LOOKED_UP)
+@attends
 def _attention_delta(
     out_ptr, dout_ptr, delta_ptr, bounds_ptr,
     stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, stride_lb, stride_lh,
@@ -56,7 +56,7 @@ def _attention_delta(
     tl.store(delta_ptr + rows, tl.sum(out * dout, 1), mask=rows < end_row)
 
 
-@kernel(*LINED_UP, anywhere=LOOKED_UP)
+@attends
 def _attention_keys_values(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
@@ -141,7 +141,7 @@ def _attention_keys_values(
     tl.store(dv_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
 
 
-@kernel(*LINED_UP, anywhere=LOOKED_UP)
+@attends
 def _attention_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
@@ -215,11 +215,14 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which takes registers. Chosen from
     what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    (K, plain), generation = head_width(q), device_of(q).capability // 10
-    if plain:
+    K, generation = head_width(q), device_of(q).capability // 10
+    tf32 = q.dtype == torch.float32  # what is not exact, below
+    if is_exact(q):
         tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
+    elif K == 128 and tf32 and generation < 9:
+        tile = (32, 32, 8 if fast else 4, 2)
     elif K == 64 and generation < 9 and problem.seed is not None and problem.key_mask is not None and not heavy:
         tile = (32, 64, 4, 2)
     elif K == 64 and (heavy or (fast and generation < 9)):
@@ -230,16 +233,16 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
         light = not (heavy or fast or problem.seed is not None or generation > 9)
         tile = (64, 64, 8, 2) if light else (32, 64, 8, 1 if fast else 2)
     else:
-        small = heavy or generation < 9 or has_small_memory(q) or q.dtype == torch.float32
+        small = heavy or tf32 or generation < 9 or has_small_memory(q)
         tile = (16, 32, 8, 2) if small else (16, 64, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
 def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
-    (K, plain), generation = head_width(q), device_of(q).capability // 10
-    crowded = heavy and problem.key_mask is not None
-    if plain:
+    K, generation = head_width(q), device_of(q).capability // 10
+    tf32, crowded = q.dtype == torch.float32, heavy and problem.key_mask is not None
+    if is_exact(q):
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
         if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
             tile = (16, 16, 4, 1)
@@ -248,10 +251,12 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     elif K <= 64:
         tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
     elif K == 128:
-        warps = 8 if (crowded and generation == 8) or (heavy and q.dtype == torch.float32) else 4
-        tile = (64, 32, warps, 2) if heavy or problem.seed is not None else (64, 64, 4, 2)
+        warps = 8 if (crowded and generation == 8) or (heavy and tf32) else 4
+        narrow = heavy or problem.seed is not None or (tf32 and generation < 9)
+        tile = (64, 32, warps, 2) if narrow else (64, 64, 4, 2)
     else:
-        tile = (32, 32, 8, 1) if heavy or has_small_memory(q) else (64, 32, 8, 2)
+        small = generation < 9 and (heavy or problem.seed is not None) if tf32 else heavy
+        tile = (32, 32, 8, 1) if small or has_small_memory(q) else (64, 32, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 

@@ -12,12 +12,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LOOKED_UP, Problem, head_width, views
+from fastformer_kernels.attention_problem import Problem, attends, head_width, is_exact, views
 from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, kernel, launch, noted, power_of_two
+from fastformer_kernels.launch import device_of, guard, launch, noted, power_of_two
 
 
-@kernel(anywhere=LOOKED_UP)
+@attends
 def _attention_split(
     q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_cb,
@@ -80,7 +80,7 @@ def _attention_split(
     tl.store(total_ptr + row, total, mask=rows < T)
 
 
-@kernel(anywhere=LOOKED_UP)
+@attends
 def _attention_combine(
     part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, stride_ob, stride_oh, stride_ot, T, splits,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, HAS_BOUNDS: tl.constexpr,
@@ -119,11 +119,11 @@ def _shares(q: Tensor, heads: int, tiles: int) -> int:
 
 def _tile(q: Tensor) -> dict[str, int]:
     """Choose the number of keys a tile: the most that spill nothing. Not measured on a GPU."""
-    K, plain = head_width(q)
-    if plain:
+    K = head_width(q)
+    if is_exact(q):
         block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
-        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 4, 1)
+        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 8 if q.dtype == torch.float32 else 4, 1)
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
 
 

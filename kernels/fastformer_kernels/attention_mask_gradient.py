@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, lined_up, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import Problem, attends, lined_up, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import (
     load_bounds,
     load_lse,
@@ -20,11 +20,11 @@ from fastformer_kernels.attention_tiles import (
     score_gradient,
     weight_gradient,
 )
-from fastformer_kernels.launch import guard, kernel, launch, noted
+from fastformer_kernels.launch import guard, launch, noted
 from fastformer_kernels.random import row_keys
 
 
-@kernel(*LINED_UP, anywhere=LOOKED_UP)
+@attends
 def _attention_mask_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,

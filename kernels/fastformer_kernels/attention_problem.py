@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, power_of_two, precision
+from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, kernel, power_of_two, precision
 from fastformer_kernels.random import threshold_and_scale
 
-# What kernels look up number by number, and may be a part of any tensor; not every kernel has all of them.
-LOOKED_UP = ("bounds_ptr", "key_mask_ptr", "seed_ptr")
-# Strides of masks and of gradients of weights, which `lined_up` takes care of.
-LINED_UP = ("stride_mb", "stride_mh", "stride_mt", "stride_ms", "stride_wb", "stride_wh", "stride_wt")
+# What a kernel of heads is compiled for: masks and gradients of weights are `lined_up`. Not every kernel has them all.
+attends = kernel(
+    *("stride_mb", "stride_mh", "stride_mt", "stride_ms", "stride_wb", "stride_wh", "stride_wt"),
+    anywhere=["bounds_ptr", "key_mask_ptr", "seed_ptr"],
+)
 _LINE = 16  # elements
 
 
@@ -144,7 +145,7 @@ class Problem(NamedTuple):
             "HAS_RIGHT": self.right >= 0,
             "HAS_KEY_MASK": self.key_mask is not None,
             "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if is_exact(q) else 1,
-            "PRECISION": precision(q),
+            "PRECISION": "ieee" if is_exact(q) else precision(q),
         }
 
     def switches(self, q: Tensor, k: Tensor) -> dict[str, int | bool | str]:
@@ -160,20 +161,21 @@ class Problem(NamedTuple):
 
 
 def is_exact(q: Tensor) -> bool:
-    """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32."""
-    return q.dtype == torch.float32 and precision(q) == "ieee"
+    """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32.
+
+    torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
+    backward spill 40 to 580 bytes in every tile that was compiled, of 16 rows and more.
+    """
+    return q.dtype == torch.float32 and (precision(q) == "ieee" or q.shape[-1] > 128)
 
 
-def head_width(q: Tensor) -> tuple[int, bool]:
-    """Return the head size that tiles depend on, and whether they are those of fp32 on plain cores.
+def head_width(q: Tensor) -> int:
+    """Return the head size that tiles depend on, as a power of two: in tf32, that of as many bytes in 16 bits.
 
-    Of 16 bits that is K. A row of tf32 takes twice the shared memory, and registers where it is an operand: 2 K. At
-    K = 256 no tile of 16 bits is small enough for it, and those of fp32 serve.
+    A row of tf32 takes twice the shared memory, and twice the registers where it is an operand.
     """
     K = power_of_two(q.shape[-1], 16)
-    if q.dtype != torch.float32:
-        return K, False
-    return (K, True) if is_exact(q) or K > 128 else (2 * K, False)
+    return 2 * K if q.dtype == torch.float32 and not is_exact(q) else K
 
 
 def score_tile(q: Tensor) -> dict[str, int]:
@@ -181,8 +183,8 @@ def score_tile(q: Tensor) -> dict[str, int]:
 
     Chosen from what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    (width, plain), generation = head_width(q), device_of(q).capability // 10
-    if plain:
+    width, generation = head_width(q), device_of(q).capability // 10
+    if is_exact(q):
         block = 32 if width <= 128 else 16
     else:
         block = 64 if generation >= 9 else 32

@@ -8,13 +8,13 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import LINED_UP, LOOKED_UP, Problem, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import Problem, attends, row_strides, score_tile, views
 from fastformer_kernels.attention_tiles import exponentials, hide, load_bounds, load_lse, offset, scores, visible
-from fastformer_kernels.launch import guard, kernel, launch, noted
+from fastformer_kernels.launch import guard, launch, noted
 from fastformer_kernels.random import keep, row_keys
 
 
-@kernel(*LINED_UP, anywhere=LOOKED_UP)
+@attends
 def _attention_weights(
     q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_lb, stride_lh,

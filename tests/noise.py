@@ -65,7 +65,7 @@ class _Rounded(TorchDispatchMode):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def rounded(self, x: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float64 or x.numel() == 0 or x.device != self.generator.device:
+        if x.dtype != torch.float64 or x.numel() == 0 or x.device.type != self.generator.device.type:
             return x
         part = torch.rand(x.shape, generator=self.generator, dtype=x.dtype, device=x.device).sub_(0.5)
         moved = x * (eps * part).add_(1.0)  # zeros, masks and infinities stay

@@ -173,7 +173,7 @@ def test_what_computes_the_same_is_taken_over_and_given_back(name, training, dty
 
 LEFT = {
     "doubled": (lambda: Doubled(D), "the output differs by"),
-    "other eps": (lambda: OtherEps(D), "the output differs by"),
+    "other eps": (lambda: OtherEps(D, eps=1e-9), "the output differs by"),
     "eps of a norm without parameters": (lambda: OtherEps(D, elementwise_affine=False), "the output differs by"),
     "no gradient": (lambda: StopsGradient(D), "the gradient of weight is there in one of the two only"),
     "another gradient": (lambda: HalfGradient(D), "the gradient of input 1 differs by"),
@@ -261,3 +261,15 @@ def test_wrong_maps_are_refused_before_anything_changes(also, error, message):
     with pytest.raises(error, match=message):
         fastformer.convert(model, also=also)
     assert type(model[0]) is nn.LayerNorm
+
+
+def test_a_subclass_of_ours_may_be_one_too():
+    class Own(fastformer.LayerNorm):
+        pass
+
+    module = Own(D)
+    fastformer.convert(module, also={Own: fastformer.LayerNorm})
+    assert type(module) is fastformer.LayerNorm
+    assert not fastformer.convert(module, also={Own: fastformer.LayerNorm}).changed
+    fastformer.revert(module)
+    assert type(module) is Own

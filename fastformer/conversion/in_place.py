@@ -45,7 +45,7 @@ def convert(model: nn.Module, *, padding_free: bool = True, also: Also | None = 
     for name, module in reversed(list(model.named_modules())):  # parts first: a layer is tried with the parts it keeps
         ours = SequentialFeedForward if is_feed_forward(module) else OURS.get(type(module))
         why = reason(module)
-        if type(module) in also and not isinstance(module, tuple(OURS.values())):
+        if type(module) in also and type(module) not in OURS.values():
             ours = also[type(module)]
             why = difference(module, _torchs(ours), ours)
             why = None if why is None else f"not {name_of(ours)}, as also says: {why}"

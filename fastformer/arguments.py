@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from fastformer.devices import DeviceError, check_tensors
+from fastformer.devices import DeviceError, autocasts, check_tensors
 from fastformer.packing import Layout, offsets_of
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
@@ -198,7 +198,7 @@ def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
 
     What a query sees is decided there: the lowest number of fp32 is -inf in bf16, -1e9 is in fp16.
     """
-    autocast = q.dtype != torch.float64 and torch.is_autocast_enabled(q.device.type)
+    autocast = q.dtype != torch.float64 and autocasts(q)
     dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
     fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
     return mask if fits else mask.to(dtype)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.devices import autocasts
+
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
 # Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of
 # 32, 128, 192, 256, 350, 512 rows took 887, 524, 508, 618, 645, 608 ms, F.cross_entropy 742.
@@ -98,7 +100,7 @@ def _chunk_(
     counts = target != ignore_index  # [m]
     label = torch.where(counts, target, 0)
     # Autocast computes the logits in its own dtype, like any linear layer.
-    plain = x.dtype == weight.dtype == dlogits.dtype and not torch.is_autocast_enabled(x.device.type)
+    plain = x.dtype == weight.dtype == dlogits.dtype and not autocasts(x)
     if plain:
         torch.mm(x, weight.t(), out=dlogits)
     else:

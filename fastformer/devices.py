@@ -63,6 +63,11 @@ def _refuse(names: tuple[str, ...], found: Sequence[object], required: int) -> N
     raise DeviceError(f"{name} is on {device}, {first[0]} on {first[1]}: all must be on one device")
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x; it knows no "meta", where nothing is computed."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors on a device: those of a CPU in one transfer, from pinned memory, so that nothing waits.
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.arguments import Activation, AttentionRules, Reduction
 from fastformer.blank_padding import blank_padding
 from fastformer.chunked_cross_entropy import ChunkedCrossEntropy, plain_loss
+from fastformer.devices import autocasts
 from fastformer.query_blocks import attend_in_blocks, rows_at_once
 
 _LEVELS = 1 << 16
@@ -308,7 +309,7 @@ def linear_cross_entropy(
     reduction: Reduction,
 ) -> Tensor:
     """Cross entropy of softmax(x weight^T + bias): x `[M, D]`, weight `[V, D]`, target `[M]`."""
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
         x = x.to(torch.get_autocast_dtype(x.device.type))
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)

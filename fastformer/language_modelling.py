@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -43,6 +43,7 @@ from fastformer.train.conditions import SET
 from fastformer.train.config import check_values, option, other_default
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
+_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
 STREAMS = ("documents", "columns")
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -54,6 +55,7 @@ _PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
 class LanguageDataConfig:
     """Where the text comes from, and how it becomes ids and batches."""
 
+    texts: ClassVar[str] = "running text"  # what batches are made of, for conditions
     dataset: str | None = option(
         "docstrings",
         "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
@@ -85,11 +87,7 @@ class LanguageDataConfig:
     splitting: str = option("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = option(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     character_coverage: float = option(
-        1.0,
-        "share of characters sentencepiece must cover",
-        at_least=0.98,
-        at_most=1,
-        only={"tokenizer": TOKENIZERS[:-1]},
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
     )
     lowercase: bool = option(False, "lower-case the text")
 
@@ -101,11 +99,6 @@ class LanguageDataConfig:
             raise ValueError("valid_text and test_text need train_text")
         if self.dataset is None and self.train_text is None:
             raise ValueError("no data: give dataset or train_text")
-
-    @property
-    def texts(self) -> str:
-        """What a batch is made of, in words."""
-        return "running text"
 
     @property
     def corpus(self) -> str:

@@ -7,7 +7,7 @@ the same one twice if they are joint.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -36,6 +36,7 @@ from fastformer.train.conditions import SET
 from fastformer.train.config import check_values, option
 
 TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
+_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
 _NUMBERS = 10_000  # pairs of number words, when nothing is said
 _HELD_OUT = {"corpus": ("number words", "sentence files")}
 Split = Literal["train", "valid", "test"]
@@ -45,6 +46,7 @@ Split = Literal["train", "valid", "test"]
 class DataConfig:
     """Where the text comes from, and how it becomes ids and batches."""
 
+    texts: ClassVar[str] = "sentence pairs"  # what batches are made of, for conditions
     dataset: str | None = option(
         "numbers",
         "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
@@ -77,11 +79,7 @@ class DataConfig:
     vocabulary: int = option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
     joint: bool = option(True, "one vocabulary for both languages")
     character_coverage: float = option(
-        1.0,
-        "share of characters sentencepiece must cover",
-        at_least=0.98,
-        at_most=1,
-        only={"tokenizer": TOKENIZERS[:-1]},
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
     )
     splitting: str = option("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = option(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
@@ -106,11 +104,6 @@ class DataConfig:
             raise ValueError("no data: give dataset, or train_source and train_target")
         if (highest := max(self.special_ids.names())) >= self.vocabulary:
             raise ValueError(f"special id {highest} is beyond vocabulary={self.vocabulary}")
-
-    @property
-    def texts(self) -> str:
-        """What a batch is made of, in words."""
-        return "sentence pairs"
 
     @property
     def corpus(self) -> str:

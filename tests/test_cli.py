@@ -272,6 +272,23 @@ WRONG = [
     ("data multi30k --from nowhere", "nowhere"),
     ("demo --target it --run new", "fr, de"),
     ("info --run nothing", "not a run folder"),
+    ("translate --run run --input two.txt seven", "give sentences or --input, not both"),
+    (
+        "translate --run run --beam 1 --length-penalty 0.5 seven",
+        "length_penalty has an effect only with a beam above 1",
+    ),
+    ("evaluate --run run --beam 1 --length-penalty 0.5", "length_penalty has an effect only with a beam above 1"),
+    ("evaluate --run run --split valid --source two.txt --target two.txt", "give --split or --source, not both"),
+    ("generate --run run --temperature 0 --top-k 3 a", "top_k has an effect only with a temperature above 0"),
+    ("generate --run run --temperature 0 --top-p 0.3 a", "top_p has an effect only with a temperature above 0"),
+    ("generate --run run --temperature 0 --seed 3 a", "seed has an effect only with a temperature above 0"),
+    (
+        "export --run run --to out --format safetensors --quantization int8",
+        "--quantization is not for format safetensors",
+    ),
+    ("export --run run --to out --format safetensors --positions 9", "--positions is not for format safetensors"),
+    ("export --run run --to out --dtype float16", "--dtype is not for format ctranslate2"),
+    ("plot positions --checkpoint last", "--checkpoint is of a run; give --run too"),
 ]
 
 
@@ -290,6 +307,7 @@ def test_a_mistake_gets_one_line_and_loses_nothing(run: Path, command: str, mess
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().split("\n")) == 1
     assert not (run / "new" / "config.toml").exists()
+    assert not (run / "out").exists()
     assert {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")} == before
 
 

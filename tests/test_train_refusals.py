@@ -1,4 +1,4 @@
-"""What `fastformer train` refuses before it reads any data, and what other commands would ignore."""
+"""What `fastformer train` refuses before it reads any data."""
 
 import sys
 from pathlib import Path
@@ -187,44 +187,3 @@ def test_of_word_perplexities_the_lowest_is_the_best(tmp_path: Path) -> None:
     result = LanguageRun.create(tmp_path / "run", data, model, train).fit(show=False)
     found = [r["word_perplexity"] for r in read_metrics(tmp_path / "run") if r["kind"] == "validation"]
     assert result.best_value == min(found) < max(found)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a translation run of 4 steps."""
-    folder = tmp_path_factory.mktemp("resumed")
-    done = fastformer(*TRAIN_TRANSLATION.split(), "--run", "run", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-# Other commands.
-
-IDLE = [
-    ("translate --run run --input s.txt seven", "give sentences or --input, not both"),
-    (
-        "translate --run run --beam 1 --length-penalty 0.5 seven",
-        "length_penalty has an effect only with a beam above 1",
-    ),
-    ("evaluate --run run --beam 1 --length-penalty 0.5", "length_penalty has an effect only with a beam above 1"),
-    ("evaluate --run run --split valid --source s.txt --target s.txt", "give --split or --source, not both"),
-    ("generate --run lm --temperature 0 --top-k 3 a", "top_k has an effect only with a temperature above 0"),
-    ("generate --run lm --temperature 0 --top-p 0.3 a", "top_p has an effect only with a temperature above 0"),
-    ("generate --run lm --temperature 0 --seed 3 a", "seed has an effect only with a temperature above 0"),
-    (
-        "export --run run --to out --format safetensors --quantization int8",
-        "--quantization is not for format safetensors",
-    ),
-    ("export --run run --to out --format safetensors --positions 9", "--positions is not for format safetensors"),
-    ("export --run run --to out --dtype float16", "--dtype is not for format ctranslate2"),
-    ("plot positions --checkpoint last", "--checkpoint is of a run; give --run too"),
-]
-
-
-@pytest.mark.parametrize(("command", "message"), IDLE, ids=[c for c, _ in IDLE])
-def test_options_of_other_commands_are_not_ignored(run: Path, command: str, message: str) -> None:
-    write_lines(run / "s.txt", ["seven"])
-    done = fastformer(*command.split(), cwd=run)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert not (run / "out").exists()

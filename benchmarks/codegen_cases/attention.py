@@ -1,6 +1,6 @@
 """Attention: each tile size that the launchers choose, with the fewest and with the most options."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def cases_of(
-    kind: str, dtype: torch.dtype, forward: dict[int, tuple[int, ...]], backward: dict[int, tuple[int, ...]]
+    kind: str, dtype: torch.dtype, forward: Mapping[int, tuple[int, ...]], backward: Mapping[int, tuple[int, ...]]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Those of one way to multiply."""
     for options in (light, heavy):

@@ -263,6 +263,7 @@ def compiled(rank: int, folder: Path) -> Any:
 
     counts = {}
     for parallel in ("ddp", "fsdp"):
+        torch._dynamo.reset()  # or the graphs of one would serve the other
         clear_compilation_metrics()
         changes = {"compile": "eager", "checkpoint_activations": True}
         language(rank, folder, parallel, f"compiled-{parallel}", **changes)

@@ -1,4 +1,4 @@
-"""What holds for every fused op: backends, copies, checkpointing, compilation, 64-bit offsets, number of compilations.
+"""What holds for every fused op: backends, copies, checkpointing, compilation, 64-bit offsets.
 
 The calls are in fused_calls.py, one line an op.
 """

@@ -141,8 +141,9 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
 
     16 bits: sizes that keep both matrix products and the exponentials overlapped on sm_90 and spill nothing there, on
     sm_80 and on sm_100, with two blocks a multiprocessor or one of 8 warps; short sequences take smaller tiles, so that
-    less of the last one is wasted and more blocks run. fp32 runs on the plain cores, bound by registers. Chosen from
-    what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
+    less of the last one is wasted and more blocks run. tf32 takes those of twice the head size (`head_width`). fp32
+    runs on plain cores, bound by registers. Chosen from what the compiler reports (`python -m benchmarks.codegen`); not
+    measured on a GPU.
     """
     K, T = head_width(q), problem.queries
     small, capability = has_small_memory(q), device_of(q).capability

@@ -1,6 +1,9 @@
+SHELL := bash
+.SHELLFLAGS := -e -o pipefail -c
 PYTHON ?= .venv/bin/python
+JOBS ?= 2
 
-.PHONY: check test lowest notebook dist
+.PHONY: check test quick lowest codegen notebook dist
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -8,7 +11,22 @@ check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m pytest tests/test_architecture.py
 
 test:
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n auto
+
+quick:  ## is anything broken? the first case of every test that is not slow
+	$(PYTHON) -m pytest -n auto --quick
+
+codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
+	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60
+
+# The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
+# version; differences to the budget are printed).
+triton-%:
+	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
+	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/test_fused_attention.py \
+	  tests/test_fused_layer_norm.py tests/test_fused_feed_forward.py tests/test_fused_linear_cross_entropy.py \
+	  tests/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
+	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.codegen --arch 90 --only " light" --jobs 1 | tail -n 60
 
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \

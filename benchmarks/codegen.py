@@ -3,8 +3,11 @@
 python -m benchmarks.codegen                                 # all cases on sm_80, sm_90, sm_100; a table; exit 1 if bad
 python -m benchmarks.codegen --arch 90 --only attention      # some of them
 python -m benchmarks.codegen --update                        # write what was found to codegen_budget.json
+python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
 
-How it is found is in `codegen_compile.py`; Triton's cache on disk makes a second run short.
+How it is found is in `codegen_compile.py`. What this Triton version has compiled before, by the fingerprint that the
+budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
+into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs.
 
 **Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
 get; at least one block on a multiprocessor; on sm_90 products of 16 bits or tf32 are wgmma, and these not serialised.
@@ -13,8 +16,8 @@ shared | registers | wgmma | serialised, "reason": why, "triton": pattern of ver
 
 **The budget** is what a Triton version made of each row when the file was written. With that version, a tenth more
 registers, fewer blocks per multiprocessor, more shared memory, or asynchronous copies gone, fail, and so do rows that
-are new, gone or configured otherwise; with another version, all that is printed only. So a new Triton that makes a
-kernel worse shows up as a difference.
+are new, gone, configured otherwise, or recorded from other sources; with another version, all that is printed only. So
+a new Triton that makes a kernel worse shows up as a difference.
 """
 
 import argparse
@@ -26,7 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.codegen_compile import ARCHITECTURES, Resources, Row, compile_all, find_cases, record
+from benchmarks.codegen_compile import Row, compile_all, find_cases, fingerprint, record
+from benchmarks.codegen_read import ARCHITECTURES, Resources
 
 BUDGET = Path(__file__).resolve().with_name("codegen_budget.json")
 DEFAULT = (80, 90, 100)
@@ -64,8 +68,14 @@ def worse(found: Resources, budget: dict[str, Any]) -> Iterator[str]:
 
 def entry(row: Row, result: Resources) -> dict[str, Any]:
     """Return the row's entry in the budget file."""
-    kept = {name: getattr(result, name) for name in ("registers", "shared", "ctas", "wgmma", "async_copies")}
-    return kept | {"configuration": row.configuration}
+    return result._asdict() | {"configuration": row.configuration, "key": row.key}
+
+
+def recorded(rows: list[Row], budget: dict[str, Any]) -> dict[str, Resources]:
+    """Return what the budget knows of the rows, whatever their names were then."""
+    entries = [each for each in budget.values() if "key" in each]
+    known = {each["key"]: Resources(*(each[name] for name in Resources._fields)) for each in entries}
+    return {row.name: known[row.key] for row in rows if row.key in known}
 
 
 def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[str, Any]) -> Iterator[str]:
@@ -80,6 +90,8 @@ def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[s
         if (before := budget[row.name]["configuration"]) != row.configuration:
             yield f"{row.name}: was configured as {before}, now as {row.configuration}"
         yield from (f"{row.name}: {text}" for text in worse(result, budget[row.name]))
+    if stale := [row for row in rows if row.name in budget and row.key != budget[row.name].get("key")]:
+        yield f"{len(stale)} rows were recorded from other sources or by another ptxas, {stale[0].name} for one"
 
 
 def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
@@ -101,6 +113,12 @@ def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
         lines.append((row.kernel, row.case, f"sm_{row.job.arch}", *numbers, row.configuration))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
+
+
+def read_budget(file: Path) -> dict[str, Any]:
+    """Read the budget file, or begin one."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
+    return found
 
 
 def dump(budget: dict[str, Any]) -> str:
@@ -147,6 +165,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", type=int, nargs="+", default=DEFAULT, help="80 86 89 90 100 120")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
     parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
+    parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--cases", default="benchmarks.codegen_cases", help="the package of the cases")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
@@ -166,7 +185,7 @@ def report(
     options: argparse.Namespace,
 ) -> int:
     """Print the table and what is wrong, against the budget file, or write that; return the exit status."""
-    budget = json.loads(options.budget.read_text()) if options.budget.exists() else {"exceptions": [], "triton": {}}
+    budget = read_budget(options.budget)
     versions: dict[str, Any] = budget["triton"]
     newest = max(versions, key=lambda name: [int(part) for part in name.split(".")], default=version)
     against = version if version in versions else newest
@@ -215,21 +234,25 @@ def main(argv: list[str] | None = None) -> int:
     cases, faults = find_cases(options.cases)
     rows: list[Row] = []
     for arch in dict.fromkeys(options.arch):
-        recorded, raised = record(cases, arch)
-        rows, faults = rows + recorded, faults + raised
+        rows_of_arch, raised = record(cases, arch)
+        rows, faults = rows + rows_of_arch, faults + raised
     rows = [row for row in rows if any(options.only in text for text in (row.name, *row.cases))]
+    rows = [row._replace(key=fingerprint(row.job)) for row in rows]
     faults = [fault for fault in faults if options.only in fault]
     if not rows and not faults:
         stop(f"no kernel and no case contains {options.only!r}; {options.cases} has {len(cases)} cases")
+    known = {} if options.fresh else recorded(rows, read_budget(options.budget)["triton"].get(version, {}))
     rows.sort(key=lambda row: (row.kernel, row.case, row.job.arch))
-    print(f"Triton {version}: {len(rows)} compilations for {len(cases)} cases", file=sys.stderr, flush=True)
+    new = [row for row in rows if row.name not in known]
+    told = f"Triton {version}: {len(rows)} compilations for {len(cases)} cases, {len(known)} of them recorded"
+    print(told, file=sys.stderr, flush=True)
 
     def tell(row: Row, result: Resources | str) -> None:
         """Show a broken limit before the end, which may be minutes away."""
         for _, text in broken_limits(row.job.arch, result):
             print(f"{row.name}: {text}", file=sys.stderr, flush=True)
 
-    return report(rows, compile_all(rows, options.jobs, tell), faults, version, options)
+    return report(rows, known | compile_all(new, options.jobs, tell), faults, version, options)
 
 
 if __name__ == "__main__":

@@ -2,60 +2,34 @@
 
 The launchers run on meta tensors, with the facts of the other GPU in `launch.assumed` and a driver that knows only its
 architecture. Triton's hook before a compilation records it and stops it. Each distinct compilation then goes to one of
-a few processes, where Triton compiles it for that architecture and the tools in its wheel take the result apart.
+a few processes, where Triton compiles it for that architecture; `codegen_read.py` takes the result apart.
 
-**Serialised wgmma**: ptxas, when it cannot keep several wgmma in flight (too few registers, say), puts a
-`WARPGROUP.DEPBAR` behind each `HGMMA`. A wgmma that starts while the one before it in the text is not waited for is a
-follower: in the PTX, one `wgmma.mma_async` after another without a `wgmma.wait_group` between; in the machine code the
-same with `HGMMA` and `WARPGROUP.DEPBAR`. Serialised: the machine code has less than half of the share of followers that
-the PTX has. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
-`tests/test_codegen.py` compares the two.
-
-**Blocks (CTAs) per multiprocessor** is the smallest of
-- registers: 65536 / (registers a thread, rounded up to 8, x 32) warps, rounded down to 4, / warps of a block;
-- shared memory of a multiprocessor / (shared memory of the block + 1 KiB that the system takes, rounded up to 128);
-- threads of a multiprocessor / threads of a block; the hardware's number of blocks;
-- sm_100: 512 columns of tensor memory / those that the block allocates.
+A compilation's **fingerprint** is the key of Triton's own cache on disk (the text of the kernel and of all that it
+calls, its constants and specialisation, options, the settings in the environment, ptxas's version), with Triton's
+version for the bytes of its wheel and without line numbers: a kernel that has only moved compiles to the same code.
+What reads the result is in it too. Equal fingerprints, equal resources: `codegen` compiles what it has no record of.
 """
 
+import hashlib
 import importlib
 import json
 import multiprocessing
 import os
 import pkgutil
-import re
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import codegen_read
+from benchmarks.codegen_read import ARCHITECTURES, Resources, read
+
 Cases = list[tuple[str, Callable[[], object]]]
-
-
-class Architecture(NamedTuple):
-    """A GPU of that architecture; what is per multiprocessor is from the CUDA C++ Programming Guide's tables."""
-
-    gpu: str
-    multiprocessors: int
-    shared_of_block: int  # bytes
-    shared: int  # bytes of a multiprocessor
-    threads: int
-    blocks: int
-
-
-ARCHITECTURES = {
-    80: Architecture("A100", 108, 163 << 10, 164 << 10, 2048, 32),
-    86: Architecture("RTX 3090", 82, 99 << 10, 100 << 10, 1536, 16),
-    89: Architecture("RTX 4090", 128, 99 << 10, 100 << 10, 1536, 24),
-    90: Architecture("H200", 132, 227 << 10, 228 << 10, 2048, 32),
-    100: Architecture("B200", 148, 227 << 10, 228 << 10, 2048, 32),
-    120: Architecture("RTX 5090", 170, 99 << 10, 100 << 10, 1536, 24),
-}
 
 
 class Job(NamedTuple):
@@ -78,23 +52,11 @@ class Row(NamedTuple):
     configuration: str
     job: Job
     cases: set[str]  # all that ask for it
+    key: str = ""  # its fingerprint; empty: none is known
 
     @property
     def name(self) -> str:
         return f"{self.case} | {self.kernel} | sm_{self.job.arch}"
-
-
-class Resources(NamedTuple):
-    """What a kernel takes. `wgmma` counts HGMMA on sm_90 and tcgen05.mma on sm_100."""
-
-    registers: int
-    stack: int  # bytes
-    shared: int  # bytes
-    ctas: int  # per multiprocessor
-    wgmma: int
-    serialised: bool
-    other_dots: int  # on sm_90, products of tiles of 16 bits or tf32 that are not wgmma
-    async_copies: int  # cp.async and TMA instructions in the PTX
 
 
 class Driver:
@@ -176,80 +138,69 @@ def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
     return list(rows.values()), faults
 
 
-def blocks_per_multiprocessor(arch: int, registers: int, shared: int, threads: int, tensor_columns: int = 0) -> int:
-    """Return how many blocks are resident at once, by the formula at the top of this file."""
-    has = ARCHITECTURES[arch]
-    warps = -(-threads // 32)
-    limits = [
-        (65536 // (-(-registers // 8) * 8 * 32)) // 4 * 4 // warps,
-        has.shared // (-(-(shared + 1024) // 128) * 128),
-        has.threads // threads,
-        has.blocks,
-    ]
-    if tensor_columns:
-        limits.append(512 // tensor_columns)
-    return min(limits)
+def _function(module: str, name: str) -> Any:
+    """Return the function itself, out of what decorates it."""
+    import triton
+
+    function = getattr(importlib.import_module(module), name)
+    while not isinstance(function, triton.JITFunction):
+        function = function.fn
+    return function
 
 
-def followers(text: str, start: str, wait: str) -> tuple[int, int]:
-    """Count what matches `start`, and how many of them follow another without a match of `wait` between."""
-    count = following = 0
-    waited = True
-    for match in re.finditer(f"({start})|{wait}", text):
-        if match[1]:
-            count, following = count + 1, following + (not waited)
-        waited = not match[1]
-    return count, following
+def source_of(job: Job) -> tuple[Any, Any]:
+    """Return what Triton compiles, and for what."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(_function(job.module, job.function), job.signature, job.constants, job.attributes)
+    return source, GPUTarget("cuda", job.arch, 32)
 
 
-def is_serialised(ptx: str, sass: str) -> bool:
-    """Whether ptxas made the wgmma of a kernel wait for one another, by the rule at the top of this file."""
-    asked, asked_following = followers(ptx, r"\bwgmma\.mma_async", r"\bwgmma\.wait_group")
-    found, found_following = followers(sass, r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR")
-    return 2 * found_following * asked < asked_following * found
+@cache
+def _functions() -> list[Any]:
+    """Return all functions for the GPU that are imported, Triton's own too."""
+    from triton.runtime.jit import JITCallable
+
+    of_modules = [value for module in list(sys.modules.values()) for value in list(vars(module).values())]
+    return [value for value in of_modules if issubclass(type(value), JITCallable)]  # without asking what a proxy is
+
+
+@cache
+def _text_key(module: str, function: str) -> str:
+    """Return Triton's key of a function's text and of all that it calls; for a process that compiles nothing.
+
+    Where functions stand is kept from it, and so is what was asked before: of the constants that a function takes from
+    its module, the key of its caller has those that happen to be known already.
+    """
+    for each in _functions():
+        each.starting_line_number, each.hash, each.used_global_vals = 0, None, {}
+    key: str = _function(module, function).cache_key
+    return key
+
+
+def fingerprint(job: Job) -> str:
+    """Return what the resources depend on, hashed, as the top of this file says."""
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import make_backend
+
+    source, target = source_of(job)
+    source.fn.hash = _text_key(job.module, job.function)
+    backend = make_backend(target)
+    options = backend.parse_options(dict(job.options))
+    settings = sorted(get_cache_invalidating_env_vars().items())
+    reader = Path(codegen_read.__file__).read_text()
+    facts = (triton.__version__, source.hash(), backend.hash(), options.hash(), settings, reader)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def compile_job(job: Job) -> Resources:
     """Compile and read the result; raises what Triton raises."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(job.module), job.function)
-    while not isinstance(function, triton.JITFunction):
-        function = function.fn
-    source = ASTSource(function, job.signature, job.constants, job.attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=job.options)
-    cubin = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
-
-    def tool(*command: str) -> str:
-        folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-        return subprocess.run([folder / command[0], *command[1:]], check=True, capture_output=True, text=True).stdout
-
-    usage = tool("cuobjdump", "-res-usage", cubin)
-    registers, stack = (int(re.findall(rf"\b{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
-    ptx = compiled.asm["ptx"]
-    threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
-    wgmma, serialised, other_dots = len(re.findall(r"\btcgen05\.mma\b", ptx)), False, 0
-    if job.arch == 90:
-        # What Triton leaves as tt.dot is no wgmma but mma.sync, at half of the rate or less.
-        asked = r"\btt\.dot\b.*(?:inputPrecision = tf32|: tensor<[\dx]+x(?:bf16|f16)\b)"
-        other_dots = len(re.findall(asked, compiled.asm["ttgir"]))
-        if "wgmma.mma_async" in ptx:
-            sass = tool("nvdisasm", "-c", cubin)
-            wgmma, serialised = len(re.findall(r"\bHGMMA\b", sass)), is_serialised(ptx, sass)
-    shared = compiled.metadata.shared
-    columns = getattr(compiled.metadata, "tmem_size", None) or 0
-    return Resources(
-        registers,
-        stack,
-        shared,
-        blocks_per_multiprocessor(job.arch, registers, shared, threads, columns),
-        wgmma,
-        serialised,
-        other_dots,
-        len(re.findall(r"\bcp\.async\.(?:ca|cg|bulk\.tensor)\b", ptx)),
-    )
+    source, target = source_of(job)
+    return read(triton.compile(source, target=target, options=job.options), job.arch)
 
 
 def end_with_parent() -> None:

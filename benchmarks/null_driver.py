@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.codegen_compile import ARCHITECTURES, Driver
+from benchmarks.codegen_compile import Driver
+from benchmarks.codegen_read import ARCHITECTURES
 from fastformer.cuda_graphs import Recorded, Step
 
 _ARCH = 90

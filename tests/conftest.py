@@ -27,6 +27,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", type=int, default=0, help="what every test begins with: other random tensors, same claims"
     )
+    parser.addoption("--quick", action="store_true", help="of each test its first case only, and no slow test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, lest one of them be what the last worker is left with; or choose for --quick."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if config.getoption("--quick"):
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if item.get_closest_marker("slow") is None:
+                first.setdefault(item.nodeid.split("[")[0], item)
+        chosen = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = first.values()
 
 
 @pytest.fixture(autouse=True)

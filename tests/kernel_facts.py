@@ -137,12 +137,10 @@ def narrow_offsets(ttir: str) -> Iterator[str]:
 
 def ttir(job) -> str:
     """Compile a recorded launch as far as its ttir."""
-    import importlib
-
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.compiler import ASTSource
+
+    from benchmarks.codegen_compile import source_of
 
     class Done(Exception):
         pass
@@ -150,14 +148,11 @@ def ttir(job) -> str:
     def stop(module, *_):
         raise Done(str(module))
 
-    function = getattr(importlib.import_module(job.module), job.function)
-    while not isinstance(function, triton.JITFunction):
-        function = function.fn
     before = CUDABackend.make_ttgir
     CUDABackend.make_ttgir = staticmethod(stop)
     try:
-        source = ASTSource(function, job.signature, job.constants, job.attributes)
-        return triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=job.options).asm["ttir"]
+        source, target = source_of(job)
+        return triton.compile(source, target=target, options=job.options).asm["ttir"]
     except Done as done:
         return str(done)
     finally:

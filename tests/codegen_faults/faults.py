@@ -16,6 +16,19 @@ def product_kernel(a_ptr, b_ptr, c_ptr, K, M: tl.constexpr, N: tl.constexpr, BLO
     tl.store(c_ptr + m[:, None] * N + n[None, :], total)
 
 
+SCALE = tl.constexpr(0.5)
+
+
+@triton.jit
+def scaled(scores):
+    return SCALE * scores
+
+
+@triton.jit
+def attention_weights(scores):
+    return tl.exp2(scaled(scores))
+
+
 @triton.jit
 def attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, S, BLOCK: tl.constexpr, D: tl.constexpr):
     """Products whose accumulators, 2 x [BLOCK, 128], are 256 registers a thread with BLOCK 128 and 4 warps."""
@@ -25,17 +38,22 @@ def attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, S, BLOCK: tl.constexpr, D: tl
     for start in range(0, S, 128):
         n = start + tl.arange(0, 128)
         k = tl.load(k_ptr + n[None, :] * D + d[:, None])
-        p = tl.exp2(tl.dot(q, k, out_dtype=tl.float32))
+        p = attention_weights(tl.dot(q, k, out_dtype=tl.float32))
         v = tl.load(v_ptr + n[:, None] * D + d[None, :])
         total = tl.dot(p.to(v.dtype), v, total, out_dtype=tl.float32)
     tl.store(out_ptr + m[:, None] * D + d[None, :], total)
 
 
 @triton.jit
+def centred(x):
+    return x - tl.sum(x)
+
+
+@triton.jit
 def normalise_kernel(x_ptr, out_ptr, N: tl.constexpr):
     n = tl.arange(0, N)
     x = tl.load(x_ptr + n)
-    tl.store(out_ptr + n, x - tl.sum(x))
+    tl.store(out_ptr + n, centred(x))
 
 
 def _meta(dtype=torch.bfloat16):
@@ -65,6 +83,7 @@ def cases():
     yield "sound", _product(64, 64, 64)
     yield "the same again", _product(64, 64, 64)
     yield "sound attention", _attention(64)
+    yield "sound sum", _normalise(1 << 10)
     yield "serialised", _attention(128)
     yield "too few rows for wgmma", _product(32, 64, 64)
     yield "shared memory", _product(64, 64, 256, num_stages=5)

@@ -1,0 +1,123 @@
+"""What a compiled kernel takes of a GPU, read from what Triton, ptxas and its disassembler say; for `codegen`.
+
+**Serialised wgmma**: ptxas, when it cannot keep several wgmma in flight (too few registers, say), puts a
+`WARPGROUP.DEPBAR` behind each `HGMMA`. A wgmma that starts while the one before it in the text is not waited for is a
+follower: in the PTX, one `wgmma.mma_async` after another without a `wgmma.wait_group` between; in the machine code the
+same with `HGMMA` and `WARPGROUP.DEPBAR`. Serialised: the machine code has less than half of the share of followers that
+the PTX has. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
+`tests/test_codegen.py` compares the two.
+
+**Blocks (CTAs) per multiprocessor** is the smallest of
+- registers: 65536 / (registers a thread, rounded up to 8, x 32) warps, rounded down to 4, / warps of a block;
+- shared memory of a multiprocessor / (shared memory of the block + 1 KiB that the system takes, rounded up to 128);
+- threads of a multiprocessor / threads of a block; the hardware's number of blocks;
+- sm_100: 512 columns of tensor memory / those that the block allocates.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Architecture(NamedTuple):
+    """A GPU of that architecture; what is per multiprocessor is from the CUDA C++ Programming Guide's tables."""
+
+    gpu: str
+    multiprocessors: int
+    shared_of_block: int  # bytes
+    shared: int  # bytes of a multiprocessor
+    threads: int
+    blocks: int
+
+
+ARCHITECTURES = {
+    80: Architecture("A100", 108, 163 << 10, 164 << 10, 2048, 32),
+    86: Architecture("RTX 3090", 82, 99 << 10, 100 << 10, 1536, 16),
+    89: Architecture("RTX 4090", 128, 99 << 10, 100 << 10, 1536, 24),
+    90: Architecture("H200", 132, 227 << 10, 228 << 10, 2048, 32),
+    100: Architecture("B200", 148, 227 << 10, 228 << 10, 2048, 32),
+    120: Architecture("RTX 5090", 170, 99 << 10, 100 << 10, 1536, 24),
+}
+
+
+class Resources(NamedTuple):
+    """What a kernel takes. `wgmma` counts HGMMA on sm_90 and tcgen05.mma on sm_100."""
+
+    registers: int
+    stack: int  # bytes
+    shared: int  # bytes
+    ctas: int  # per multiprocessor
+    wgmma: int
+    serialised: bool
+    other_dots: int  # on sm_90, products of tiles of 16 bits or tf32 that are not wgmma
+    async_copies: int  # cp.async and TMA instructions in the PTX
+
+
+def blocks_per_multiprocessor(arch: int, registers: int, shared: int, threads: int, tensor_columns: int = 0) -> int:
+    """Return how many blocks are resident at once, by the formula at the top of this file."""
+    has = ARCHITECTURES[arch]
+    warps = -(-threads // 32)
+    limits = [
+        (65536 // (-(-registers // 8) * 8 * 32)) // 4 * 4 // warps,
+        has.shared // (-(-(shared + 1024) // 128) * 128),
+        has.threads // threads,
+        has.blocks,
+    ]
+    if tensor_columns:
+        limits.append(512 // tensor_columns)
+    return min(limits)
+
+
+def followers(text: str, start: str, wait: str) -> tuple[int, int]:
+    """Count what matches `start`, and how many of them follow another without a match of `wait` between."""
+    count = following = 0
+    waited = True
+    for match in re.finditer(f"({start})|{wait}", text):
+        if match[1]:
+            count, following = count + 1, following + (not waited)
+        waited = not match[1]
+    return count, following
+
+
+def is_serialised(ptx: str, sass: str) -> bool:
+    """Whether ptxas made the wgmma of a kernel wait for one another, by the rule at the top of this file."""
+    asked, asked_following = followers(ptx, r"\bwgmma\.mma_async", r"\bwgmma\.wait_group")
+    found, found_following = followers(sass, r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR")
+    return 2 * found_following * asked < asked_following * found
+
+
+def read(compiled: Any, arch: int) -> Resources:
+    """Take a compiled kernel apart with the tools of Triton's wheel."""
+    import triton
+
+    cubin = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+
+    def tool(*command: str) -> str:
+        folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+        return subprocess.run([folder / command[0], *command[1:]], check=True, capture_output=True, text=True).stdout
+
+    usage = tool("cuobjdump", "-res-usage", cubin)
+    registers, stack = (int(re.findall(rf"\b{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    ptx = compiled.asm["ptx"]
+    threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
+    wgmma, serialised, other_dots = len(re.findall(r"\btcgen05\.mma\b", ptx)), False, 0
+    if arch == 90:
+        # What Triton leaves as tt.dot is no wgmma but mma.sync, at half of the rate or less.
+        asked = r"\btt\.dot\b.*(?:inputPrecision = tf32|: tensor<[\dx]+x(?:bf16|f16)\b)"
+        other_dots = len(re.findall(asked, compiled.asm["ttgir"]))
+        if "wgmma.mma_async" in ptx:
+            sass = tool("nvdisasm", "-c", cubin)
+            wgmma, serialised = len(re.findall(r"\bHGMMA\b", sass)), is_serialised(ptx, sass)
+    shared = compiled.metadata.shared
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    return Resources(
+        registers,
+        stack,
+        shared,
+        blocks_per_multiprocessor(arch, registers, shared, threads, columns),
+        wgmma,
+        serialised,
+        other_dots,
+        len(re.findall(r"\bcp\.async\.(?:ca|cg|bulk\.tensor)\b", ptx)),
+    )

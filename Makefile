@@ -11,10 +11,10 @@ check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m pytest tests/test_architecture.py
 
 test:
-	$(PYTHON) -m pytest -n auto
+	$(PYTHON) -m pytest -n auto --dist worksteal
 
 quick:  ## is anything broken? the first case of every test that is not slow
-	$(PYTHON) -m pytest -n auto --quick
+	$(PYTHON) -m pytest -n auto --dist worksteal --quick
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60

@@ -230,12 +230,14 @@ def pytest_benchmarks(*arguments: str, **environment: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_an_unknown_competitor_is_named_with_those_that_are_known():
     done = pytest_benchmarks("--competitor", "eager,egaer")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--competitor: unknown competitor 'egaer'; known: eager, compile," in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_was_skipped():
     """Of two ops in three directions; what -k leaves out is not skipped."""
@@ -244,6 +246,7 @@ def test_without_a_gpu_one_line_says_what_was_skipped():
     assert "\n6 cases need a CUDA device and were skipped" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_the_interpreter():
     done = pytest_benchmarks("--dry-run", TRITON_INTERPRET="0")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -339,6 +339,7 @@ def test_help_names_every_command_and_setting(tmp_path: Path) -> None:
     assert all(name in text for name in ("--d-model", "--lr", "--vocabulary", "Settings: train"))
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     code = (

@@ -47,6 +47,7 @@ def faults(tmp_path_factory) -> subprocess.CompletedProcess[str]:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_every_fault_is_found_and_nothing_else(faults):
     assert faults.returncode == 1, faults.stderr
     found = faults.stdout.split("Broken limits:\n")[1].split("\n\n")[0].splitlines()
@@ -67,6 +68,7 @@ def test_every_fault_is_found_and_nothing_else(faults):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_table_has_the_numbers_of_a_sound_kernel(faults):
     lines = faults.stdout.splitlines()
     header = next(line for line in lines if line.startswith("kernel  "))
@@ -83,6 +85,7 @@ def test_table_has_the_numbers_of_a_sound_kernel(faults):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_serialised_means_what_ptxas_says(faults):
     rows = [line for line in faults.stdout.splitlines() if line.startswith("faults.")]
     ours = [line.split()[0].split(".")[1] for line in rows if "SERIALISED" in line]
@@ -122,6 +125,7 @@ def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
 
 
 @needs_triton
+@pytest.mark.slow
 def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_path):
     """Against the budget of the sound kernels: a helper that spills now, a launcher that asks for too much memory."""
     copy = shutil.copytree(ROOT / "tests" / "codegen_faults", tmp_path / "codegen_faults")

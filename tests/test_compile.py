@@ -80,6 +80,7 @@ def test_one_compilation_with_dynamic_shapes(name):
     assert len(compilations()) == 1, compilations()
 
 
+@pytest.mark.slow
 def test_evaluation_is_another_graph_and_not_more():
     case = CASES["LanguageModel"]
     module, _ = case.pair(dropout=0.5)
@@ -102,6 +103,7 @@ def test_dropout_differs_from_call_to_call():
     assert not torch.equal(case.run(compiled, given), case.run(compiled, given))
 
 
+@pytest.mark.slow
 def test_each_choice_of_arguments_is_one_graph():
     case = CASES["TransformerEncoderLayer, pre-norm"]
     module, _ = case.pair()
@@ -115,6 +117,7 @@ def test_each_choice_of_arguments_is_one_graph():
     assert len(compilations()) == 4, compilations()
 
 
+@pytest.mark.slow
 def test_sizes_of_one_are_graphs_of_their_own():
     case = CASES["MultiheadAttention"]
     module, _ = case.pair()

@@ -48,6 +48,7 @@ def test_classifiers_learn(name, tmp_path, capsys):
     assert f"{100 * result:.2f} %" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_notebook_is_what_the_script_generates_and_its_cells_run(capsys):
     """In order, in one namespace, as Jupyter does; the cells assert that their numbers are the model's."""
     notebook = example("notebook")

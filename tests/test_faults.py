@@ -185,6 +185,7 @@ def test_decoder_is_causal():
         assert first_moved(ours, batch.target_in, position) == position
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_generation_is_what_training_saw():
     """Every generated token is the model's choice after its prefix alone, by the forward pass of training."""

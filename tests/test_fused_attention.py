@@ -309,6 +309,7 @@ def identity(n: int) -> Tensor:
     return torch.eye(n, device=DEVICE)[None, None]
 
 
+@pytest.mark.slow
 def test_dropout_keeps_its_rate_and_its_scale():
     p, n = 0.3, 64
     q, k = (torch.randn(2, 3, m, n, device=DEVICE) for m in (100, n))

@@ -287,6 +287,7 @@ def facts(*arguments: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @needs_triton
 def test_offsets_are_of_64_bits():
     """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits."""
@@ -295,6 +296,7 @@ def test_offsets_are_of_64_bits():
     assert not {name: broken for name, broken in found.items() if broken}
 
 
+@pytest.mark.slow
 @needs_triton
 def test_offsets_of_32_bits_are_found():
     found = facts("offset_faults")

@@ -165,6 +165,7 @@ def zeroed(module: nn.Module, hidden: Tensor) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_encoder_stack():
     made = []
     for library in (fastformer, nn):
@@ -182,6 +183,7 @@ def transformer(library: Any, dropout: float = 0.0) -> nn.Module:
     return made
 
 
+@pytest.mark.slow
 def test_transformer():
     inputs = {
         "src": random(B, S, D),
@@ -225,6 +227,7 @@ def test_modules_run_kernels(monkeypatch):
     assert launched == {"attention", "layer_norm", "dropout_add_layer_norm", "feed_forward"}
 
 
+@pytest.mark.slow
 def test_copies_and_checkpoints():
     """A module that has run is still a torch.nn module: copied, pickled, and its state is torch's both ways."""
     ours = transformer(fastformer, 0.1).to(DEVICE)

@@ -409,6 +409,7 @@ def test_checkpointing(reduction, triton):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled(reduction, triton):
     torch._dynamo.reset()

@@ -216,6 +216,7 @@ DROPOUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout_under_a_seed_and_under_checkpointing(name):
     module, shapes = DROPOUT[name]()

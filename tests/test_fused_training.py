@@ -45,6 +45,7 @@ def loss_curve(model: TranslationModel, backend: Backend, batches: list[int]) ->
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"norm_first": False, "activation": "gelu", "embeddings": "shared"}], ids=str)
 def test_the_loss_curve_is_that_of_the_reference(changes):
     """By the rule of fused_op.py for the whole curve: an error of one step is in the parameters of all that follow."""
@@ -74,6 +75,7 @@ def test_the_loss_curve_is_that_of_the_reference(changes):
     assert all(h.ids for h in searched)
 
 
+@pytest.mark.slow
 def test_with_dropout_the_loss_falls_and_the_seed_decides_it():
     seeds = [0] * 3
     curves = []
@@ -87,6 +89,7 @@ def test_with_dropout_the_loss_falls_and_the_seed_decides_it():
     assert loss_curve(tiny_model(dropout=0.1, heads=1), "triton", seeds[:1])[0] != curves[0][0]
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_with_kernels(tmp_path):
     """Of the environment variables alone; both runs at once."""
     pytest.importorskip("typer", reason="the command line needs the extra `apps`")

@@ -178,6 +178,7 @@ def numbers(request: pytest.FixtureRequest) -> range:
     return range(request.config.getoption("--fuzz") // 10)
 
 
+@pytest.mark.slow
 def test_arguments(home: Path, numbers: range) -> None:
     """Options of every command with values of a wrong type, out of range, enormous, or not text.
 
@@ -202,6 +203,7 @@ def test_arguments(home: Path, numbers: range) -> None:
     assert done > len(numbers) / 10
 
 
+@pytest.mark.slow
 def test_text(home: Path, numbers: range) -> None:
     """Files and standard input in any encoding, any line ends: a line out for each line in, or one line why not."""
     before = content(home)
@@ -244,6 +246,7 @@ def test_text(home: Path, numbers: range) -> None:
     assert done > len(numbers) / 10
 
 
+@pytest.mark.slow
 def test_damaged_runs(home: Path, numbers: range) -> None:
     """One file of a run is damaged, empty, a folder, or gone."""
     before = content(home)

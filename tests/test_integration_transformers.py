@@ -300,6 +300,7 @@ def test_registering_twice_changes_nothing():
     assert "fastformer" in before
 
 
+@pytest.mark.slow
 def test_models_build_beside_this_package():
     """`kernels/` in the repository must not shadow the distribution of that name, which transformers looks for."""
     code = (

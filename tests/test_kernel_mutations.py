@@ -21,6 +21,7 @@ def test_names_are_unique():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
+@pytest.mark.slow
 def test_each_fault_has_a_test():
     """Pytest says which of the tests it does not find."""
     tests = list(dict.fromkeys(fault.test for fault in FAULTS))

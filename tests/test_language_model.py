@@ -406,6 +406,7 @@ def trainer(folder: Path, steps: int, dropout: float = 0.0) -> Trainer:
     )
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_last_token_does_not_tell(tmp_path):
     """The best prediction from the last token alone stays at 1.93 nats; a model that sees its past falls far below."""
     assert bigram_loss(steps_documents(300, seed=1)) > 1.9

@@ -169,6 +169,7 @@ def test_a_row_that_is_not_finite_stays_alone(op: str, value: float, any_backend
             assert torch.equal(expected[row].isfinite(), found[row].isfinite()), any_backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_packed_sequence_that_is_not_finite_stays_alone(value: float, causal: bool, any_backend: str) -> None:
@@ -198,6 +199,7 @@ def test_a_packed_sequence_that_is_not_finite_stays_alone(value: float, causal: 
             assert length == 0 or 2 not in dirty or not found[0][own].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_backend")
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_nan_in_padding_reaches_nothing(norm_first: bool) -> None:
@@ -218,6 +220,7 @@ def test_nan_in_padding_reaches_nothing(norm_first: bool) -> None:
         assert all(torch.equal(clean, found) for found in dirty)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_backend")
 def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale() -> None:
     torch.manual_seed(0)
@@ -302,6 +305,7 @@ class Sizes(TorchDispatchMode):
 SLOW = pytest.mark.skipif(DEVICE != "cuda", reason="2 * 10^9 scores: 40 s on a CPU core")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "packed"),
     [

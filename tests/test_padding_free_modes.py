@@ -56,6 +56,7 @@ def test_nested_tensors_go_in_and_come_out(batch_first):
     assert_close(tokens, ours.decoder.packed(x, layout, memory, source, causal=False))
 
 
+@pytest.mark.slow
 def test_traces_and_fake_tensors_keep_the_padded_form():
     ours, _ = stacks("TransformerEncoder", dtype=torch.float32)
     x, hidden = torch.randn(B, T, D), PADDING["right"][0]

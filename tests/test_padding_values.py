@@ -117,6 +117,7 @@ def test_cross_attention_of_a_module(fillings: tuple[float, ...]) -> None:
         agree(results)
 
 
+@pytest.mark.slow
 def test_a_decoders_cache(fillings: tuple[float, ...]) -> None:
     """The keys and values of shorter sources, beyond their ends."""
     model = random_model(encoder_layers=1, decoder_layers=1).eval().to(DEVICE)

@@ -33,11 +33,13 @@ def launchers(facts):
     return facts["launchers"]
 
 
+@pytest.mark.slow
 def test_every_way_launches_the_same(launchers):
     assert sum(fact["calls"] for fact in launchers.values()) > 50
     assert not [difference for fact in launchers.values() for difference in fact["differences"]]
 
 
+@pytest.mark.slow
 def test_most_calls_are_repeated_from_a_plan(launchers):
     for name, fact in launchers.items():
         if name in UNPLANNED:

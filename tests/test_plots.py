@@ -165,6 +165,7 @@ def test_every_head_has_a_map_on_one_scale_and_only_outer_maps_have_tokens(heads
     assert not cut_off(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "heads", "length"), [(1, 1, 3), (2, 9, 3), (2, 2, 40), (5, 0, 6)])
 def test_every_layer_has_a_row_of_panels_or_one_panel(layers, heads, length):
     shape = (layers, heads, length, length) if heads else (layers, length, length)
@@ -218,6 +219,7 @@ def test_no_text_of_learning_curves_is_cut_off(scale, steps, runs):
     assert not cut_off(plot_history({f"runs/number{i}": records for i in range(runs)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 16])
 def test_forty_tokens_all_have_their_label(heads):
     figure = plot_attention_heads(torch.rand(heads, 40, 40), tokens(40, "x"), tokens(40, "x"), "t " * 300)
@@ -290,6 +292,7 @@ def test_save_makes_folders_and_a_png(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.slow
 def test_figures_leave_pyplot_alone_and_importing_draws_nothing():
     code = (
         "import sys, torch, fastformer.plots as p; assert 'matplotlib' not in sys.modules; "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fused_op
+import pytest
 import torch
 from closeness import assert_close, gradients
 from hypothesis import given, settings
@@ -141,6 +142,7 @@ def call(problem: Problem, rules: dict[str, Any], inputs: tuple[Tensor, ...], op
     return out
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(problems())
 def test_the_reference_is_the_formula(problem: Problem) -> None:
@@ -153,6 +155,7 @@ def test_the_reference_is_the_formula(problem: Problem) -> None:
         assert_close(a, b)
 
 
+@pytest.mark.slow
 @fused_op.needs_kernels
 @settings(deadline=None, max_examples=8, derandomize=True)
 @given(problems())

@@ -358,6 +358,7 @@ def command(tmp_path, monkeypatch, recipe):
     return run
 
 
+@pytest.mark.slow
 def test_the_command_from_recipe_to_table(command, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert command("--seeds", "3") == 0, (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")

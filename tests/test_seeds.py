@@ -123,6 +123,7 @@ def test_the_order_of_batches_is_of_seed_and_epoch_alone(name: str) -> None:
         assert len({tuple(first[0]), tuple(first[1]), tuple(digests(sources(2)[name], 0))}) == 3
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_batches() -> None:
     code = "import test_seeds; print([test_seeds.digests(s, 1) for s in test_seeds.sources(1).values()])"
     root = Path(__file__).resolve().parents[1]

@@ -154,6 +154,7 @@ def test_split_keeps_equal_documents_together() -> None:
         split_text(TextCorpus([["a"], ["b"], ["a"]]), 0.1, seed=1)
 
 
+@pytest.mark.slow
 def test_wikitext2_has_its_counts_and_articles(tmp_path: Path) -> None:
     wikitext2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "wikitext-2"
     if not wikitext2.is_dir():

@@ -217,6 +217,7 @@ def test_pieces_come_as_they_are_written(alphabet):
         hook.remove()
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_batches(generator):
     prompts = ["the cat", "", "the", "the dog said nothing", "the", "dit «oui»", "1,000"]
     options = SamplingOptions(seed=9, max_new_tokens=20, top_p=0.9)

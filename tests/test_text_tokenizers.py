@@ -280,6 +280,7 @@ def test_examples_in_the_docstrings():
     assert doctest.testmod(vocabulary) == (0, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k files are not there")
 @pytest.mark.parametrize(("language", "size"), [("en", 7_931), ("de", 13_416), ("fr", 9_028)])
 def test_multi30k_allows_so_many_pieces(language, size, caplog):

@@ -243,6 +243,7 @@ print("passed")
 """
 
 
+@pytest.mark.slow
 @posix_only
 def test_a_disk_that_is_full_at_any_point_leaves_the_previous_checkpoint(tmp_path):
     """Really failing writes: the system refuses to let any file grow beyond a limit."""
@@ -345,6 +346,7 @@ print("passed", number)
 """
 
 
+@pytest.mark.slow
 @posix_only
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, kind):

@@ -77,6 +77,7 @@ def updates(tape, config, loss=LOSS, model=None, **changes):
     return Update(model, loss, config, ALONE), GraphedUpdate(other, loss, config, ALONE, tape, None), model, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -163,6 +164,7 @@ def test_a_part_that_cannot_be_captured_leaves_eager_steps(tape, part):
     assert_same_parameters(model, other)
 
 
+@pytest.mark.slow
 def test_parameters_that_move_are_noticed(tape):
     """As where a checkpoint is loaded with assign=True, or the optimiser is made anew."""
     eager, graphed, model, other = updates(tape, settings())
@@ -295,6 +297,7 @@ def test_a_table_of_positions_that_is_replaced_is_still_read(tape):
     assert_same_parameters(model, other)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_kernels(tape):
     """The launches that a graph would hold, with Triton's interpreter on a CPU.

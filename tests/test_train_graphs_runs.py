@@ -49,6 +49,7 @@ def losses(folder):
     return [(r["kind"], r["step"], r["loss"], r.get("gradient_norm", 0)) for r in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_eager_one(tape, tmp_path):
     for name, on in (("eager", False), ("graphs", True)):
         trainer(tmp_path / name, cuda_graphs=on).fit()
@@ -57,6 +58,7 @@ def test_a_run_is_the_eager_one(tape, tmp_path):
         assert found == (*expected[:2], pytest.approx(expected[2], rel=1e-6), pytest.approx(expected[3], rel=1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [True, False], ids=["with graphs", "without"])
 def test_a_run_is_resumed(tape, tmp_path, after):
     """Bit for bit where both parts have graphs; a run may go on without them."""

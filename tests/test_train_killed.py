@@ -56,6 +56,7 @@ print("passed", killed, rounds, resumed_late)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_runs_end_as_the_run_that_was_not_killed(tmp_path):
     tests = os.path.dirname(__file__)

@@ -201,6 +201,7 @@ print("passed")
 """
 
 
+@pytest.mark.slow
 @posix_only
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     run = subprocess.run(

@@ -355,6 +355,7 @@ def start(folder: Path, validation_seconds: float) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
 def test_ctrl_c_finishes_the_step_saves_validates_and_exits_cleanly(tmp_path):
     process = start(tmp_path, 0.0)
@@ -371,6 +372,7 @@ def test_ctrl_c_finishes_the_step_saves_validates_and_exits_cleanly(tmp_path):
     assert checkpoints.best() == checkpoints.last()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
 def test_a_second_ctrl_c_ends_at_once_and_what_was_saved_is_there(tmp_path):
     process = start(tmp_path, 60.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_task import Source, config, network, trainer
 
-from fastformer.train import Checkpoint, CheckpointError, CheckpointFolder, read_metrics
+from fastformer.train import Checkpoint, CheckpointError, CheckpointFolder, Result, TrainConfig, read_metrics
 
 TIMES = ("seconds", "tokens_per_second")
 
@@ -58,11 +58,9 @@ def stop_after(steps: int) -> Any:
     return loss
 
 
-# Epochs have 7 batches; validations are at steps 5, 10, … or after epochs; records at even steps.
-@pytest.mark.parametrize("stop", [1, 4, 5, 7, 8, 13])
-@pytest.mark.parametrize(
-    "settings",
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         {"steps": 20},
         {"steps": None, "epochs": 3, "validate_every": None, "schedule": "cosine"},
         {"schedule": "divide_on_plateau", "plateau_divisor": 2.0, "lr": 0.3, "weight_decay": 0.1},
@@ -72,9 +70,16 @@ def stop_after(steps: int) -> Any:
     ],
     ids=["inverse_sqrt", "epochs-cosine", "divide", "plateau-sgd", "linear-bf16", "fp16-sharded"],
 )
-def test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one(tmp_path, settings, stop):
-    settings = config(**settings)
-    whole = trainer(tmp_path / "whole", settings).fit()
+def uninterrupted(request, tmp_path_factory) -> tuple[TrainConfig, Path, Result]:
+    """Settings, the folder of a run, and how it ended."""
+    settings, folder = config(**request.param), tmp_path_factory.mktemp("whole")
+    return settings, folder, trainer(folder, settings).fit()
+
+
+# Epochs have 7 batches; validations are at steps 5, 10, … or after epochs; records at even steps.
+@pytest.mark.parametrize("stop", [1, 4, 5, 7, 8, 13])
+def test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one(tmp_path, uninterrupted, stop):
+    settings, folder, whole = uninterrupted
     first = trainer(tmp_path / "parts", settings, loss=stop_after(stop)).fit()
     assert (first.reason, first.step) == ("interrupted", stop)
 
@@ -83,8 +88,8 @@ def test_a_run_interrupted_anywhere_and_resumed_equals_the_uninterrupted_one(tmp
     assert again.resume().step == stop
     rest = again.fit()
     assert (rest.reason, rest.step, rest.epoch, rest.tokens) == (whole.reason, whole.step, whole.epoch, whole.tokens)
-    assert_equal(final(tmp_path / "parts", whole.step), final(tmp_path / "whole", whole.step))
-    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert_equal(final(tmp_path / "parts", whole.step), final(folder, whole.step))
+    assert records(tmp_path / "parts") == records(folder)
 
 
 def test_accumulated_batches_and_averaging_resume_too(tmp_path):

@@ -252,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         for _, text in broken_limits(row.job.arch, result):
             print(f"{row.name}: {text}", file=sys.stderr, flush=True)
 
-    return report(rows, known | compile_all(new, options.jobs, tell), faults, version, options)
+    results = {**known, **compile_all(new, options.jobs, tell)}
+    return report(rows, results, faults, version, options)
 
 
 if __name__ == "__main__":

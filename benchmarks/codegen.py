@@ -90,8 +90,6 @@ def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[s
         if (before := budget[row.name]["configuration"]) != row.configuration:
             yield f"{row.name}: was configured as {before}, now as {row.configuration}"
         yield from (f"{row.name}: {text}" for text in worse(result, budget[row.name]))
-    if stale := [row for row in rows if row.name in budget and row.key != budget[row.name].get("key")]:
-        yield f"{len(stale)} rows were recorded from other sources or by another ptxas, {stale[0].name} for one"
 
 
 def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
@@ -201,6 +199,11 @@ def report(
     broken = faults + broken
     differences = [f"{name}: in the budget, and no case asks for it" for name in gone]
     differences += compare(rows, results, versions.get(against, {}))
+    listed = versions.get(version, {})
+    if stale := [row.name for row in rows if row.name in listed and row.key != listed[row.name].get("key")]:
+        differences.append(
+            f"{len(stale)} rows were recorded from other sources or by another ptxas, {stale[0]} for one"
+        )
     print(table(rows, results))
     if options.update:
         kept = {name: value for name, value in versions.get(version, {}).items() if name not in gone}

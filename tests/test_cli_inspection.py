@@ -35,6 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["pieces", "words"])
 def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path, run: str) -> None:
     translator = load_translator(runs / run)

@@ -114,6 +114,7 @@ def test_the_kernels_keep_to_the_budget():
         assert "compiled," not in ran.stderr
 
 
+@pytest.mark.slow
 @needs_triton
 def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
     """And the lines that its functions begin at are not, nor the order in which fingerprints were asked for."""

@@ -128,6 +128,7 @@ def test_sizes_of_one_are_graphs_of_their_own():
     assert len(compilations()) == 3, compilations()
 
 
+@pytest.mark.slow
 def test_the_table_of_positions_may_grow_meanwhile():
     """By batches that run without the compiler, as in validation."""
     case = CASES["LanguageModel"]

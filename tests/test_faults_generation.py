@@ -71,6 +71,7 @@ def faulty_beam_search(model, row, beam, steps):
     return [prefix[1:] for prefix in prefixes]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_beams_differ():
     model = reversing_model()

@@ -69,6 +69,7 @@ def test_beam_search_is_the_uncached_loop(variant, rule):
         assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 def test_trained_model_ends_its_sentences(length_penalty):
     """Greedy, beam 1 and the uncached loops agree where sentences end by themselves, at different steps."""

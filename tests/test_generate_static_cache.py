@@ -105,6 +105,7 @@ def test_longest_must_allow_a_step():
         StaticDecoderState(random_model(), source, lengths, longest=0)
 
 
+@pytest.mark.slow
 @needs_kernels
 @torch.inference_mode()
 def test_kernels(tape, triton_backend, monkeypatch):

@@ -116,6 +116,7 @@ def test_the_summary_is_short_and_begins_with_what_was_missed(tmp_path):
     assert lines[-1].endswith("more in benchmarks.jsonl")
 
 
+@pytest.mark.slow
 def test_the_dry_run_of_the_facts(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(COMMIT, "0123456")
     out = tmp_path / "facts"

@@ -67,6 +67,7 @@ def test_what_is_forgotten_is_watched_anew(monkeypatch):
         plan.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["launched", "repeated"])
 def test_launches_go_straight_unless_hooks_want_to_see_them(facts, way):
     found = facts["hooks"][way]

@@ -164,7 +164,7 @@ def is_exact(q: Tensor) -> bool:
     """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32.
 
     torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
-    backward spill 40 to 580 bytes in every tile that was compiled, of 16 rows and more.
+    backward spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
     """
     return q.dtype == torch.float32 and (precision(q) == "ieee" or q.shape[-1] > 128)
 

@@ -25,12 +25,13 @@ from fastformer.torch_calls import causal_hint, encoder_masks
 
 
 class _AsTorch(threading.local):
-    """Set while an encoder runs whose padding a decoder will see: its rows are then what torch makes of them, not 0.
+    """Set while an encoder with hooks runs whose padding a decoder will see: its rows are then torch's, not 0.
 
-    No argument of the encoder's says so, because hooks on it, and encoders of other classes, are to see torch's call.
+    Where nobody looks, an argument of the encoder's says so; a hook is to see torch's call.
     """
 
-    rows = False
+    def __init__(self) -> None:
+        self.rows = False
 
 
 _as_torch = _AsTorch()
@@ -76,14 +77,18 @@ class _Stack(nn.Module):
 
     def _blank(self, output: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
         """Set the rows of padding to 0 where the stack is to skip it."""
-        wanted = self.padding_free and not _as_torch.rows if padding_free is None else padding_free
-        return zero_padding(output, padding, self.layers_batch_first) if wanted else output
+        return zero_padding(output, padding, self.layers_batch_first) if self._wanted(padding_free) else output
+
+    def _wanted(self, padding_free: bool | None) -> bool:
+        """Whether padding is to be skipped, and 0."""
+        if padding_free is not None:
+            return padding_free
+        return self.padding_free and (torch.compiler.is_compiling() or not _as_torch.rows)
 
     def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Whether there is padding to skip, and nothing against skipping it."""
-        wanted = self.padding_free and not _as_torch.rows if padding_free is None else padding_free
         given = [mask for mask in masks if mask is not None]
-        return wanted and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
+        return self._wanted(padding_free) and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
 
     def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer as `checkpoint_activations` says."""
@@ -383,13 +388,9 @@ class Transformer(nn.Transformer):
             if source is not None and side is not None:
                 memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
                 return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
-        before, _as_torch.rows = _as_torch.rows, not same
-        try:
-            memory = self.encoder(
-                src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
-            )
-        finally:
-            _as_torch.rows = before
+        memory = self._encode_padded(
+            src, same, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
+        )
         return self.decoder(  # type: ignore[no-any-return]
             tgt,
             memory,
@@ -400,6 +401,18 @@ class Transformer(nn.Transformer):
             tgt_is_causal=tgt_is_causal,
             memory_is_causal=memory_is_causal,
         )
+
+    def _encode_padded(self, src: Tensor, same: bool, **masks: Any) -> Tensor:
+        """Call the encoder; rows of padding that the decoder will see, where not `same`, are torch's, not 0."""
+        if same or getattr(type(self.encoder), "forward", None) is not TransformerEncoder.forward:
+            return self.encoder(src, **masks)  # type: ignore[no-any-return]
+        if not has_hooks(self.encoder):
+            return self.encoder(src, **masks, padding_free=False)  # type: ignore[no-any-return]
+        before, _as_torch.rows = _as_torch.rows, True
+        try:
+            return self.encoder(src, **masks)  # type: ignore[no-any-return]
+        finally:
+            _as_torch.rows = before
 
     def _check(self, src: Tensor, tgt: Tensor) -> None:
         """Raise what torch raises for inputs that do not fit together."""

@@ -76,7 +76,7 @@ def _mask_gradient_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dweights: Tensor | None, *settings: Any
 ) -> Tensor:
     B, H = (1, 1, *settings[2].shape)[-4:][:2] if settings[2].dim() < 4 else settings[2].shape[:2]
-    return q.new_empty((B, H, q.shape[2], k.shape[2]), dtype=torch.float32)
+    return q.new_empty((B, H, q.shape[2], -(-k.shape[2] // 16) * 16), dtype=torch.float32)
 
 
 def _bounds_fake(
@@ -185,8 +185,8 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = _backward(*given, wants_q, wants_keys, ctx.fast, *settings)
         dmask = None
         if wanted[3]:
-            dmask = _mask_gradient(*given, *settings)  # [B or 1, H or 1, T, S]
-            dmask = dmask.sum_to_size((1,) * (4 - mask.dim()) + mask.shape).view(mask.shape).to(mask.dtype)
+            dmask = _mask_gradient(*given, *settings)[..., : k.shape[2]]  # [B or 1, H or 1, T, S]
+            dmask = dmask.sum_to_size((1,) * (4 - mask.dim()) + mask.shape).reshape(mask.shape).to(mask.dtype)
         return dq if wants_q else None, dk if wanted[1] else None, dv if wanted[2] else None, dmask, *rest
 
 

@@ -11,7 +11,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, attends, lined_up, row_strides, score_tile, views
+from fastformer_kernels.attention_problem import (
+    Problem,
+    attends,
+    lined_up,
+    row_strides,
+    score_tile,
+    views,
+    whole_lines,
+)
 from fastformer_kernels.attention_tiles import (
     load_bounds,
     load_lse,
@@ -94,7 +102,10 @@ def mask_gradient(
     dweights: Tensor | None,
     *settings: Any,
 ) -> Tensor:
-    """Compute the gradient of the additive mask, fp32 `[B or 1, H or 1, T, S]`: 1 where the mask was broadcast.
+    """Compute the gradient of the additive mask, fp32 `[B or 1, H or 1, T, S']`: 1 where the mask was broadcast.
+
+    S' is S, rounded up to a multiple of 16: rows are stored in whole vectors, and what lies beyond S is left as it is.
+    Stored at any place, fp32 took 255 registers at head size 128, and spilled, where it takes 126 (sm_90, compiled).
 
     Args:
         dout: of out's shape; only dense tensors have a mask.
@@ -107,7 +118,7 @@ def mask_gradient(
     B, H, T, S = problem.sizes(q)
     shape = (1, 1, 1, 1, *problem.mask.shape)[-4:]
     sum_b, sum_h = shape[0] == 1, shape[1] == 1
-    dmask = noted(q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, S), dtype=torch.float32))
+    dmask = noted(q.new_empty((1 if sum_b else B, 1 if sum_h else H, T, whole_lines(S)), dtype=torch.float32))
     if dmask.numel() == 0 or B * H == 0:
         return dmask.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)

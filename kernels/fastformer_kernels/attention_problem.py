@@ -8,9 +8,11 @@ from torch import Tensor
 from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, kernel, power_of_two, precision
 from fastformer_kernels.random import threshold_and_scale
 
-# What a kernel of heads is compiled for: masks and gradients of weights are `lined_up`. Not every kernel has them all.
+# What a kernel of heads is compiled for: rows of masks, of their gradient and of that of weights are `lined_up`. Not
+# every kernel has them all.
 attends = kernel(
     *("stride_mb", "stride_mh", "stride_mt", "stride_ms", "stride_wb", "stride_wh", "stride_wt"),
+    *("stride_db", "stride_dh", "stride_dt"),
     anywhere=["bounds_ptr", "key_mask_ptr", "seed_ptr"],
 )
 _LINE = 16  # elements
@@ -52,8 +54,13 @@ def lined_up(x: Tensor) -> Tensor:
     rows = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _LINE for stride in rows):
         return x
-    copy = x.new_empty((*x.shape[:-1], -(-x.shape[-1] // _LINE) * _LINE))[..., : x.shape[-1]]
+    copy = x.new_empty((*x.shape[:-1], whole_lines(x.shape[-1])))[..., : x.shape[-1]]
     return copy.copy_(x)
+
+
+def whole_lines(columns: int) -> int:
+    """Return how long a row is that ends at a multiple of 16 elements."""
+    return -(-columns // _LINE) * _LINE
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastformer.run_folders import BY_HAND
+from fastformer.guarded import check_path
+from fastformer.run_folders import BY_HAND, config_of
 from fastformer.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.train.config import read_toml
 from fastformer.train.metrics import LOWER_IS_BETTER
@@ -123,11 +124,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.toml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
     settings = {}
-    for section, values in read_toml(path).items():
+    for section, values in read_toml(config_of(folder)).items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             settings[f"{section}.{key}" if key else section] = value
     return settings
@@ -135,7 +133,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _read_records(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    if not path.is_file():
+    if not check_path(path, folder):
         return []
     records = read_metrics(folder)
     for number, record in enumerate(records, start=1):

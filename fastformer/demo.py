@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastformer.generate import SearchOptions, attend
+from fastformer.guarded import write_file
 from fastformer.plots import plot_history, save
+from fastformer.run_lock import LOCK, locked
 from fastformer.text.scores import Scores
 from fastformer.train import TrainConfig, read_metrics
 from fastformer.translation import DataConfig, TranslationRun, evaluate, load_translator, read_corpora
@@ -68,13 +70,13 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         f"Learning to translate English number words into {'French' if target == 'fr' else 'German'}: "
         f"{len(train):,} examples such as\n  {train.source[-1]}  ->  {train.target[-1]}"
     )
-    if marker.exists():
-        shutil.rmtree(folder)
     started = time.perf_counter(), time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
-    marker.write_text("made by `fastformer demo`, which may replace this folder\n", encoding="utf-8")
-    run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
-    run.fit()
+    with locked(folder):
+        _empty(folder)
+        write_file(marker, b"made by `fastformer demo`, which may replace this folder\n", folder)
+        run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
+        run.fit()
     wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
     console.print(f"Set-up and training took {wall:.0f} s ({cpu:.0f} CPU-seconds).\n")
 
@@ -86,10 +88,19 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
         console.print(f"  {source}\n    -> {translation}")
 
-    save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
+    save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png", folder)
     # Short enough for readable labels, long enough to show something.
     sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
-    save(attend(translator, sentence).figure(), folder / "attention.png")
+    save(attend(translator, sentence).figure(), folder / "attention.png", folder)
     console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
     console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an earlier demo left; a link is removed, never what it leads to."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()

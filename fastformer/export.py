@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fastformer.guarded import read_file
 from fastformer.models import LanguageConfig, LanguageModel, TranslationConfig, TranslationModel
 from fastformer.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.text import Tokenizer
@@ -108,7 +109,7 @@ def load_safetensors(folder: Path | str) -> Model:
     """
     folder = Path(folder)
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads(read_file(folder / "config.json"))
         config, model = _KINDS[content["kind"]]
         built: Model = model(config(**content["model"])).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:

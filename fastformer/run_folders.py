@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fastformer.guarded import check_path
+from fastformer.own_files import refuse_links
+from fastformer.run_lock import locked
 from fastformer.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.train import Checkpoint, Processes, TrainConfig, find_checkpoint, load_toml, save_toml
 from fastformer.train.conditions import Given, Machine, refuse_idle
@@ -149,12 +152,15 @@ class Application:
                     f"the model has {name}={getattr(config, name)}, but its tokenizer says {getattr(expected, name)}"
                 )
         folder.mkdir(parents=True, exist_ok=True)
-        self.save_tokenizers(folder, tokenizers)
-        self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
+        with locked(folder):
+            refuse_links(folder)
+            self.save_tokenizers(folder, tokenizers)
+            self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
         """Write the tokenizers of a run folder."""
         for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
+            check_path(folder / name, folder)
             tokenizer.save(folder / name)
 
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
@@ -197,7 +203,10 @@ class Application:
 
     def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
         """The tokenizers of a run folder."""
-        return tuple(load_tokenizer(Path(folder) / name) for name in self.tokenizers)
+        paths = [Path(folder) / name for name in self.tokenizers]
+        for path in paths:
+            check_path(path, Path(folder))
+        return tuple(load_tokenizer(path) for path in paths)
 
     def load_weights(self, folder: Path | str, checkpoint: str, model: type[Model]) -> Model:
         """The model of a run with its weights, on the CPU.
@@ -231,10 +240,15 @@ def read_kind(folder: Path | str) -> str:
         FileNotFoundError: the folder holds no run.
         ValueError: its config.toml is damaged.
     """
+    return _stated(config_of(folder)).kind
+
+
+def config_of(folder: Path | str) -> Path:
+    """The config.toml of a run folder, which is no link; raises FileNotFoundError where the folder holds no run."""
     path = Path(folder) / "config.toml"
-    if not path.is_file():
+    if not check_path(path, path.parent):
         raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
-    return _stated(path).kind
+    return path
 
 
 def _stated(path: Path, default: str = "translation") -> RunConfig:

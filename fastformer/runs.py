@@ -8,8 +8,10 @@ import hashlib
 import importlib.util
 import json
 import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.run_folders import Application
+from fastformer.guarded import write_file
+from fastformer.own_files import refuse_foreign
+from fastformer.run_folders import Application, read_kind
+from fastformer.run_lock import RunLock, locked
 from fastformer.text import Tokenizer, read_json
 from fastformer.train import BatchSource, CheckpointFolder, Processes, Result, TrainConfig, Trainer
 from fastformer.train.compilation import check_compiler
@@ -27,7 +32,8 @@ from fastformer.train.conditions import refuse_fixed
 class Run(ABC):
     """One run: its settings, its data, its tokenizers and its model.
 
-    Use `create` for a new folder and `open` for one that exists.
+    Use `create` for a new folder and `open` for one that exists. From then to the end of `fit`, or for as long as the
+    object is there, no other process may write to the folder.
 
     Subclasses set `application`, and `corpora`, `tokenizers` and `model_config` when they are made.
     """
@@ -37,6 +43,7 @@ class Run(ABC):
     data: Any
     train_config: TrainConfig
     device: torch.device
+    _unlock: Callable[[], Any] = staticmethod(lambda: None)
     corpora: Mapping[Any, Any]
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
@@ -134,14 +141,16 @@ class Run(ABC):
         Of several processes, the first does that, and the others open what it made.
 
         Args:
-            folder: must not hold a run with checkpoints; one that ended before its first is replaced.
+            folder: a new one, an empty one, or a run of this kind that ended before its first checkpoint, which is
+                replaced.
             data: where the text comes from.
             model: settings of the model, without those that follow from the tokenizers.
             train: hyperparameters.
             device: of the model.
 
         Raises:
-            FileExistsError: the folder holds a run already.
+            FileExistsError: the folder holds a run already, or something that is none; before anything is read.
+            fastformer.run_lock.RunLockedError: another process writes to it.
             ValueError: see `check`; before anything is read.
             FileNotFoundError: a process does not see the folder that the first one made.
         """
@@ -150,7 +159,7 @@ class Run(ABC):
         if made:
             return made[0]
         try:
-            return cls.open(folder, device=device)
+            return cls._open(Path(folder), None, device)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}; all processes need the run folder and the data in one place") from None
 
@@ -158,14 +167,28 @@ class Run(ABC):
     def _create(
         cls, folder: Path, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> Self:
-        _check_folder(folder)
+        _check_folder(folder, cls.application.kind)
         cls.check(data, model, train, device)
-        run = cls(folder, data, model, train, device=device)
-        folder.mkdir(parents=True, exist_ok=True)
-        cls.application.save_tokenizers(folder, run.tokenizers)
-        (folder / "data.json").write_text(json.dumps(run.data_report(), indent=1) + "\n", encoding="utf-8")
-        run._save_settings()
+        with _made(folder), locked(folder):
+            _check_folder(folder, cls.application.kind)  # another one may have come first
+            run = cls(folder, data, model, train, device=device)
+            run._lock()
+            cls.application.save_tokenizers(folder, run.tokenizers)
+            report = json.dumps(run.data_report(), indent=1) + "\n"
+            write_file(folder / "data.json", report.encode(), folder)
+            run._save_settings()
         return run
+
+    def _lock(self) -> None:
+        """Keep other processes from writing to the folder until `fit` ends or this object is gone."""
+        self._unlock = weakref.finalize(self, RunLock(self.folder).release)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """For a block, no other process may write to the folder; of several processes, the first sees to it."""
+        with ExitStack() as stack:
+            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
+            yield
 
     def _save_settings(self) -> None:
         self.application.save_settings(self.folder, self.data, self.model_config, self.train_config)
@@ -178,10 +201,21 @@ class Run(ABC):
 
         Raises:
             FileNotFoundError: the folder holds no run.
+            fastformer.run_lock.RunLockedError: another process writes to it.
             ValueError: it is a run of another kind, a setting cannot change or has no effect, or the training data is
                 not what the run was started with.
         """
-        folder, application = Path(folder), cls.application
+        folder = Path(folder)
+        read_kind(folder)
+        with ExitStack() as stack:
+            Processes.current().on_main(lambda: stack.enter_context(locked(folder)))
+            run = cls._open(folder, train, device)
+            Processes.current().on_main(run._lock)
+        return run
+
+    @classmethod
+    def _open(cls, folder: Path, train: Mapping[str, Any] | None, device: torch.device | str) -> Self:
+        application = cls.application
         sections = application.read_config(folder)
         config = application.train(**{**sections["train"], **(train or {})})
         model = {k: v for k, v in sections["model"].items() if k not in application.derived}
@@ -190,7 +224,7 @@ class Run(ABC):
         application.refuse_idle({"train": train or {}}, data, model, config, device)
         cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
-        before = read_json(folder / "data.json")
+        before = read_json(folder / "data.json", within=folder)
         if not isinstance(before, dict) or "fingerprint" not in before:
             raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")
         if before["fingerprint"] != run.data_report()["fingerprint"]:
@@ -217,6 +251,14 @@ class Run(ABC):
             fallback: where that one is damaged, take the one before.
             show: progress on the terminal.
         """
+        with self.writing():
+            Processes.current().on_main(self._give_back)
+            return self._fit(resume, fallback, show)
+
+    def _give_back(self) -> None:
+        self._unlock()
+
+    def _fit(self, resume: bool, fallback: bool, show: bool) -> Result:
         torch.manual_seed(self.train_config.seed)
         trainer = Trainer(
             self.new_model().to(self.device),
@@ -234,12 +276,29 @@ class Run(ABC):
         return trainer.fit()
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that a new run cannot have."""
-    if CheckpointFolder(folder / "checkpoints").paths():
+def _check_folder(folder: Path, kind: str) -> None:
+    """Refuse a folder that a new run of this kind cannot have."""
+    if (folder / "checkpoints").is_dir() and CheckpointFolder(folder / "checkpoints").paths():
         raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file; a run needs a folder")
     if not os.access(there, os.W_OK):
         raise PermissionError(f"{there} cannot be written to")
+    refuse_foreign(folder)
+    if (folder / "config.toml").exists() and (found := read_kind(folder)) != kind:
+        raise FileExistsError(f"{folder} holds a {found} run; choose another folder")
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder for the block, with those above it; where it fails, what is empty of them goes again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fastformer"
 
 # From the ground up; what is named together may import one another.
 FLOORS = (
-    {"atomic", "autograd_function", "cuda_graphs", "devices", "torch_calls"},
+    {"atomic", "autograd_function", "cuda_graphs", "devices", "guarded", "run_lock", "terminal", "torch_calls"},
     {"row_map"},
     {"packing", "backend", "plots", "chunked_cross_entropy"},
     {"arguments", "text"},
@@ -27,7 +27,7 @@ FLOORS = (
     {"stacks"},
     {"models", "conversion", "integrations"},
     {"generate", "train"},
-    {"run_folders", "runs", "export", "comparison", "perplexity"},
+    {"own_files", "run_folders", "runs", "export", "comparison", "perplexity"},
     {"translation", "language_modelling"},
     {"demo", "describe", "cli", "__main__"},
 )

@@ -1,5 +1,7 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
+import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from fastformer.own_files import CONFIG, refuse_output
+from fastformer.terminal import Terminal
 
 if TYPE_CHECKING:
     from fastformer.runs import Run
@@ -50,6 +55,8 @@ def train_run(
 ) -> None:
     """Make a run or open one, train it, say what is read, what learns and how it ended, and draw the learning curve.
 
+    Nothing that is said keeps it from training. Asked to end by SIGTERM or SIGHUP, it exits with 128 and their number.
+
     Args:
         kind: of the run.
         describe: its model's configuration in words.
@@ -68,12 +75,14 @@ def train_run(
         raise ValueError("--fallback is for a run that goes on; give --resume too, or leave it out")
     if resume and (settings["data"] or settings["model"] or config):
         raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
-    device = local_device(choose_device(device))
+    device, terminal = local_device(choose_device(device)), Terminal(sys.stdout)
     with join_processes(device) as processes:
         if resume:
             run = kind.open(folder, settings["train"], device)
         else:
             application = kind.application
+            if config is not None:
+                refuse_output(folder / CONFIG, config)
             file = application.read_settings(config)
             data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
             text, settled = application.data(**data), application.train(**train)
@@ -84,19 +93,22 @@ def train_run(
             report = run.data_report()
             about = describe(run.model_config)
             for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
-                console.print(line)
+                terminal.line(line)
             if processes.world > 1:
-                console.print(f"processes: {processes.world}, {run.train_config.parallel}")
-        cpu = time.process_time()
-        result = run.fit(resume, fallback)
-        cpu = time.process_time() - cpu
-    if not processes.is_main:
-        return
-    console.print(
-        f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this session): "
-        f"{result.reason}; run folder: {run.folder}"
-    )
-    save(plot_history({run.folder.name: read_metrics(run.folder)}), run.folder / "history.png")
+                terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
+        with run.writing():
+            cpu = time.process_time()
+            result = run.fit(resume, fallback)
+            cpu = time.process_time() - cpu
+            if processes.is_main:
+                picture = plot_history({run.folder.name: read_metrics(run.folder)})
+                save(picture, run.folder / "history.png", run.folder)
+                terminal.line(
+                    f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
+                    f"session): {result.reason}; run folder: {run.folder}"
+                )
+    if result.signal is not None and result.signal != signal.SIGINT:
+        raise typer.Exit(128 + result.signal)
 
 
 def choose_device(name: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.atomic import write_atomic
+from fastformer.guarded import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,13 +47,19 @@ _FONTS = (
 )
 
 
-def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a figure as PNG, whole or not at all, and give back its path; folders are made as needed."""
+def save(figure: "Figure", path: Path | str, within: Path | None = None) -> Path:
+    """Write a figure as PNG, whole or not at all, and give back its path; folders are made as needed.
+
+    within: a folder below which no link is followed; see `fastformer.guarded`.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, format="png")
-    write_atomic(path, drawn.getvalue())
+    if within is None:
+        write_atomic(path, drawn.getvalue())
+    else:
+        write_file(path, drawn.getvalue(), within)
     return path
 
 

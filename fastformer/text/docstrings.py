@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from fastformer.guarded import read_file
+
 from .files import TextError
 from .text_corpus import TextCorpus
 
@@ -91,7 +93,7 @@ def _docstrings(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in other people's strings
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(read_file(path))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
     found: list[tuple[int, str]] = []

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastformer.atomic import write_atomic
+from fastformer.guarded import open_input, read_file
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
 _PART = 1 << 20  # bytes of whole lines that are decoded at a time
@@ -29,7 +30,10 @@ class TextError(ValueError):
 
 
 def iterate_lines(path: str | Path) -> Iterator[str]:
-    """The lines of `read_lines`, one after another; raises what that raises, where it comes to it."""
+    """The lines of `read_lines`, one after another; raises what that raises, where it comes to it.
+
+    The file may be a pipe that somebody writes to, such as a shell's process substitution; a device is refused.
+    """
     path = Path(path)
     if "\0" in str(path):
         raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
@@ -37,7 +41,7 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
     try:
         if path.is_dir():
             raise TextError(f"{path}: is a folder, not a text file")
-        with path.open("rb") as file:
+        with open_input(path) as file:
             start = file.peek(2)[:2]
             packed = start == _GZIP_MAGIC or (bool(start) and path.suffix == ".gz")
             source = gzip.GzipFile(fileobj=file) if packed else file
@@ -101,10 +105,13 @@ def encode_text(text: str, name: str) -> bytes:
         ) from None
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; raises ``TextError`` when it is none, or nested deeper than Python reads."""
+def read_json(path: Path, within: Path | None = None) -> Any:
+    """What a JSON file holds; raises ``TextError`` when it is none, or nested deeper than Python reads.
+
+    within: the folder below which no link is followed; see `fastformer.guarded`.
+    """
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_file(path, within))
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path}: not a JSON file ({error})") from None
 

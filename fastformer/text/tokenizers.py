@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import sentencepiece
 
-from fastformer.atomic import write_atomic
+from fastformer.guarded import check_path, read_file, write_file
 
 from .files import TextError, encode_text, read_json
 from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
@@ -133,7 +133,7 @@ class SentencePieceTokenizer(WithSpecialIds):
         """Write `sentencepiece.model` and `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / _MODEL_FILE, self.model)
+        write_file(folder / _MODEL_FILE, self.model, folder)
         content = {
             "kind": self.kind,
             "special_ids": vars(self.special_ids),
@@ -141,7 +141,7 @@ class SentencePieceTokenizer(WithSpecialIds):
             "size": self.size,
             "sha256": hashlib.sha256(self.model).hexdigest(),
         }
-        write_atomic(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"))
+        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"), folder)
 
 
 def train_sentencepiece(
@@ -227,9 +227,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not check_path(path, folder):
         raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
-    content = read_json(path)
+    content = read_json(path, folder)
     try:
         kind = content["kind"]
         if kind == WordTokenizer.kind:
@@ -243,9 +243,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if kind != SentencePieceTokenizer.kind:
         raise TextError(f"{path}: unknown kind {kind!r}; known are sentencepiece and word")
     path = folder / _MODEL_FILE
-    if not path.is_file():
+    if not check_path(path, folder):
         raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
-    model = path.read_bytes()
+    model = read_file(path, folder)
     if hashlib.sha256(model).hexdigest() != checksum:
         raise TextError(f"{path}: damaged, or not the model that tokenizer.json was written with")
     tokenizer = SentencePieceTokenizer(model, lowercase)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fastformer.atomic import write_atomic
+from fastformer.guarded import write_file
 
 from .files import TextError, encode_text
 from .special_ids import UNK, SpecialIds, WithSpecialIds
@@ -162,7 +162,8 @@ class WordTokenizer(WithSpecialIds):
             "splitting": self.splitting,
             "words": self.words,
         }
-        write_atomic(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False, indent=0).encode("utf-8"))
+        data = json.dumps(content, ensure_ascii=False, indent=0).encode("utf-8")
+        write_file(folder / "tokenizer.json", data, folder)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "WordTokenizer":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.guarded import check_path, open_regular, read_file, write_file
 from fastformer.train.parallel import empty_part
 from fastformer.train.shards import Shards
 from fastformer.train.weights import (
@@ -54,7 +55,7 @@ class Checkpoint:
         """Read meta.json; raises CheckpointError when it is missing or damaged."""
         path = Path(path)
         try:
-            meta = json.loads((path / META).read_text(encoding="utf-8"))
+            meta = json.loads(read_file(path / META, path))
             files = {
                 name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
                 for name, file in dict(meta["files"]).items()
@@ -172,7 +173,7 @@ class Checkpoint:
 
     def _check(self, name: str) -> None:
         path, recorded = self.path / name, self.files.get(name)
-        if recorded is None or not path.is_file():
+        if recorded is None or not check_path(path, self.path):
             raise CheckpointError(f"{path}: is missing")
         size = path.stat().st_size
         if size != recorded["bytes"]:
@@ -190,7 +191,7 @@ def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write what resuming needs; raises OSError on a full disk."""
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         try:
             torch.save(dict(state), file)
         except RuntimeError as error:  # the archive writer's own complaint hides the write that failed before it
@@ -209,7 +210,7 @@ def write_meta(
     meta = {"step": step, "config": settings(config), "metrics": dict(metrics), "files": dict(files)}
     if copies:
         meta["copies"] = dict(copies)
-    (folder / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"), folder)
 
 
 def file_facts(path: Path) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def defaults(config: Any) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastformer.guarded import IrregularFileError, check_path, read_file, write_file
 from fastformer.train.checkpoint_files import (
     META,
     STATE,
@@ -35,6 +36,7 @@ from fastformer.train.weights import CheckpointError, write_weights
 INDEX = "index.json"
 AVERAGE = "average"
 _STEP = re.compile(r"step-(\d+)")
+_OURS = re.compile(rf"(\.(new|swap|old)-)?(step-\d+|{AVERAGE})")
 
 
 class CheckpointFolder:
@@ -45,7 +47,7 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Complete checkpoints with a training state, in the order of writing."""
-        found = {path.name for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()}
+        found = {name for name in self._names() if _STEP.fullmatch(name)}
         index = self._index()
         listed = [name for name in index["kept"] if name in found]
         unlisted = sorted(found.difference(listed, index["removed"]), key=_step_of)
@@ -58,7 +60,7 @@ class CheckpointFolder:
     def best(self) -> Path | None:
         """The checkpoint with the best validation metric, possibly the average; None before the first validation."""
         best = self._index()["best"]
-        return self.folder / best["name"] if best and (self.folder / best["name"]).is_dir() else None
+        return self.folder / best["name"] if best and best["name"] in self._names() else None
 
     def best_value(self) -> float | None:
         """The metric of `best()`."""
@@ -170,11 +172,24 @@ class CheckpointFolder:
                 continue
         return None
 
+    def average(self) -> Path | None:
+        """The average of the last checkpoints."""
+        return self.folder / AVERAGE if AVERAGE in self._names() else None
+
+    def _names(self) -> set[str]:
+        """The folders in it that bear names of ours; one that is a link is refused, and so is a link to all of it."""
+        if not check_path(self.folder, self.folder.parent):
+            return set()
+        ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
+        return {path.name for path in ours if check_path(path, self.folder.parent) and path.is_dir()}
+
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
         try:
-            index = {**empty, **json.loads((self.folder / INDEX).read_text(encoding="utf-8"))}
+            index = {**empty, **json.loads(read_file(self.folder / INDEX, self.folder.parent))}
             return index if _is_index(index) else empty
+        except IrregularFileError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return empty
 
@@ -188,26 +203,25 @@ class CheckpointFolder:
         kept = [name for name in names if name in names[-self.keep :] or name == spared]
         removed = [name for name in names if name not in kept]
         index.update(last=kept[-1] if kept else None, kept=kept, removed=removed)
-        temporary = self.folder / f".{INDEX}"
-        temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        synchronise(temporary)
-        os.replace(temporary, self.folder / INDEX)
+        content = json.dumps(index, indent=1) + "\n"
+        write_file(self.folder / INDEX, content.encode("utf-8"), self.folder.parent)
         synchronise(self.folder)
         self._remove(removed)
 
     def recover(self) -> None:
         """Remove what an interrupted save left; a checkpoint that was about to be replaced gets its name back.
 
-        Only for the process that writes: a reader would remove what is being written.
+        Nothing is removed under a name that is not ours. Only for the process that writes: a reader would remove what
+        is being written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(".swap-*"):
-            original = self.folder / path.name.removeprefix(".swap-")
-            if not original.exists():
-                os.replace(path, original)
-        for pattern in (".swap-*", ".new-*", ".old-*"):
-            for path in self.folder.glob(pattern):
-                shutil.rmtree(path)
+        hidden = sorted(name for name in self._names() if name.startswith("."))
+        for name in hidden:
+            original = self.folder / name.removeprefix(".swap-")
+            if name.startswith(".swap-") and not original.exists():
+                os.replace(self.folder / name, original)
+            else:
+                shutil.rmtree(self.folder / name)
         self._remove(self._index()["removed"])
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -234,11 +248,10 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     path = Path(path)
     if which not in ("best", "last", "average"):
         raise ValueError(f"which={which!r} is not allowed; choose best, last, average")
-    if (path / META).is_file():
+    if check_path(path / META, path):
         return path
-    folder = CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    average = folder.folder / AVERAGE
-    found = {"last": folder.last(), "average": average if average.is_dir() else None}.get(which)
+    folder = CheckpointFolder(path / "checkpoints" if check_path(path / "checkpoints", path) else path)
+    found = {"last": folder.last(), "average": folder.average()}.get(which)
     found = (folder.best() or folder.last()) if which == "best" else found
     if found is None:
         raise CheckpointError(f"{path}: holds no {which} checkpoint")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastformer.atomic import write_atomic
+from fastformer.guarded import read_file, write_file
 from fastformer.train.compilation import BACKENDS
 from fastformer.train.schedules import SCHEDULES
 
@@ -244,7 +244,7 @@ def load_toml(path: Path | str, sections: Mapping[str, type]) -> dict[str, dict[
 def read_toml(path: Path) -> dict[str, Any]:
     """What a TOML file holds; a byte order mark is dropped. Raises ValueError, naming the file, when it is none."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(read_file(path).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not all that tomllib raises is a TOMLDecodeError
         raise ValueError(f"{path}: not a TOML file: {error}") from None
 
@@ -267,7 +267,7 @@ def _nearest(name: str, known: typing.Iterable[str]) -> str:
 def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
     """Write {section: dataclass instance or mapping} as TOML that `load_toml` reads back; unset values are left out.
 
-    A file that is there is replaced in one step.
+    A file that is there is replaced in one step; a link is refused.
     """
     import tomli_w
 
@@ -275,7 +275,8 @@ def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
     for section, values in sections.items():
         items = values if isinstance(values, Mapping) else {f.name: getattr(values, f.name) for f in _fields(values)}
         content[section] = {key: _to_toml(value) for key, value in items.items() if value is not None}
-    write_atomic(path, tomli_w.dumps(content).encode("utf-8"))
+    path = Path(path)
+    write_file(path, tomli_w.dumps(content).encode("utf-8"), path.parent)
 
 
 def _fields(config: Any) -> list[dataclasses.Field[Any]]:

@@ -1,4 +1,8 @@
-"""Ctrl-C as a request: the first is noted and the loop ends where it can, the second ends everything at once."""
+"""A signal as a request: the first is noted and the loop ends where it can; a second Ctrl-C ends everything at once.
+
+SIGTERM (a scheduler, a machine that shuts down) and SIGHUP (a terminal that closes, often twice) ask for the same. They
+are taken over where they would end the process: a handler of the caller's stays, and so does nohup's ignoring.
+"""
 
 import signal
 import threading
@@ -9,31 +13,41 @@ from typing import Any
 
 
 class Interrupt:
-    """While active, the first SIGINT sets `requested` and calls `notice`; the next raises KeyboardInterrupt.
+    """While active, the first signal sets `signal`, its number, and calls `notice`; a SIGINT after it is as before.
 
     Only the main thread may set signal handlers: in another thread this does nothing.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
-        self.requested = False
+        self.signal: int | None = None
         self._notice = notice
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self.signal is not None
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+            for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+                number = getattr(signal, name, None)
+                if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._restore()
+        for number in list(self._previous):
+            self._restore(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._restore()
-        with suppress(RuntimeError):  # the signal may have come in the middle of a write to the same stream
-            self._notice()
+        self._restore(signal.SIGINT)
+        if self.signal is None:
+            self.signal = int(number)
+            with suppress(RuntimeError):  # the signal may have come in the middle of a write to the same stream
+                self._notice()
 
-    def _restore(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+    def _restore(self, number: int) -> None:
+        if number in self._previous:
+            signal.signal(number, self._previous.pop(number))

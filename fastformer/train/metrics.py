@@ -7,13 +7,16 @@ a record brings a new column. A resumed run cuts both where its checkpoint was m
 """
 
 import csv
+import io
 import json
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastformer.guarded import append_file, check_path, read_file, write_file
 
 # Of the values of a validation, those of which less is better; of others, such as BLEU, more.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
@@ -27,11 +30,13 @@ class MetricsLog:
         """Keep the first `count` records that are there (0: start anew) and append to them."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._records = read_metrics(self.folder)[:count] if (self.folder / JSONL).exists() else []
+        self._records = read_metrics(self.folder)[:count] if check_path(self.folder / JSONL, self.folder) else []
         self._columns: list[str] = []
-        self._rewrite_jsonl()
+        write_file(self.folder / JSONL, _jsonl(self._records), self.folder)
         self._rewrite_csv()
         step = self._records[-1]["step"] + 1 if self._records else 0
+        if tensorboard:
+            check_path(self.folder / "tensorboard", self.folder)
         self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
 
     @property
@@ -43,11 +48,9 @@ class MetricsLog:
         """Append a record and give it back."""
         record = {"kind": kind, "step": step, **values}
         self._records.append(record)
-        with (self.folder / JSONL).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_file(self.folder / JSONL, _jsonl([record]), self.folder)
         if set(record).issubset(self._columns):
-            with (self.folder / CSV).open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(record)
+            append_file(self.folder / CSV, self._csv([record]), self.folder)
         else:
             self._rewrite_csv()
         if self._events is not None:
@@ -61,18 +64,17 @@ class MetricsLog:
         if self._events is not None:
             self._events.close()
 
-    def _rewrite_jsonl(self) -> None:
-        _replace(self.folder / JSONL, "".join(json.dumps(record) + "\n" for record in self._records))
-
     def _rewrite_csv(self) -> None:
         self._columns = list(dict.fromkeys(name for record in self._records for name in record))
-        temporary = self.folder / f".{CSV}"
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            if self._columns:
-                writer.writeheader()
-            writer.writerows(self._records)
-        os.replace(temporary, self.folder / CSV)
+        write_file(self.folder / CSV, self._csv(self._records, header=True), self.folder)
+
+    def _csv(self, records: Sequence[dict[str, Any]], header: bool = False) -> bytes:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        if header and self._columns:
+            writer.writeheader()
+        writer.writerows(records)
+        return text.getvalue().encode("utf-8")
 
 
 class RunningSums:
@@ -161,10 +163,11 @@ class RunningSums:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The records of a run folder or of a metrics.jsonl file; a last line that a crash cut off is left out."""
     path = Path(path)
-    path = path / JSONL if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such metrics file")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    path, within = (path / JSONL, path) if path.is_dir() else (path, None)
+    try:
+        lines = read_file(path, within).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such metrics file") from None
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -178,10 +181,8 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return records
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def _jsonl(records: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode("utf-8")
 
 
 def _tensorboard_writer(folder: Path, step: int) -> Any:

@@ -1,12 +1,15 @@
 """What a person sees of a run: a bar with loss, tokens per second and time left, and a line for every validation.
 
 On a terminal it is rich's bar; in a log file, where a bar would be thousands of lines, it is one plain line every few
-seconds. Nothing here touches the model or waits for the device: the numbers come from the records of the metrics.
+seconds. Nothing here touches the model or waits for the device: the numbers come from the records of the metrics. A
+stream that cannot be written to ends the showing, never the run.
 """
 
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
+
+from fastformer.terminal import Terminal
 
 _PLAIN_SECONDS = 10.0
 
@@ -16,7 +19,7 @@ class Progress:
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None) -> None:
         self._enabled = enabled
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = Terminal(sys.stderr if stream is None else stream)
         self._bar: Any = None
         self._task: Any = None
         self._printed = -_PLAIN_SECONDS
@@ -51,7 +54,7 @@ class Progress:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        self._stream.line(text)
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -67,7 +70,7 @@ def describe(record: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _rich_bar(stream: TextIO) -> tuple[Any, Any]:
+def _rich_bar(stream: Terminal) -> tuple[Any, Any]:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn
@@ -79,7 +82,7 @@ def _rich_bar(stream: TextIO) -> tuple[Any, Any]:
         TaskProgressColumn(),
         TextColumn("{task.fields[text]}  left {task.fields[left]}"),
     )
-    bar = Bar(*columns, console=Console(file=stream), refresh_per_second=2)
+    bar = Bar(*columns, console=Console(file=cast("TextIO", stream)), refresh_per_second=2)
     return bar, bar.add_task("training", total=1.0, text="starting", left="?")
 
 

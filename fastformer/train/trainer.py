@@ -18,6 +18,7 @@ one process, so a run may be resumed with another number of processes. Process 0
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.run_lock import locked
 from fastformer.train.batch_source import BatchSource
 from fastformer.train.checkpoint_files import Checkpoint, average_checkpoints
 from fastformer.train.checkpoints import CheckpointFolder
@@ -51,7 +53,10 @@ class DivergedError(FloatingPointError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all."""
+    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all.
+
+    signal: the one that interrupted this process, such as `signal.SIGTERM`; None where none did.
+    """
 
     reason: str
     step: int
@@ -61,6 +66,7 @@ class Result:
     metrics: dict[str, float]
     best_value: float | None
     best: Path | None
+    signal: int | None = None
 
 
 @dataclass
@@ -157,15 +163,27 @@ class Trainer:
         return checkpoint
 
     def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
-        self.checkpoints.recover()
-        return self.checkpoints.open(path, fallback).path
+        with locked(self.folder):
+            self.checkpoints.recover()
+            return self.checkpoints.open(path, fallback).path
 
     def fit(self) -> Result:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.
 
         The first Ctrl-C finishes the step, saves, validates and returns; the second raises KeyboardInterrupt at once.
-        Raises DivergedError for a loss or gradient that is not finite, OSError when a checkpoint cannot be written.
+        SIGTERM and SIGHUP are taken as a first Ctrl-C, where nobody else handles or ignores them. Raises DivergedError
+        for a loss or gradient that is not finite, OSError when a checkpoint cannot be written, RunLockedError while
+        another process writes to the folder.
         """
+        with ExitStack() as stack:
+            self._processes.on_main(lambda: self._enter(stack))
+            return self._fit()
+
+    def _enter(self, stack: ExitStack) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(self.folder))
+
+    def _fit(self) -> Result:
         if self._at.step == 0 and self.checkpoints.paths():
             raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
         self._log = None
@@ -185,7 +203,9 @@ class Trainer:
                 self._log.close()
         best = self.checkpoints.best()
         at, value = self._at, self.checkpoints.best_value()
-        return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best)
+        return Result(
+            reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best, self._interrupt.signal
+        )
 
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
@@ -208,8 +228,10 @@ class Trainer:
             if self._at.batch == 0:
                 raise ValueError(f"batches: epoch {self._at.epoch} has no batch")
             self._at.epoch, self._at.batch = self._at.epoch + 1, 0
-            self._record_epoch()
-            if self.config.validate_every is None and not self._validate_and_save():
+            mean = self._record_epoch()
+            goes_on = self.config.validate_every is not None or self._validate_and_save()
+            self._show(mean)
+            if not goes_on:
                 return "patience"
         return reason
 
@@ -271,11 +293,9 @@ class Trainer:
         left = self._at.seconds * (1 - spent) / spent if spent else math.inf
         self._progress.step(record, spent, left)
 
-    def _record_epoch(self) -> None:
+    def _record_epoch(self) -> dict[str, Any] | None:
         self._check_finite(self._at.step)
-        record = self._write("epoch", self._sums.take_epoch())
-        if record is not None:
-            self._progress.line(f"mean of training: {describe(record)}")
+        return self._write("epoch", self._sums.take_epoch())
 
     def _validate_and_save(self) -> bool:
         """Validate and save as the configuration asks for; False when patience is at its end."""
@@ -308,10 +328,11 @@ class Trainer:
             )
         return self._metrics[self.config.metric], self._write(kind, self._metrics)
 
-    def _show(self, record: dict[str, Any] | None, best: bool) -> None:
-        """Show a validation, once it is saved; a process that writes no record shows none."""
+    def _show(self, record: dict[str, Any] | None, best: bool = False) -> None:
+        """Show a record, once what it tells is saved; a process that writes no record shows none."""
         if record is not None:
-            self._progress.line(f"{record['kind']}: {describe(record)}" + ("  best so far, saved" if best else ""))
+            kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
+            self._progress.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
     def _validation_values(self) -> dict[str, float]:
         assert self._validate is not None

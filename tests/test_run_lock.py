@@ -188,16 +188,15 @@ def test_the_configuration_just_typed_is_not_rewritten(tmp_path, text):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.toml"]
 
 
-def test_the_configuration_of_an_ended_run_is_not_rewritten_from_itself(tmp_path, text):
-    run = tmp_path / "run"
-    assert train(run, text, "--steps", "1").returncode == 0
-    for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    before = (run / "config.toml").read_bytes()
+def test_the_configuration_typed_in_the_folder_of_a_killed_run_is_not_rewritten(tmp_path, text):
+    run, content = tmp_path / "run", "# mine\n[run]\nkind = 'language'\n[train]\nsteps = 2\n"
+    run.mkdir()
+    (run / LOCK).touch()
+    (run / "config.toml").write_text(content)
     ended = train(run, text, "--config", str(run / "config.toml"))
     assert ended.returncode == 2
     assert "would be replaced" in ended.stderr
-    assert (run / "config.toml").read_bytes() == before
+    assert (run / "config.toml").read_text() == content
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_replaced(tmp_path, text):

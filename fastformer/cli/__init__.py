@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import logging
 import sys
+from typing import NoReturn, TextIO, cast
 
 import torch
 
@@ -27,6 +28,7 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
 
 from fastformer.backend import BackendError
 from fastformer.cli import evaluation, export, generation, inspection, language, project, translation
+from fastformer.terminal import Terminal, give_up_on
 from fastformer.text.files import encode_text
 from fastformer.train.processes import ProcessError, describe_process
 
@@ -35,11 +37,13 @@ __all__ = ["evaluation", "export", "generation", "inspection", "language", "main
 
 def main() -> None:
     """Run the command line."""
+    _open_streams()
     # The package's warnings, such as a vocabulary that was clamped, belong on standard error.
+    console = Console(file=cast("TextIO", Terminal(sys.stderr)))
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_time=False, show_path=False)],
+        handlers=[RichHandler(console=console, show_time=False, show_path=False)],
     )
     try:
         for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
@@ -47,24 +51,37 @@ def main() -> None:
         app()
     except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
-        print(f"error: {describe_process()}{_one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        _fail(_one_line(error))
     except OverflowError as error:  # a size that torch cannot count to
-        print(f"error: {describe_process()}a number is too large ({_one_line(error)})", file=sys.stderr)
-        sys.exit(2)
+        _fail(f"a number is too large ({_one_line(error)})")
     except ProcessError as error:
-        if not error.reported:
-            print(f"error: {describe_process()}{_one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        _fail(None if error.reported else _one_line(error))
     except (MemoryError, RuntimeError) as error:
         # torch.OutOfMemoryError is a GPU's; a CPU's allocator raises a plain RuntimeError.
         known = MemoryError, torch.OutOfMemoryError
         if not isinstance(error, known) and "allocate memory" not in str(error):
             raise
-        print(f"error: {describe_process()}out of memory ({_one_line(error)[:200]})", file=sys.stderr)
-        sys.exit(2)
+        _fail(f"out of memory ({_one_line(error)[:200]})")
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            give_up_on(stream)
+
+
+def _open_streams() -> None:
+    """Give standard input, output and error, where they are closed, to nothing: no file must get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+
+
+def _fail(message: str | None) -> NoReturn:
+    if message is not None:
+        Terminal(sys.stderr).line(f"error: {describe_process()}{message}")
+    sys.exit(2)
 
 
 def _one_line(error: Exception) -> str:

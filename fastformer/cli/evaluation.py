@@ -9,6 +9,7 @@ from fastformer.cli.common import Checkpoint, Device, RunFolder, app, choose_dev
 from fastformer.cli.settings import made, with_settings
 from fastformer.generate import SearchOptions
 from fastformer.language_modelling import evaluate_text
+from fastformer.own_files import refuse_output
 from fastformer.run_folders import read_kind
 from fastformer.text import read_parallel, write_lines
 from fastformer.translation import TRANSLATION, DataConfig, evaluate, load_translator, read_corpora
@@ -55,12 +56,16 @@ def evaluate_command(
     if overlap is not None:
         raise ValueError(f"{run} is a translation run; --overlap is for language models")
     options = made(SearchOptions, search)
+    data = DataConfig(**TRANSLATION.read_config(run)["data"])
+    refuse_output(
+        output, source, target, *(path for path in vars(data).values() if isinstance(path, Path)), runs=(run,)
+    )
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     if source is not None and target is not None:
         corpus = read_parallel(source, target)
     else:
-        corpus = read_corpora(DataConfig(**TRANSLATION.read_config(run)["data"]))[split]  # type: ignore[index]
+        corpus = read_corpora(data)[split]  # type: ignore[index]
     scores, translations = evaluate(load_translator(run, checkpoint, choose_device(device)), corpus, options, lowercase)
     if output is not None:
         write_lines(output, translations)

@@ -36,6 +36,8 @@ def export(
     checkpoint: Checkpoint = "best",
 ) -> None:
     """Write a run's model and tokenizers for another program."""
+    if to.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}

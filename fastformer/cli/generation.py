@@ -9,6 +9,7 @@ from fastformer.cli.common import Checkpoint, Device, LanguageFolder, app, choos
 from fastformer.cli.settings import made, with_settings
 from fastformer.generate import SamplingOptions
 from fastformer.language_modelling import load_generator
+from fastformer.own_files import refuse_output
 from fastformer.text import read_lines, write_texts
 
 
@@ -38,6 +39,7 @@ def generate(
         raise IsADirectoryError(f"{output} is a folder")
     if output is not None and not output.parent.is_dir():
         raise FileNotFoundError(f"{output.parent}: no such folder")
+    refuse_output(output, prompt_file, runs=(run,))
     options = made(SamplingOptions, sampling)
     given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
     generator = load_generator(run, checkpoint, choose_device(device))

@@ -12,6 +12,7 @@ from fastformer.comparison import Comparison, RunSummary, compare_runs
 from fastformer.generate import attend, attend_text
 from fastformer.language_modelling import load_generator, load_language_model
 from fastformer.models import LanguageModel, TranslationModel, sinusoidal_positions
+from fastformer.own_files import refuse_output
 from fastformer.run_folders import KINDS, read_kind
 from fastformer.translation import load_translator
 
@@ -43,6 +44,7 @@ def attention(
     """
     from fastformer.plots import save
 
+    refuse_output(output, runs=(run,))
     which: Any = None if layer is None else _number_or("layer", layer, ("all",))
     heads: Any = _number_or("head", head, ("all", "mean"))
     if read_kind(run) == "translation":
@@ -105,6 +107,7 @@ def positions(
         width = d_model or 128
         encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
     else:
+        refuse_output(output, runs=(run,))
         if d_model is not None:
             raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
         encoding, title = _positions_of(run, side, length, checkpoint or "best")
@@ -131,6 +134,7 @@ def _positions_of(run: Path, side: str | None, length: int | None, checkpoint: s
 @plot.command()
 def history(runs: Runs, output: Output = Path("history.png")) -> None:
     """Draw the learning curves of one or several runs."""
+    refuse_output(output, runs=tuple(runs))
     console.print(f"wrote {_draw_histories(compare_runs(runs), output)}")
 
 
@@ -151,6 +155,7 @@ def compare(
     """Compare runs: sizes, budgets, best validation values, and the settings that differ."""
     from rich.table import Table
 
+    refuse_output(plot, runs=tuple(runs))
     comparison = compare_runs(runs)
     table = Table(box=None, pad_edge=False)
     table.add_column("")

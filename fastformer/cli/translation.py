@@ -24,6 +24,7 @@ from fastformer.cli.settings import made, with_settings
 from fastformer.describe import describe_translation
 from fastformer.generate import SearchOptions, Translator
 from fastformer.models import TranslationConfig
+from fastformer.own_files import refuse_output
 from fastformer.text import decode_lines, read_lines, write_lines
 from fastformer.train import TrainConfig
 from fastformer.translation import DataConfig, TranslationRun, load_translator
@@ -77,6 +78,7 @@ def translate(
     typed = not sentences and input is None and sys.stdin.isatty()
     if typed and output is not None:
         raise ValueError("--output is for sentences that are given, or in a file: give them, or --input")
+    refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
     if not sentences:
@@ -120,6 +122,7 @@ def score(
 
     The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
     """
+    refuse_output(output, source, target, runs=(run,))
     sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
     if len(sources) != len(targets):
         raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")

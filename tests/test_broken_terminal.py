@@ -75,7 +75,7 @@ def test_what_is_shown_is_saved_before(tmp_path, monkeypatch):
         shown.append((text.split(":")[0], CheckpointFolder(tmp_path / "checkpoints").last()))
 
     monkeypatch.setattr(Progress, "line", line)
-    trainer(tmp_path, config(steps=14, validate_every=None)).fit()
+    trainer(tmp_path, config(steps=None, epochs=2, validate_every=None)).fit()
     step = {"step-7": tmp_path / "checkpoints" / "step-7", "step-14": tmp_path / "checkpoints" / "step-14"}
     told = [(kind, path) for kind, path in shown if kind in ("mean of training", "validation")]
     assert sorted(told) == sorted((kind, path) for path in step.values() for kind in ("mean of training", "validation"))
@@ -162,6 +162,7 @@ def runs(tmp_path_factory):
     model = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
     data = DataConfig(
         dataset="files", train_source=source, train_target=target, valid_source=source, valid_target=target,
+        test_source=source, test_target=target,
         tokenizer="words", bleu_sentences=0,
     )  # fmt: skip
     TranslationRun.create(folder / "translation", data, model, TrainConfig(steps=2)).fit(show=False)

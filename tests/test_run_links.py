@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fastformer.comparison import compare_runs
 from fastformer.guarded import IrregularFileError, append_file, check_path, read_file, write_file
 from fastformer.language_modelling import LanguageDataConfig, LanguageRun, load_generator
 from fastformer.run_folders import read_kind
-from fastformer.text import WordTokenizer, load_tokenizer, read_lines
+from fastformer.text import TextError, WordTokenizer, load_tokenizer, read_lines
 from fastformer.train import Checkpoint, CheckpointFolder, TrainConfig, find_checkpoint, read_metrics
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and pipes")
@@ -126,6 +127,11 @@ def started(tmp_path_factory):
     return folder
 
 
+def go_on(run):
+    run.resume()
+    run.fit()
+
+
 WRITTEN = (
     "metrics.jsonl",
     "metrics.csv",
@@ -149,8 +155,7 @@ def test_a_resumed_run_writes_through_no_link(tmp_path, started, outside, name, 
         (run / name).symlink_to(outside / "file" if kind == "link" else "/dev/zero")
     again = trainer(run, config(steps=20), model=network(seed=77))
     with pytest.raises(OSError, match=name.split("/")[-1].replace(".", r"\.")):
-        again.resume()
-        again.fit()
+        go_on(again)
     assert untouched(outside)
 
 
@@ -167,8 +172,7 @@ def test_a_resumed_run_takes_no_folder_through_a_link(tmp_path, started, outside
     before = sorted(os.listdir(outside))
     again = trainer(run, config(steps=20, tensorboard=True), model=network(seed=77))
     with pytest.raises(OSError, match=name):
-        again.resume()
-        again.fit()
+        go_on(again)
     assert sorted(os.listdir(outside)) == before
     if name == "checkpoints":
         with pytest.raises(OSError, match=name):
@@ -184,8 +188,7 @@ def test_no_checkpoint_is_a_link(tmp_path, started, outside, name):
     (run / "checkpoints" / name).symlink_to(outside)
     again = trainer(run, config(steps=20), model=network(seed=77))
     with pytest.raises(OSError, match=name):
-        again.resume()
-        again.fit()
+        go_on(again)
     assert untouched(outside)
 
 
@@ -245,10 +248,8 @@ def test_a_pipe_that_somebody_writes_to_is_an_input(tmp_path):
     try:
         lines = []
         while not lines:  # until it has opened its end
-            try:
+            with suppress(TextError):  # the pipe is empty
                 lines = read_lines(tmp_path / "pipe")
-            except ValueError as error:
-                assert "empty" in str(error)
         assert lines == ["three"]
     finally:
         os.waitpid(child, 0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.guarded import write_file
-from fastformer.own_files import refuse_foreign
+from fastformer.own_files import refuse_foreign, refuse_links
 from fastformer.run_folders import Application, read_kind
 from fastformer.run_lock import RunLock, locked
 from fastformer.text import Tokenizer, read_json
@@ -209,6 +209,7 @@ class Run(ABC):
         read_kind(folder)
         with ExitStack() as stack:
             Processes.current().on_main(lambda: stack.enter_context(locked(folder)))
+            Processes.current().on_main(lambda: refuse_links(folder))
             run = cls._open(folder, train, device)
             Processes.current().on_main(run._lock)
         return run

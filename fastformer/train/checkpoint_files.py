@@ -150,6 +150,7 @@ class Checkpoint:
         if self.is_sharded:
             stored = self._shards(checked=True).tensors
             return sum(shape.numel() for name, (shape, _) in stored.items() if name.startswith(MODEL))
+        check_path(self.path / WEIGHTS, self.path)
         return sum(shape.numel() for shape in stored_shapes(self.path / WEIGHTS).values())
 
     def _names_of_weights(self, shards: Shards) -> dict[str, str]:
@@ -162,9 +163,8 @@ class Checkpoint:
 
     def _shards(self, checked: bool = False) -> Shards:
         recorded = {name for name in self.files if name.startswith(f"{SHARDS}/")}
-        if not checked:
-            for name in recorded:
-                self._check(name)
+        for name in recorded:
+            check_path(self.path / name, self.path) if checked else self._check(name)
         shards = Shards(self.path / SHARDS)
         extra = next((path for path in shards.files if f"{SHARDS}/{path.name}" not in recorded), None)
         if extra is not None:

@@ -5,6 +5,7 @@ German says the units before the tens and writes one word. The numbers it is tes
 """
 
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +77,9 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         _empty(folder)
         write_file(marker, b"made by `fastformer demo`, which may replace this folder\n", folder)
         run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
-        run.fit()
+        result = run.fit()
+    if result.signal is not None and result.signal != signal.SIGINT:
+        raise SystemExit(128 + result.signal)
     wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
     console.print(f"Set-up and training took {wall:.0f} s ({cpu:.0f} CPU-seconds).\n")
 

@@ -27,6 +27,9 @@ _Place = tuple[str, int | None]
 class IrregularFileError(OSError):
     """Something else than a file stands where a file is wanted: a link, a pipe, a device."""
 
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
 
 def read_file(path: Path, within: Path | None = None) -> bytes:
     """The content of a regular file.
@@ -119,6 +122,14 @@ def check_path(path: Path, within: Path) -> bool:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise _irregular(path, mode)
     return True
+
+
+def same_file(a: Path, b: Path) -> bool:
+    """Whether both are there and one file, through links and hard links too."""
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastformer.guarded import check_path
+from fastformer.guarded import check_path, same_file
 from fastformer.run_lock import LOCK
 
 CONFIG, DATA = "config.toml", "data.json"
@@ -79,7 +79,7 @@ def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, .
     if output is None:
         return
     for path in inputs:
-        if path is not None and _same(output, path):
+        if path is not None and same_file(output, path):
             raise ValueError(f"{output} is also read ({path}), and would be replaced; choose another file to write")
     target = Path(os.path.realpath(output))
     for run in runs:
@@ -88,7 +88,7 @@ def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, .
         first = target.relative_to(base).parts[0] if within else ""
         own = first in _OWN and first not in PICTURES
         if own or any(
-            _same(output, path) for path in run.glob("**/*") if path.name not in PICTURES and _listed(run, path)
+            same_file(output, path) for path in run.glob("**/*") if path.name not in PICTURES and _listed(run, path)
         ):
             raise ValueError(
                 f"{output} is a file of the run {run}, and would be replaced; choose another file to write"
@@ -97,10 +97,3 @@ def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, .
 
 def _listed(run: Path, path: Path) -> bool:
     return path.relative_to(run).parts[0] in _OWN and path.is_file()
-
-
-def _same(a: Path, b: Path) -> bool:
-    try:
-        return os.path.samefile(a, b)
-    except OSError:
-        return False

@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from test_run_lock import ENVIRONMENT, command, train, wait_for
 from train_task import config, trainer
 
-from fastformer.train import CheckpointFolder, TrainConfig, read_metrics
+from fastformer.demo import run_demo
+from fastformer.text import prepare
+from fastformer.train import CheckpointFolder, Result, TrainConfig, read_metrics
 from fastformer.train.interrupt import Interrupt
 from fastformer.train.progress import Progress
 from fastformer.translation import DataConfig, TranslationRun
@@ -149,6 +152,31 @@ def test_a_handler_of_the_caller_stays():
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_demo_that_is_asked_to_end_ends_once_it_is_saved(tmp_path, monkeypatch):
+    ended = Result("interrupted", 1, 1, 1, 1.0, {}, None, None, int(signal.SIGTERM))
+    monkeypatch.setattr(TranslationRun, "fit", lambda self: ended)
+    with pytest.raises(SystemExit) as raised:
+        run_demo(tmp_path / "demo", "fr", "cpu", Console(quiet=True))
+    assert raised.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("way", ["symbolic", "hard"])
+def test_a_prepared_dataset_replaces_no_original(tmp_path, way):
+    origin, folder = tmp_path / "from", tmp_path / "to"
+    origin.mkdir()
+    folder.mkdir()
+    for language in ("fr", "en"):
+        lines = [f"{language} {i}" for i in range(20_000)]
+        (origin / f"europarl-v7.fr-en.{language}").write_text("\n".join(lines) + "\n")
+    original = origin / "europarl-v7.fr-en.en"
+    before = original.read_bytes()
+    (folder / "train.en").symlink_to(original) if way == "symbolic" else os.link(original, folder / "train.en")
+    with pytest.raises(ValueError, match=r"train\.en is one of the originals"):
+        prepare("europarl", origin, folder)
+    assert original.read_bytes() == before
+    assert os.listdir(folder) == ["train.en"]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,9 @@ def train_language_model(
     model: dict[str, Any],
     train: dict[str, Any],
 ) -> None:
-    """Train a language model. Ctrl-C validates, saves and ends; --resume carries on exactly there."""
+    """Train a language model.
+
+    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
+    """
     settings = {"data": data, "model": model, "train": train}
     train_run(LanguageRun, describe_language, run, config, resume, fallback, device, settings)

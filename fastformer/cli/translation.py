@@ -46,7 +46,7 @@ def train(
 ) -> None:
     """Train a translation model; `fastformer train lm` trains a language model.
 
-    Ctrl-C validates, saves and ends; --resume carries on exactly there.
+    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
     """
     if context.invoked_subcommand is not None:
         for name in context.params:
@@ -63,7 +63,9 @@ def train(
 def translate(
     sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
     run: TranslationFolder = Path("runs/translation"),
-    input: Annotated[Path | None, typer.Option(help="file of sentences, one a line; default: standard input")] = None,
+    input: Annotated[
+        Path | None, typer.Option(help="file or pipe of sentences, one a line; default: standard input")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations; default: standard output")] = None,
     scores: Annotated[bool, typer.Option("--scores", help="print the score before each translation")] = False,
     batch_size: Annotated[int, typer.Option(help="sentences translated at a time")] = 64,

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastformer.atomic import write_atomic
+from fastformer.guarded import same_file
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
@@ -87,6 +88,9 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
         files, warnings = _europarl(origin)
     else:
         files, tokens = _wikitext2(origin)
+    for file in files:
+        if any(same_file(folder / file, original) for original in origin.rglob("*")):
+            raise ValueError(f"{folder / file} is one of the originals, and would be replaced; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dataset.json").unlink(missing_ok=True)
     for file, lines in files.items():

@@ -23,7 +23,7 @@ from fastformer.guarded import read_file
 from fastformer.models import LanguageConfig, LanguageModel, TranslationConfig, TranslationModel
 from fastformer.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.text import Tokenizer
-from fastformer.train.weights import CheckpointError, put_weights, read_weights, write_weights
+from fastformer.train.weights import CheckpointError, check_finite, put_weights, read_weights, write_weights
 
 Model = TranslationModel | LanguageModel
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -64,6 +64,11 @@ def _check_tokenizers(model: Model, tokenizers: Sequence[Tokenizer]) -> None:
         raise ValueError(f"tokenizers must be {wanted} for a {type(model).__name__}, not {len(tokenizers)}")
 
 
+def _check_dtype(dtype: object) -> None:
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
+
+
 def _save_tokenizers(folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
     names = ("source", "target") if len(tokenizers) == 2 else ("",)
     for name, tokenizer in zip(names, tokenizers, strict=True):
@@ -85,8 +90,7 @@ def export_safetensors(
         FileExistsError: the folder exists and is not empty.
         ValueError: an unknown dtype, or not as many tokenizers as the model has sides.
     """
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
+    _check_dtype(dtype)
     _check_tokenizers(model, tokenizers)
     kind = next(name for name, (_, of) in _KINDS.items() if isinstance(model, of))
     converted: dict[int, Tensor] = {}  # tied weights stay one tensor
@@ -111,6 +115,7 @@ def load_safetensors(folder: Path | str) -> Model:
     try:
         content = json.loads(read_file(folder / "config.json"))
         config, model = _KINDS[content["kind"]]
+        _check_dtype(content["dtype"])
         built: Model = model(config(**content["model"])).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None
@@ -119,6 +124,7 @@ def load_safetensors(folder: Path | str) -> Model:
             f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
         ) from None
     put_weights(built, read_weights(folder / "model.safetensors"), folder / "model.safetensors")
+    check_finite(built, folder / "model.safetensors")
     return built.eval()
 
 

@@ -26,6 +26,7 @@ from fastformer.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.train import Checkpoint, Processes, TrainConfig, find_checkpoint, load_toml, save_toml
 from fastformer.train.conditions import Given, Machine, refuse_idle
 from fastformer.train.config import check_values, option, read_toml
+from fastformer.train.weights import check_finite
 
 # kind -> what it is called, the command that uses such a run, and the one that trains it.
 KINDS = {
@@ -223,7 +224,9 @@ class Application:
         """
         config = self.model(**self.read_config(folder)["model"])
         made = model(config)
-        Checkpoint.open(find_checkpoint(folder, checkpoint)).load_into(made, config)
+        found = Checkpoint.open(find_checkpoint(folder, checkpoint))
+        found.load_into(made, config)
+        check_finite(made, found.path)
         return made
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:

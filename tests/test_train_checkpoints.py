@@ -211,7 +211,7 @@ def test_average_is_the_mean_in_double_precision_and_keeps_dtypes(tmp_path):
     assert average["n"].item() == 2
     assert average["h"].dtype == torch.float16
     checkpoints.save(9, {"w": torch.ones(2), "n": torch.tensor(1), "h": torch.ones(1).half()}, {})
-    with pytest.raises(CheckpointError, match=r"w=\[2\], this model \[3\]"):
+    with pytest.raises(CheckpointError, match=r"w of shape \[2\], but this model's is \[3\]"):
         average_checkpoints([paths[1], tmp_path / "step-9"])
     with pytest.raises(ValueError, match="paths is empty"):
         average_checkpoints([])

@@ -25,7 +25,7 @@ from fastformer.train.weights import (
     CheckpointError,
     average_weights,
     check_architecture,
-    check_shapes,
+    check_tensors_fit,
     put_weights,
     read_weights,
     stored_shapes,
@@ -124,7 +124,7 @@ class Checkpoint:
             return
         shards, targets = self._shards(checked), model.state_dict()
         names = self._names_of_weights(shards)
-        check_shapes({name: shards.tensors[MODEL + kept][0] for name, kept in names.items()}, targets, self.path)
+        check_tensors_fit({name: shards.tensors[MODEL + kept] for name, kept in names.items()}, targets, self.path)
         shards.read_into({MODEL + name: targets[name] for name in names if name not in self.copies})
         for name, kept in self.copies.items():  # a model may have untied what was tied
             if targets[name] is not targets[kept]:

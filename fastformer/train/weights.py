@@ -1,4 +1,6 @@
-"""Weights as safetensors files, loaded by name and shape with one-line errors, and averaged.
+"""Weights as safetensors files, loaded by name, shape and dtype with one-line errors, and averaged.
+
+What a file holds is compared with the model before a number of it is copied: torch would cast anything to anything.
 
 Parameters that share memory (tied embeddings) are written once; the file's header names the copies, in the form that
 `safetensors.torch.load_model` reads too. No pickle is involved: a weights file of a stranger can be opened safely.
@@ -12,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.train.parallel import part_of
+
+
+# Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
+_FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class CheckpointError(ValueError):
@@ -71,21 +77,53 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
     """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs."""
     expected = model.state_dict()
-    check_shapes({name: tensor.shape for name, tensor in weights.items()}, expected, origin)
+    check_tensors_fit(facts_of(weights), expected, origin)
     model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
 
 
-def check_shapes(saved: Mapping[str, torch.Size], expected: Mapping[str, Tensor], origin: Path | str) -> None:
-    """Raise CheckpointError naming the first tensor that is missing, of another shape, or that a model lacks."""
+def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def check_tensors_fit(
+    saved: Mapping[str, tuple[torch.Size, torch.dtype]], expected: Mapping[str, Tensor], origin: Path | str
+) -> None:
+    """Refuse tensors that a model lacks, or has in another shape or kind of number, before one of them is copied.
+
+    Args:
+        saved: shape and dtype by name.
+        expected: the model's.
+        origin: of the tensors, for messages.
+
+    Raises:
+        CheckpointError: naming the first that is missing, unknown, of another shape or of a dtype that cannot be cast.
+    """
     for name, tensor in expected.items():
         if name not in saved:
             raise CheckpointError(f"{origin}: does not hold {name}, which this model has")
-        if saved[name] != tensor.shape:
-            theirs, ours = list(saved[name]), list(tensor.shape)
-            raise CheckpointError(f"{origin}: holds {name} of shape {theirs}, but this model's is {ours}")
+        shape, dtype = saved[name]
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{origin}: holds {name} of shape {list(shape)}, but this model's is {list(tensor.shape)}"
+            )
+        if not same_kind(dtype, tensor.dtype):
+            raise CheckpointError(f"{origin}: holds {name} of {dtype}, but this model's is {tensor.dtype}")
     extra = next((name for name in saved if name not in expected), None)
     if extra is not None:
         raise CheckpointError(f"{origin}: holds {extra}, which this model does not have")
+
+
+def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
+    """Whether numbers of one dtype mean the same in the other: equal ones, and floating ones of any usual width."""
+    return saved == expected or {saved, expected} <= _FLOATING
+
+
+def check_finite(model: nn.Module, origin: Path | str) -> None:
+    """Raise CheckpointError naming the first parameter with a NaN or an infinity, of which only garbage can come."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise CheckpointError(f"{origin}: {name} holds NaN or infinity; it is damaged, or its training diverged")
 
 
 def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], origin: Path | str) -> None:
@@ -100,7 +138,7 @@ def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], or
 
 def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
     """The mean of several weights, each with where it is from; summed in fp64; integers are taken from the last."""
-    shapes: dict[str, list[int]] = {}
+    expected: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}
     last: Mapping[str, Tensor] = {}
     count = 0
@@ -108,9 +146,10 @@ def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) 
         count += 1
         floating = {name: tensor for name, tensor in last.items() if tensor.is_floating_point()}
         if count == 1:
-            shapes, total = _shapes(last), {name: tensor.double() for name, tensor in floating.items()}
+            expected = {name: torch.empty_like(tensor, device="meta") for name, tensor in last.items()}
+            total = {name: tensor.double() for name, tensor in floating.items()}
             continue
-        check_architecture(_shapes(last), shapes, origin)
+        check_tensors_fit(facts_of(last), expected, origin)
         for name, tensor in floating.items():
             total[name] += tensor
     return {name: (total[name] / count).to(x.dtype) if name in total else x for name, x in last.items()}
@@ -125,7 +164,3 @@ def stored_shapes(path: Path) -> dict[str, torch.Size]:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in weights.items()}

@@ -65,7 +65,7 @@ def test_floating_weights_of_another_width_load(tmp_path: Path, dtype: torch.dty
 
 def test_a_count_must_stay_a_count() -> None:
     model = network()
-    with pytest.raises(CheckpointError, match="holds 1.num_batches_tracked of torch.float32, but"):
+    with pytest.raises(CheckpointError, match=r"holds 1\.num_batches_tracked of torch\.float32, but"):
         put_weights(model, with_dtype(model.state_dict(), "1.num_batches_tracked", torch.float32), "there")
 
 

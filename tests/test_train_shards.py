@@ -89,8 +89,12 @@ def test_a_sharded_run_equals_the_other_and_either_goes_on_from_the_other(tmp_pa
 
 def test_a_run_of_another_model_is_not_resumed(tmp_path: Path) -> None:
     trainer(tmp_path, config(steps=5, sharded_checkpoints=True)).fit()
-    for architecture, message in (({"width": 8}, r"it has width=16, this model 8"), (None, r"with more parameters$")):
-        small = nn.Sequential(nn.Linear(6, 4))
+    few, narrow = nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    for small, architecture, message in (
+        (few, {"width": 8}, r"it has width=16, this model 8"),
+        (few, None, r"is of 6 parameters, this model has 2$"),
+        (narrow, None, r"optimizer.state.0.exp_avg must be of shape \[8, 6\], not a tensor of shape \[16, 6\]"),
+    ):
         again = trainer(tmp_path, config(steps=10), model=small, architecture=architecture)
         with pytest.raises(CheckpointError, match=message):
             again.resume()

@@ -1,7 +1,7 @@
 """One checkpoint: the files of a folder that a rename has made complete.
 
 model.safetensors   weights: all that inference needs, no pickle
-state.pt            optimiser, schedule, generators, data position (torch.load, weights_only)
+state.pt            optimiser, schedule, generators, data position: see `states.py`
 meta.json           step, architecture, metrics, and size and SHA-256 of the other files
 shards/             in a sharded checkpoint, weights and the optimiser's tensors, as each process held them
 """
@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastformer.guarded import check_path, open_regular, read_file, write_file
 from fastformer.train.parallel import empty_part
 from fastformer.train.shards import Shards
+from fastformer.train.states import check_numbers, check_state, read_state
 from fastformer.train.weights import (
     CheckpointError,
     average_weights,
@@ -86,25 +87,34 @@ class Checkpoint:
         """What resuming needs, loaded without running any code from the file; an average has none.
 
         Args:
-            parameters: the optimiser's, in its order: of a sharded checkpoint, its tensors come as the parts that
-                belong to them. None: whole, on the CPU.
+            parameters: the optimiser's, in its order: all that the state holds is compared with what a run of these
+                writes, and of a sharded checkpoint, its tensors come as the parts that belong to them. None: whatever
+                it holds, whole, on the CPU.
             checked: leave out the check of shards, which another process has done.
+
+        Raises:
+            CheckpointError: there is none, or it is not one of such a run.
         """
         if STATE not in self.files:
             raise CheckpointError(f"{self.path}: holds weights only, training cannot continue from it")
         self._check(STATE)
-        state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
-        if self.is_sharded:
-            shards = self._shards(checked)
-            targets: dict[str, Tensor] = {}
-            for name, (shape, dtype) in shards.tensors.items():
-                if name.startswith(OPTIMIZER):
-                    index, key = _of_optimizer(name)
-                    if parameters is not None and index >= len(parameters):
-                        raise CheckpointError(f"{self.path}: is of a model with more parameters")
-                    like = torch.empty(0) if parameters is None else parameters[index]
-                    targets[name] = state["optimizer"]["state"][index][key] = empty_part(shape, dtype, like)
+        path, shards = self.path / STATE, self._shards(checked) if self.is_sharded else None
+        if parameters is not None:
+            outline = read_state(path, "meta")
+            _put_targets(
+                outline, shards, lambda index, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), path
+            )
+            check_state(outline, parameters, path)
+        state = read_state(path, "cpu")
+
+        def target(index: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            return empty_part(shape, dtype, torch.empty(0) if parameters is None else parameters[index])
+
+        targets = _put_targets(state, shards, target, path)
+        if shards is not None:
             shards.read_into(targets)
+        if parameters is not None:
+            check_numbers(state, path)
         return state
 
     def load_into(self, model: nn.Module, config: Any = None, checked: bool = False) -> None:
@@ -248,7 +258,19 @@ def synchronise(path: Path) -> None:
         os.close(descriptor)
 
 
-def _of_optimizer(name: str) -> tuple[int, str]:
-    """Parameter and key of "optimizer.3.exp_avg"."""
-    index, _, key = name.removeprefix(OPTIMIZER).partition(".")
-    return int(index), key
+def _put_targets(
+    state: dict[str, Any], shards: Shards | None, target: Callable[[int, torch.Size, torch.dtype], Tensor], origin: Path
+) -> dict[str, Tensor]:
+    """Put a tensor for each of the optimiser's that shards hold into a state; returns them under their names there."""
+    targets: dict[str, Tensor] = {}
+    try:
+        for name, (shape, dtype) in {} if shards is None else shards.tensors.items():
+            if name.startswith(OPTIMIZER):
+                index, _, key = name.removeprefix(OPTIMIZER).partition(".")  # "optimizer.3.exp_avg": parameter 3
+                entries = state["optimizer"]["state"][int(index)]
+                targets[name] = entries[key] = target(int(index), shape, dtype)
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # the last where it has too many numbers
+        raise CheckpointError(
+            f"{origin}: not a state of this run: it does not fit {SHARDS}/, which holds {name}"
+        ) from None
+    return targets

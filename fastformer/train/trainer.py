@@ -146,6 +146,8 @@ class Trainer:
                 f"{checkpoint.path}: was trained with optimizer={state['optimizer_name']} and "
                 f"schedule={state['schedule_name']}, not {self.config.optimizer} and {self.config.schedule}"
             )
+        if state["position"]["step"] != checkpoint.step:
+            raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
         rated_by = state.get("metric", self.config.metric)
         if state["position"]["best_value"] is not None and rated_by != self.config.metric:
             raise CheckpointError(f"{checkpoint.path}: was rated by metric={rated_by}, not by {self.config.metric}")

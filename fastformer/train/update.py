@@ -122,16 +122,35 @@ class Update:
 
         Learning rate, weight decay and the like are what the configuration says now, not what it said then.
         """
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict({**optimizer, "state": self._parts(optimizer["state"])})
-        for group, now in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(now)
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": self._parts(optimizer["state"]), "param_groups": groups})
         if scaler and self._scaler.is_enabled():
             self._scaler.load_state_dict(scaler)
 
     def _parts(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The saved tensors, or this process's parts of them."""
+        memory: set[int] = set()
         return {
-            index: {key: part_of(x, p) if isinstance(x, Tensor) and x.dim() else x for key, x in state[index].items()}
+            index: {key: part_of(_own(x, p, memory), p) if _has_parts(x) else x for key, x in state[index].items()}
             for index, p in enumerate(self.parameters)
             if index in state
         }
+
+
+def _has_parts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _own(x: Tensor, parameter: Tensor, memory: set[int]) -> Tensor:
+    """A saved tensor in memory of its own, laid out as the parameter: the optimisers' kernels go through both as one.
+
+    memory: what others have; this one's is added.
+    """
+    if hasattr(x, "device_mesh"):
+        return x
+    sharded = hasattr(parameter, "device_mesh")
+    like = torch.empty(parameter.shape, device="meta") if sharded else torch.empty_like(parameter, device="meta")
+    if x.stride() != like.stride() or x.untyped_storage().data_ptr() in memory:
+        x = torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    memory.add(x.untyped_storage().data_ptr())
+    return x

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fastformer.train.parallel import part_of
 
-
 # Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
 _FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 

@@ -10,6 +10,7 @@ Letters: D model width.
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from fastformer.guarded import read_file
 from fastformer.models import LanguageConfig, LanguageModel, TranslationConfig, TranslationModel
 from fastformer.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.text import Tokenizer
-from fastformer.train.weights import CheckpointError, check_finite, put_weights, read_weights, write_weights
+from fastformer.train.weights import CheckpointError, check_finite, check_size, put_weights, read_weights, write_weights
 
 Model = TranslationModel | LanguageModel
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -112,19 +113,24 @@ def load_safetensors(folder: Path | str) -> Model:
         fastformer.train.CheckpointError: there is none, or it is damaged.
     """
     folder = Path(folder)
+    path = folder / "model.safetensors"
     try:
         content = json.loads(read_file(folder / "config.json"))
-        config, model = _KINDS[content["kind"]]
+        settings, model = _KINDS[content["kind"]]
         _check_dtype(content["dtype"])
-        built: Model = model(config(**content["model"])).to(getattr(torch, content["dtype"]))
+        config = settings(**content["model"])
+        check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
+        built: Model = model(config).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
         ) from None
-    put_weights(built, read_weights(folder / "model.safetensors"), folder / "model.safetensors")
-    check_finite(built, folder / "model.safetensors")
+    put_weights(built, read_weights(path), path)
+    check_finite(built, path)
     return built.eval()
 
 

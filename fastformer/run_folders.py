@@ -223,8 +223,10 @@ class Application:
             fastformer.train.CheckpointError: there is no such checkpoint, or it is damaged or of another architecture.
         """
         config = self.model(**self.read_config(folder)["model"])
-        made = model(config)
         found = Checkpoint.open(find_checkpoint(folder, checkpoint))
+        found.check_architecture(config)
+        found.check_size(config.matrix_numbers)
+        made = model(config)
         found.load_into(made, config)
         check_finite(made, found.path)
         return made

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.guarded import write_file
+from fastformer.models.sizes import check_memory
 from fastformer.own_files import refuse_foreign, refuse_links
 from fastformer.run_folders import Application, read_kind
 from fastformer.run_lock import RunLock, locked
@@ -27,6 +28,7 @@ from fastformer.text import Tokenizer, read_json
 from fastformer.train import BatchSource, CheckpointFolder, Processes, Result, TrainConfig, Trainer
 from fastformer.train.compilation import check_compiler
 from fastformer.train.conditions import refuse_fixed
+from fastformer.train.trainer import check_threads
 
 
 class Run(ABC):
@@ -105,6 +107,8 @@ class Run(ABC):
             fastformer.backend.BackendError: the backend that was asked for cannot run here.
         """
         config = cls.application.planned(model, data)
+        check_memory(config)
+        check_threads(train.threads)
         try:
             x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
         except (RuntimeError, AssertionError) as error:  # the latter without CUDA

@@ -29,6 +29,7 @@ from fastformer.models.common import (
 )
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.models.initialisation import InitialisationSettings, initialise
+from fastformer.models.sizes import numbers_in_layers
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout
 from fastformer.row_map import RowMap
@@ -66,6 +67,12 @@ class ClassifierConfig(InitialisationSettings):
         check_settings(self, ("vocabulary", "d_model", "heads", "layers", "feed_forward", "max_positions"))
         if self.classes < 2:
             raise ValueError(f"classes must be at least 2, not {self.classes}")
+
+    @property
+    def matrix_numbers(self) -> int:
+        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        rows = self.vocabulary + self.classes + (self.max_positions if self.positions == "learned" else 0)
+        return rows * self.d_model + numbers_in_layers(self, self.layers)
 
     @property
     def longest(self) -> int | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.devices import check_types
+from fastformer.models.sizes import LARGEST, MOST_LAYERS
 from fastformer.packing import Layout, pack
 
 
@@ -26,7 +27,7 @@ def check_settings(
 
     Args:
         settings: `InitialisationSettings` with at least d_model and heads.
-        sizes: the fields that count something and must be at least 1.
+        sizes: the fields that count something and must be at least 1, and not beyond what can be built.
         vocabulary: the field that pad_id, bos_id and eos_id must be below; None for a model without them.
         rates: the fields that are rates of dropout; None, for one that follows another, is allowed.
 
@@ -34,8 +35,11 @@ def check_settings(
         ValueError: a setting is out of range, or none of its choices.
     """
     for name in sizes:
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
+        size, most = getattr(settings, name), MOST_LAYERS if name.endswith("layers") else LARGEST
+        if not 1 <= size <= most:
+            raise ValueError(
+                f"{name} must be at least 1, not {size}" if size < 1 else f"{name} must be at most {most}, not {size}"
+            )
     if vocabulary is not None:
         size = getattr(settings, vocabulary)
         for name in ("pad_id", "bos_id", "eos_id"):

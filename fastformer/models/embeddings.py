@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastformer import functional
 
 Positions = Literal["sinusoidal", "learned"]
+_FIRST = 4096
 
 
 def sinusoidal_positions(length: int, width: int, device: torch.device | str | None = None) -> Tensor:
@@ -34,7 +35,8 @@ class Embedding(nn.Module):
         vocabulary: V.
         width: D.
         positions: "sinusoidal" (any length; the table grows) or "learned" (up to max_length).
-        max_length: most positions of learned encodings, first size of the sinusoidal table.
+        max_length: most positions of learned encodings, first size of the sinusoidal table, which begins with at most
+            4,096 and grows.
         scale: multiply the token embedding by sqrt(D), as Vaswani et al. (section 3.4); without it positions drown
             the words.
         dropout: of the sum.
@@ -59,7 +61,9 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(width) if scale else 1.0
         self.dropout = nn.Dropout(dropout)
         # Not part of the checkpoint: it follows from the width.
-        table = torch.empty(0, width) if positions == "learned" else sinusoidal_positions(max_length, width)
+        table = (
+            torch.empty(0, width) if positions == "learned" else sinusoidal_positions(min(max_length, _FIRST), width)
+        )
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:

@@ -27,6 +27,7 @@ from fastformer.models.common import (
 )
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.models.initialisation import InitialisationSettings, initialise
+from fastformer.models.sizes import numbers_in_layers
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout
 from fastformer.stacks import TransformerEncoder
@@ -76,6 +77,13 @@ class LanguageConfig(InitialisationSettings):
         sizes = ("vocabulary", "d_model", "heads", "layers", "feed_forward", "max_positions")
         rates = ("dropout", "embedding_dropout", "attention_dropout", "output_dropout")
         check_settings(self, sizes, vocabulary="vocabulary", rates=rates)
+
+    @property
+    def matrix_numbers(self) -> int:
+        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        positions = self.max_positions if self.positions == "learned" else 0
+        rows = self.vocabulary * (1 if self.embeddings == "tied" else 2) + positions
+        return rows * self.d_model + numbers_in_layers(self, self.layers)
 
     @property
     def longest(self) -> int | None:

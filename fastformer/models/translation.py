@@ -27,6 +27,7 @@ from fastformer.models.common import (
 )
 from fastformer.models.embeddings import Embedding, Positions
 from fastformer.models.initialisation import InitialisationSettings, initialise
+from fastformer.models.sizes import numbers_in_layers
 from fastformer.modules import LayerNorm
 from fastformer.packing import Layout
 from fastformer.stacks import TransformerDecoder, TransformerEncoder
@@ -75,6 +76,22 @@ class TranslationConfig(InitialisationSettings):
                 f"embeddings 'shared' needs one joint vocabulary, not {self.source_vocabulary} and "
                 f"{self.target_vocabulary} entries"
             )
+
+    @property
+    def matrix_numbers(self) -> int:
+        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        source = {
+            "shared": 0,
+            "tied": self.source_vocabulary,
+            "separate": self.source_vocabulary + self.target_vocabulary,
+        }
+        positions = 2 * self.max_positions if self.positions == "learned" else 0
+        rows = source[self.embeddings] + self.target_vocabulary + positions
+        encoder, decoder = (
+            numbers_in_layers(self, self.encoder_layers),
+            numbers_in_layers(self, self.decoder_layers, True),
+        )
+        return rows * self.d_model + encoder + decoder
 
     @property
     def longest(self) -> int | None:

@@ -26,6 +26,7 @@ from fastformer.train.weights import (
     CheckpointError,
     average_weights,
     check_architecture,
+    check_size,
     check_tensors_fit,
     put_weights,
     read_weights,
@@ -162,6 +163,14 @@ class Checkpoint:
             return sum(shape.numel() for name, (shape, _) in stored.items() if name.startswith(MODEL))
         check_path(self.path / WEIGHTS, self.path)
         return sum(shape.numel() for shape in stored_shapes(self.path / WEIGHTS).values())
+
+    def check_size(self, numbers: int) -> None:
+        """Raise CheckpointError where a model of so many numbers, or more, cannot be what this one holds."""
+        names = [name for name in self.files if name.startswith(f"{SHARDS}/")] if self.is_sharded else [WEIGHTS]
+        for name in names:
+            if not (self.path / name).is_file():
+                raise CheckpointError(f"{self.path / name}: is missing")
+        check_size(numbers, sum((self.path / name).stat().st_size for name in names), self.path)
 
     def _names_of_weights(self, shards: Shards) -> dict[str, str]:
         """{name in the state dict: name in the shards, without its beginning}."""

@@ -16,6 +16,7 @@ one process, so a run may be resumed with another number of processes. Process 0
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -45,6 +46,8 @@ from fastformer.train.weights import CheckpointError, put_weights
 
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
 _LOWEST_SCALE = 1.0
+# More than so many threads a processor only wait for each other, and each takes megabytes of stack.
+_THREADS_A_PROCESSOR = 4
 
 
 class DivergedError(FloatingPointError):
@@ -83,6 +86,15 @@ class _Position:
     records: int = 0
 
 
+def check_threads(threads: int | None) -> None:
+    """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
+    most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(
+            f"threads={threads} is out of range; it must be at most {most} here, {_THREADS_A_PROCESSOR} a processor"
+        )
+
+
 class Trainer:
     """Trains `model` in a run folder: `checkpoints/`, `metrics.jsonl`, `metrics.csv`.
 
@@ -109,6 +121,7 @@ class Trainer:
         show: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        check_threads(config.threads)
         self.model, self.config, self.folder = model, config, Path(folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self.device = next(model.parameters()).device

@@ -118,6 +118,24 @@ def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
     return saved == expected or {saved, expected} <= _FLOATING
 
 
+def check_size(numbers: int, stored: int, origin: Path | str) -> None:
+    """Refuse to build a model that stored weights cannot fill; the settings of a stranger may ask for any.
+
+    Args:
+        numbers: that the model has at least.
+        stored: bytes of the weights' files; a number takes two or more.
+        origin: of the weights, for messages.
+
+    Raises:
+        CheckpointError: there are too few.
+    """
+    if 2 * numbers > stored:
+        raise CheckpointError(
+            f"{origin}: the settings are of a model with {numbers:,} parameters or more, but {stored:,} bytes of "
+            "weights are there: it is damaged, or of another model"
+        )
+
+
 def check_finite(model: nn.Module, origin: Path | str) -> None:
     """Raise CheckpointError naming the first parameter with a NaN or an infinity, of which only garbage can come."""
     for name, parameter in model.named_parameters():

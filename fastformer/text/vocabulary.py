@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,8 @@ SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
 
 # A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
 _WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
+# What may be a long run of combining marks; none of them is a letter.
+_MARKS = re.compile(r"[^\w\s\x00-\x7f]{64,}")
 _NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
 _NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
 
@@ -34,7 +37,14 @@ def split_words(text: str) -> list[str]:
     >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
     ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
     """
-    return _WORD.findall(unicodedata.normalize("NFC", text))
+    return _WORD.findall(unicodedata.normalize("NFC", _MARKS.sub(_in_order, text)))
+
+
+def _in_order(marks: re.Match[str]) -> str:
+    """A run of marks, decomposed and in canonical order; NFC of it is the same, but Python would sort it in n^2."""
+    decomposed = "".join(unicodedata.normalize("NFD", mark) for mark in marks[0])
+    runs = (list(run) for _, run in groupby(decomposed, lambda mark: unicodedata.combining(mark) == 0))
+    return "".join(mark for run in runs for mark in sorted(run, key=unicodedata.combining))
 
 
 def join_words(words: Sequence[str]) -> str:

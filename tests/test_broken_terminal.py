@@ -84,6 +84,7 @@ def test_what_is_shown_is_saved_before(tmp_path, monkeypatch):
     assert sorted(told) == sorted((kind, path) for path in step.values() for kind in ("mean of training", "validation"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "redirected", ["2>/dev/full", ">/dev/full", ">/dev/full 2>&1", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
 )
@@ -95,6 +96,7 @@ def test_a_command_without_a_terminal_trains(tmp_path, text, redirected):
     assert (tmp_path / "run" / "history.png").exists()
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_any_more(tmp_path, text):
     words = " ".join(command(tmp_path / "run", text, "--steps", "5", "--log-every", "1", "--validate-every", "1"))
     script = f"{{ {words}; echo $? > {tmp_path / 'code'}; }} 2>&1 | head -n 2"
@@ -103,12 +105,14 @@ def test_a_pipe_that_nobody_reads_any_more(tmp_path, text):
     assert last_step(tmp_path / "run") == 5
 
 
+@pytest.mark.slow
 def test_an_error_on_a_broken_terminal_has_its_exit_code(tmp_path, text):
     words = " ".join(command(tmp_path / "run", text, "--steps", "-1"))
     ended = subprocess.run(["sh", "-c", f"exec {words} 2>/dev/full"], env=ENVIRONMENT, timeout=120)
     assert ended.returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_request_to_end_saves_and_is_told_by_the_exit_code(tmp_path, text, number):
     run = tmp_path / "run"

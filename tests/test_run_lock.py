@@ -1,5 +1,7 @@
 """One writer for a run folder, and only an empty or new folder, or a run, is written to."""
 
+import errno
+import gc
 import os
 import signal
 import subprocess
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 from train_task import config, trainer
 
+from fastformer.language_modelling import LanguageDataConfig, LanguageRun
 from fastformer.run_lock import LOCK, RunLockedError, locked
+from fastformer.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
@@ -123,6 +127,7 @@ def test_the_lock_is_no_way_out(tmp_path, kind):
     assert (tmp_path / "outside").read_text() == "mine"
 
 
+@pytest.mark.slow
 @POSIX
 def test_of_two_commands_on_a_new_folder_one_trains(tmp_path, text):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
@@ -139,6 +144,7 @@ def test_of_two_commands_on_a_new_folder_one_trains(tmp_path, text):
     assert "training:" not in output
 
 
+@pytest.mark.slow
 @POSIX
 def test_resume_is_refused_while_a_run_is_written(tmp_path, text, holder):
     assert train(tmp_path / "run", text, "--steps", "2").returncode == 0
@@ -188,6 +194,7 @@ def test_the_configuration_just_typed_is_not_rewritten(tmp_path, text):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.toml"]
 
 
+@pytest.mark.slow
 def test_the_configuration_typed_in_the_folder_of_a_killed_run_is_not_rewritten(tmp_path, text):
     run, content = tmp_path / "run", "# mine\n[run]\nkind = 'language'\n[train]\nsteps = 2\n"
     run.mkdir()
@@ -199,6 +206,7 @@ def test_the_configuration_typed_in_the_folder_of_a_killed_run_is_not_rewritten(
     assert (run / "config.toml").read_text() == content
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_is_replaced(tmp_path, text):
     run = tmp_path / "run"
     assert train(run, text, "--steps", "1").returncode == 0
@@ -213,3 +221,46 @@ def test_data_that_cannot_be_read_leaves_no_folder(tmp_path, text):
     ended = train(tmp_path / "deep" / "run", text, "--steps", "1")
     assert ended.returncode == 2
     assert not (tmp_path / "deep").exists()
+
+
+CONTENDER = """
+import sys
+from pathlib import Path
+from fastformer.run_lock import RunLockedError, locked
+try:
+    with locked(Path(sys.argv[1])):
+        print("free")
+except RunLockedError:
+    print("locked")
+"""
+
+
+@pytest.mark.slow
+@POSIX
+def test_a_run_made_in_python_is_locked_until_it_has_trained_or_is_dropped(tmp_path, text):
+    def state():
+        given = {"capture_output": True, "text": True, "timeout": 60, "env": ENVIRONMENT, "check": True}
+        return subprocess.run([sys.executable, "-c", CONTENDER, tmp_path / "run"], **given).stdout.strip()
+
+    data = LanguageDataConfig(train_text=text, valid_text=text, tokenizer="words")
+    model = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}
+    run = LanguageRun.create(tmp_path / "run", data, model, TrainConfig(steps=1))
+    assert state() == "locked"
+    run.fit(show=False)
+    assert state() == "free"
+    again = LanguageRun.open(tmp_path / "run", {"steps": 2})
+    assert state() == "locked"
+    del again
+    gc.collect()
+    assert state() == "free"
+
+
+@POSIX
+def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).exists()
+    assert "this file system has no locks" in caplog.text

@@ -171,6 +171,7 @@ def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):
         raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
+    lengths = lengths.to(torch.int64)  # of unsigned ones, torch has no lowest
     if readable(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > x.shape[2]:

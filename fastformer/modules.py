@@ -27,7 +27,25 @@ OURS: dict[type[nn.Module], type[nn.Module]] = {}  # torch's class -> our drop-i
 def drop_in(cls: type[M]) -> type[M]:
     """Register a class as ours for the class of torch.nn of the same name."""
     OURS[getattr(nn, cls.__name__)] = cls
+    return not_scriptable(cls)
+
+
+def not_scriptable(cls: type[M]) -> type[M]:
+    """Have torch.jit.script, which knows no kernels of others, say what to do instead of what it cannot parse."""
+
+    def refuse(self: nn.Module) -> None:
+        raise TypeError(
+            f"torch.jit.script cannot compile fastformer.{cls.__name__}: call fastformer.revert(model) before, which "
+            "gives torch's modules with the same parameters"
+        )
+
+    cls.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
     return cls
+
+
+def is_traced(x: object) -> bool:
+    """Whether torch.fx writes down what happens to x: it gets torch's own formula, which it knows."""
+    return type(x) is torch.fx.Proxy
 
 
 def take_over(module: nn.Module) -> None:
@@ -100,6 +118,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
+        if is_traced(input):
+            return super().forward(input)
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -109,6 +129,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
+        if is_traced(x):
+            return super().forward(x)
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -162,6 +184,7 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
+@not_scriptable
 class SequentialFeedForward(nn.Sequential):
     """nn.Sequential(Linear, activation, [Dropout], Linear, [Dropout]) on `fastformer.functional.feed_forward`.
 
@@ -175,7 +198,7 @@ class SequentialFeedForward(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D']`."""
-        parts = _feed_forward_parts(self)
+        parts = () if is_traced(input) else _feed_forward_parts(self)
         if not parts:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         first, activation, dropout, second, last = parts

@@ -31,11 +31,17 @@ from fastformer.query_blocks import attend_in_blocks, rows_at_once
 _LEVELS = 1 << 16
 
 
+def _transformed() -> bool:
+    """Whether torch.func is at work."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p)."""
     if p == 0.0:
         return x
-    if x.device.type != "cpu" or p == 1.0 or torch.compiler.is_compiling():
+    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row.
+    if x.device.type != "cpu" or p == 1.0 or torch.compiler.is_compiling() or _transformed():
         return F.dropout(x, p)
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
     # All 64 bits are random: random_() without bounds leaves the sign bit 0.
@@ -313,8 +319,9 @@ def linear_cross_entropy(
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
         x = x.to(torch.get_autocast_dtype(x.device.type))
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    if reduction == "none" or transformed:  # what torch.func takes is plain
+    given = (x, weight) if bias is None else (x, weight, bias)
+    # What torch.func takes is plain, and so is what keeps the classes of tensors.
+    if reduction == "none" or _transformed() or torch.overrides.has_torch_function(given):
         losses = plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
         loss = losses if reduction == "none" else losses.sum()
     else:

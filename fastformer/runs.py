@@ -111,8 +111,10 @@ class Run(ABC):
         check_threads(train.threads)
         try:
             x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
-        except (RuntimeError, AssertionError) as error:  # the latter without CUDA
+        except (RuntimeError, AssertionError, ImportError) as error:  # the latter without CUDA
             raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
+        if x.is_meta:
+            raise ValueError(f"device={str(device)!r} cannot be used: nothing is computed there")
         functional.check_backend(x)
         check_compiler(train.compile, device)
         known, computed = cls.application.metrics, cls.computed(data)

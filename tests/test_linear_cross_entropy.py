@@ -166,6 +166,9 @@ x, w, t = torch.zeros(2, 4), torch.zeros(5, 4), torch.tensor([0, 1])
 BAD = [
     ({"target": t[:1]}, r"target must be of shape \[2\], not \[1\]"),
     ({"weight": w[:, :3]}, r"weight must be of shape \[V, 4\], not \[5, 3\]"),
+    ({"weight": w[:0]}, r"weight must be of shape \[V, 4\] with V of at least 1, not \[0, 4\]"),
+    ({"bias": w[0]}, r"bias must be of shape \[5\], not \[4\]"),
+    ({"bias": w[0, :1]}, r"bias must be of shape \[5\], not \[1\]"),
     ({"weight": w[0]}, r"weight must be of shape \[V, 4\], not \[4\]"),
     ({"reduction": "max"}, "reduction must be one of mean, sum, none, not 'max'"),
     ({"label_smoothing": 1.1}, "label_smoothing must be between 0 and 1, not 1.1"),

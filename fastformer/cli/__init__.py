@@ -20,7 +20,7 @@ try:
     from rich.console import Console
     from rich.logging import RichHandler
 
-    from fastformer.cli.common import app
+    from fastformer.cli.common import app, escaped
 except ModuleNotFoundError as error:  # the core installs no command-line library
     if error.name not in ("rich", "typer"):
         raise
@@ -86,4 +86,4 @@ def _fail(message: str | None) -> NoReturn:
 
 def _one_line(error: Exception) -> str:
     """The message of an error; names of files and what was typed may hold ends of lines."""
-    return " ".join(str(error).splitlines())
+    return escaped(" ".join(str(error).splitlines()))

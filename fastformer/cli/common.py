@@ -1,5 +1,6 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,8 @@ from fastformer.terminal import Terminal
 
 if TYPE_CHECKING:
     from fastformer.runs import Run
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 app = typer.Typer(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
@@ -109,6 +112,19 @@ def train_run(
                 )
     if result.signal is not None and result.signal != signal.SIGINT:
         raise typer.Exit(128 + result.signal)
+
+
+def shown(text: str) -> str:
+    """A model's text for standard output: on a terminal, which would obey them, control characters are escaped.
+
+    Vocabularies come with a run folder, which may be a stranger's. Files and pipes get the text as it is.
+    """
+    return escaped(text) if sys.stdout.isatty() else text
+
+
+def escaped(text: str) -> str:
+    r"""A text with its control characters but tabs and ends of lines as escapes such as \x1b."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def choose_device(name: str) -> str:

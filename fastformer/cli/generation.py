@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device
+from fastformer.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device, shown
 from fastformer.cli.settings import made, with_settings
 from fastformer.generate import SamplingOptions
 from fastformer.language_modelling import load_generator
@@ -46,9 +46,9 @@ def generate(
     given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
     if output is None and len(given) == 1:
         pieces = generator.stream(given[0], options)
-        print(given[0], end="", flush=True)
+        print(shown(given[0]), end="", flush=True)
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print(shown(piece), end="", flush=True)
         print()
         return
     found = generator.generate_each(given, options, batch_size)
@@ -58,4 +58,4 @@ def generate(
         write_texts(output, texts)
         return
     for text in texts:
-        print(text, flush=True)
+        print(shown(text), flush=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from fastformer.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console
+from fastformer.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console, shown
 from fastformer.comparison import Comparison, RunSummary, compare_runs
 from fastformer.generate import attend, attend_text
 from fastformer.language_modelling import load_generator, load_language_model
@@ -52,7 +52,7 @@ def attention(
         assert source is not None
         sentences = attend(load_translator(run, checkpoint, choose_device(device)), source, target)
         figure = sentences.figure(kind or "cross", which, heads)  # type: ignore[arg-type]
-        console.print(f"{sentences.source} -> {sentences.target}")
+        console.print(shown(f"{sentences.source} -> {sentences.target}"))
     else:
         _check_options(run, {"text": text}, {"source": source, "target": target, "kind": kind})
         assert text is not None

@@ -17,6 +17,7 @@ from fastformer.cli.common import (
     app,
     choose_device,
     console,
+    shown,
     train_app,
     train_run,
 )
@@ -77,6 +78,8 @@ def translate(
     """Translate sentences, a file, or standard input."""
     if sentences and input is not None:
         raise ValueError("give sentences or --input, not both")
+    if not sentences and input is None and sys.stdin is None:  # translate <&-
+        raise ValueError("standard input is closed: give sentences, or --input")
     typed = not sentences and input is None and sys.stdin.isatty()
     if typed and output is not None:
         raise ValueError("--output is for sentences that are given, or in a file: give them, or --input")
@@ -105,7 +108,7 @@ def _write_translations(
     lines = [f"{c.score:.4f}\t{c.text}" if scores else c.text for candidates in found for c in candidates]
     if output is None:
         for line in lines:
-            print(line, flush=True)
+            print(shown(line), flush=True)
     else:
         write_lines(output, lines)
 

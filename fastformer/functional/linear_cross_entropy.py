@@ -46,6 +46,10 @@ def linear_cross_entropy(
         raise ValueError(f"target must be of shape {list(x.shape[:-1])}, not {list(target.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must be of shape [V, {x.shape[-1]}], not {list(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight must be of shape [V, {x.shape[-1]}] with V of at least 1, not {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be of shape [{weight.shape[0]}], not {list(bias.shape)}")
     check_classes(target, weight.shape[0], ignore_index)
     shape = target.shape
     x, target = x.reshape(math.prod(shape), x.shape[-1]), target.reshape(-1)

@@ -26,8 +26,8 @@ from .vocabulary import WordTokenizer
 ModelType = Literal["unigram", "bpe", "char", "word"]
 _MODEL_TYPES = ("unigram", "bpe", "char", "word")
 _MODEL_FILE = "sentencepiece.model"
-# Unigram's training is quadratic in a line, 18 s of CPU for 200,000 characters, so long ones are trained on in parts: no
-# piece reaches across words anyway. And sentencepiece does not read its own model with a piece of 8,000 bytes.
+# Unigram's training is quadratic in a line, 18 s of CPU for 200,000 characters, so long ones are trained on in parts,
+# as no piece reaches across words. And sentencepiece does not read its own model with a piece of 8,000 bytes.
 _LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 _PART_OF_LINE = re.compile(r".{1,4000}(?=\s|\Z)", re.DOTALL)
 _SILENT = 2  # sentencepiece's minloglevel: errors only, and those arrive as exceptions

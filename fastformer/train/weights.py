@@ -6,6 +6,7 @@ Parameters that share memory (tied embeddings) are written once; the file's head
 `safetensors.torch.load_model` reads too. No pickle is involved: a weights file of a stranger can be opened safely.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     kept = apart(kept)
     try:
         save_file(kept, path, metadata={"format": "pt", **copies})
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
 

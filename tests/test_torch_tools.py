@@ -1,0 +1,103 @@
+"""What torch's own tools make of our modules and ops: what they could do before, they can or are told how."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastformer
+from fastformer import functional
+from fastformer.packing import Layout
+
+BLOCKS = {
+    "feed-forward": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+    "layer norm": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
+    "rms norm": nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)),
+}
+MODELS = {
+    **BLOCKS,
+    "attention": nn.MultiheadAttention(8, 2),
+    "layer": nn.TransformerEncoderLayer(8, 2, 16),
+    "decoder layer": nn.TransformerDecoderLayer(8, 2, 16),
+    "stack": nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+    "transformer": nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+}
+
+
+def converted(model: nn.Module) -> nn.Module:
+    ours = copy.deepcopy(model).eval()
+    fastformer.convert(ours)
+    assert any(type(module).__module__.startswith("fastformer") for module in ours.modules())
+    return ours
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_fx_traces_what_it_traced_before(block: str) -> None:
+    x, ours = torch.randn(3, 8), converted(BLOCKS[block])
+    traced = torch.fx.symbolic_trace(ours)
+    torch.testing.assert_close(traced(x), BLOCKS[block](x))
+    assert list(traced.state_dict()) == list(ours.state_dict())
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_fx_quantises_what_it_quantised_before(block: str) -> None:
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_fx
+
+    x = torch.randn(3, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that torchao takes its place
+        prepared = prepare_fx(converted(BLOCKS[block]), get_default_qconfig_mapping(), (x,))
+    torch.testing.assert_close(prepared(x), BLOCKS[block](x))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_script_is_told_to_revert_and_then_compiles(model: str) -> None:
+    ours = converted(MODELS[model])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        with pytest.raises(TypeError, match=r"torch.jit.script cannot compile fastformer\.\w+: call fastformer.revert"):
+            torch.jit.script(nn.Sequential(ours))
+        fastformer.revert(ours)
+        torch.jit.script(ours)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_under_vmap_is_torchs(randomness: str) -> None:
+    x = torch.ones(64, 100)
+    found = []
+    for dropout in (functional.dropout, F.dropout):
+        torch.manual_seed(0)
+        found.append(torch.vmap(lambda row, dropout=dropout: dropout(row, 0.5), randomness=randomness)(x))
+    assert torch.equal(*found)
+    assert (found[0][0] == found[0][1]).all() == (randomness == "same")
+
+
+class Marked(Tensor):
+    """A user's own class of tensors."""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("marked", ["x", "weight", "bias"])
+def test_the_loss_keeps_the_class_of_tensors(marked: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    plain = {"x": torch.randn(6, 4), "weight": torch.randn(5, 4), "bias": torch.randn(5)}
+    target = torch.tensor([0, 1, 2, 3, 4, 4])
+    given = {**plain, marked: plain[marked].as_subclass(Marked)}  # type: ignore[arg-type]
+    loss = functional.linear_cross_entropy(**given, target=target, reduction=reduction)  # type: ignore[arg-type]
+    expected = functional.linear_cross_entropy(**plain, target=target, reduction=reduction)  # type: ignore[arg-type]
+    assert type(loss) is Marked
+    torch.testing.assert_close(loss.as_subclass(Tensor), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int32])
+def test_lengths_are_of_any_integers(dtype: torch.dtype) -> None:
+    q, lengths = torch.randn(2, 2, 3, 4), torch.tensor([1, 3])
+    expected = functional.attention(q, q, q, key_lengths=lengths)
+    assert torch.equal(functional.attention(q, q, q, key_lengths=lengths.to(dtype)), expected)
+    assert torch.equal(Layout.from_lengths(lengths.to(dtype)).lengths, lengths)
+    with pytest.raises(ValueError, match=r"key_lengths must be between 0 and 3|key_lengths .*4"):
+        functional.attention(q, q, q, key_lengths=torch.tensor([1, 4]).to(dtype))

@@ -59,7 +59,7 @@ def test_a_strangers_vocabulary_does_not_reach_the_terminal(evil: Path, monkeypa
     for stream, wanted in ((Terminal(), "\\x1b]0;owned\\x07"), (io.StringIO(), EVIL)):
         monkeypatch.setattr(sys, "argv", ["fastformer", *arguments])
         monkeypatch.setattr(sys, "stdout", stream)
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             main()
         assert wanted in stream.getvalue()
         assert ("\x1b" in stream.getvalue()) == (wanted == EVIL)

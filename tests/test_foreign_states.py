@@ -61,6 +61,7 @@ def run(folder: Path, optimizer: str) -> Path:
 def put(checkpoint: Path, content: bytes | Any) -> None:
     """Another state, and its hash."""
     path = checkpoint / STATE
+    path.unlink()
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif isinstance(content, dict):

@@ -86,7 +86,7 @@ def test_devices_that_cannot_train_are_named(evil: Path, device: str) -> None:
     assert (done.returncode, done.stderr) == (2, f"error: device must be auto, cpu, cuda or cuda:N, not {device!r}\n")
 
 
-@pytest.mark.parametrize("name", [".new-x", ".old-x", ".swap-x"])
+@pytest.mark.parametrize("name", [".new-x", ".old-x", ".swap-x", ".new-step-9", ".old-step-9", ".swap-step-9"])
 def test_a_stray_file_does_not_block_a_run(tmp_path: Path, name: str) -> None:
     trainer(tmp_path, config(steps=2)).fit()
     (tmp_path / "checkpoints" / name).write_text("somebody's")

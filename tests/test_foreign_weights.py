@@ -1,5 +1,6 @@
 """Weights of a stranger: what they are is compared with the model before any number of them is copied."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from fastformer.export import export_safetensors, load_safetensors
 from fastformer.models import LanguageConfig, LanguageModel
 from fastformer.text import WordTokenizer
 from fastformer.train import CheckpointError, CheckpointFolder, average_checkpoints, put_weights, write_weights
-from fastformer.train.checkpoint_files import MODEL
+from fastformer.train.checkpoint_files import MODEL, SHARDS, file_facts
 from fastformer.train.shards import write_shards
 
 FOREIGN = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.uint64, torch.complex64, torch.float8_e4m3fn)
@@ -31,8 +32,6 @@ def saved(folder: Path, weights: dict[str, Tensor], sharded: bool) -> Checkpoint
     if not sharded:
         checkpoints.save(1, weights, {})
         return checkpoints
-    from fastformer.train.checkpoint_files import SHARDS, file_facts
-
     new = checkpoints.begin(1)
     write_shards(new / SHARDS, {MODEL + name: x for name, x in weights.items()})
     shards = {f"{SHARDS}/{path.name}": file_facts(path) for path in (new / SHARDS).glob("*.safetensors")}
@@ -61,6 +60,24 @@ def test_floating_weights_of_another_width_load(tmp_path: Path, dtype: torch.dty
     saved(tmp_path, weights, sharded).open().load_into(other)
     for name, x in other.state_dict().items():
         assert torch.equal(x, weights[name].to(x.dtype)), name
+
+
+def test_parts_that_lie_far_away_take_no_memory(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, network().state_dict(), sharded=True)
+    (file,) = (tmp_path / "step-1" / "shards").iterdir()
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    places["model.0.weight"]["saved_offsets"] = [10**13, 0]
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[end:])
+    meta = json.loads((tmp_path / "step-1" / "meta.json").read_text())
+    meta["files"][f"shards/{file.name}"] = file_facts(file)
+    (tmp_path / "step-1" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=r"shards: is damaged \(tensors of [\d,]+ bytes in [\d,]+ bytes of files"):
+        checkpoints.open().weights()
 
 
 def test_a_count_must_stay_a_count() -> None:

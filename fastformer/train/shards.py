@@ -4,6 +4,7 @@ torch.distributed.checkpoint with safetensors files as its storage; each tells w
 library's other format has its table of contents as a pickle, which a stranger's checkpoint could use to run code.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,6 +72,11 @@ class Shards:
             for name, each in found.items()
             if isinstance(each, TensorStorageMetadata)
         }
+        # Shapes come from where the parts say that they lie, which may be anywhere.
+        claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+        stored = sum(path.stat().st_size for path in self.files)
+        if claimed > stored:
+            raise CheckpointError(f"{folder}: is damaged (tensors of {claimed:,} bytes in {stored:,} bytes of files)")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors, on the CPU."""

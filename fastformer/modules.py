@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import init
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -45,7 +46,7 @@ def not_scriptable(cls: type[M]) -> type[M]:
 
 def is_traced(x: object) -> bool:
     """Whether torch.fx writes down what happens to x: it gets torch's own formula, which it knows."""
-    return type(x) is torch.fx.Proxy
+    return type(x) is Proxy
 
 
 def take_over(module: nn.Module) -> None:

@@ -25,7 +25,16 @@ from fastformer.own_files import refuse_foreign, refuse_links
 from fastformer.run_folders import Application, read_kind
 from fastformer.run_lock import RunLock, locked
 from fastformer.text import Tokenizer, read_json
-from fastformer.train import BatchSource, CheckpointFolder, Processes, Result, TrainConfig, Trainer
+from fastformer.train import (
+    BatchSource,
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    Processes,
+    Result,
+    TrainConfig,
+    Trainer,
+)
 from fastformer.train.compilation import check_compiler
 from fastformer.train.conditions import refuse_fixed
 from fastformer.train.trainer import check_threads
@@ -265,7 +274,21 @@ class Run(ABC):
     def _give_back(self) -> None:
         self._unlock()
 
+    def _check_last(self, fallback: bool) -> None:
+        """Compare the settings with the last checkpoint before a model of them is built."""
+        last = CheckpointFolder(self.folder / "checkpoints").last()
+        try:
+            found = None if last is None else Checkpoint.open(last)
+        except CheckpointError:  # resuming says so, or takes an earlier one
+            return
+        if found is not None:
+            found.check_architecture(self.model_config)
+            if not fallback:
+                found.check_size(self.model_config.matrix_numbers)
+
     def _fit(self, resume: bool, fallback: bool, show: bool) -> Result:
+        if resume:
+            self._check_last(fallback)
         torch.manual_seed(self.train_config.seed)
         trainer = Trainer(
             self.new_model().to(self.device),

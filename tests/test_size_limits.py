@@ -1,6 +1,7 @@
 """Sizes are bounded before anything is built: settings may be a typing error, or a stranger's."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -111,6 +112,26 @@ def test_a_run_that_claims_a_large_model_is_refused_before_it_is_built(
     message = "bytes of weights are there" if agreeing else "is of another architecture"
     with pytest.raises(CheckpointError, match=message):
         load_translator(tmp_path)
+
+
+@pytest.mark.parametrize("agreeing", [False, True])
+def test_a_resumed_run_that_claims_a_large_model_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreeing: bool
+) -> None:
+    data = DataConfig(train_size=50, valid_size=5, test_size=5, vocabulary=60, bleu_sentences=0)
+    TranslationRun.create(tmp_path, data, {**SMALL, **LAYERS}, TrainConfig(steps=1, batch_tokens=99)).fit(show=False)
+    places = [tmp_path / "config.toml"]
+    places += [tmp_path / "checkpoints" / "step-1" / "meta.json"] if agreeing else []
+    for path in places:
+        path.write_text(re.sub(r'(feed_forward"?( =|:)) 12', r"\1 300000", path.read_text()))
+    run = TranslationRun.open(tmp_path)
+
+    def build(*arguments: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(TranslationModel, "__init__", build)
+    with pytest.raises(CheckpointError, match="bytes of weights are" if agreeing else "is of another architecture"):
+        run.fit(resume=True, show=False)
 
 
 def test_an_exported_model_that_claims_to_be_large_is_refused_before_it_is_built(tmp_path: Path) -> None:

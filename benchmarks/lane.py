@@ -157,7 +157,6 @@ def _name(options: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps and print the summary."""
     options = _options(arguments)
-    signal.signal(signal.SIGTERM, _terminated)
     with tempfile.TemporaryDirectory() as scratch:
         part = Path(scratch) / "rows.jsonl"
         try:
@@ -193,4 +192,5 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
     sys.exit(main())

@@ -133,6 +133,7 @@ def test_a_request_to_end_saves_and_is_told_by_the_exit_code(tmp_path, text, num
 
 def test_nohup_is_respected(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    of_others = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with Interrupt(lambda: None) as interrupt:
             signal.raise_signal(signal.SIGHUP)
@@ -144,6 +145,7 @@ def test_nohup_is_respected(tmp_path):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGTERM, of_others)
 
 
 def test_a_handler_of_the_caller_stays():

@@ -59,6 +59,9 @@ def work(rank: int, folder: str) -> None:
             optimizer.step()
         if rank == 0:
             torch.save(model.module.state_dict(), f"{folder}/{name}.pt")
+    # gloo's threads drop Python objects of the last backward, for which they need the GIL; torch ends the threads while
+    # it holds that. Who waits here has let them come first; a run without it never ended (torch 2.13).
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

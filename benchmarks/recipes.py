@@ -63,11 +63,11 @@ def run_all(tasks: "Sequence[Task]", seconds: float, at_once: int, log: Path) ->
                     if interrupted or left < task.seconds:
                         troubles.append(f"{task.name}: left out, {left:.0f} s were left")
                         continue
-                    print(f"{task.name}: begun, {left:.0f} s left", flush=True)
                     running[task] = subprocess.Popen(
                         task.command, env=_environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                         start_new_session=True,
                     )  # fmt: skip
+                    print(f"{task.name}: begun, {left:.0f} s left", flush=True)
                 if left < min(GRACE, 0.2 * seconds) and not interrupted:
                     interrupted = True
                     for task, process in running.items():

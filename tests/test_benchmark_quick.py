@@ -40,11 +40,13 @@ def collected(*arguments: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
     cases = collected("-k", "quick", "-m", "cpu or not gpu")
     assert {case.partition("::")[0] for case in cases} == FILES - WITHOUT_A_GPU_TORCHS_OWN
 
 
+@pytest.mark.slow
 def test_a_gpu_has_its_own_shapes_and_the_usual_ones_too():
     cases = collected("-k", "quick", "--dry-run", TRITON_INTERPRET="1")
     assert {case.partition("::")[0] for case in cases} == FILES

@@ -229,6 +229,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("way", ["same", "symbolic", "hard"])
 @pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.slow
 def test_an_output_never_replaces_its_input(runs, invoke, tmp_path, name, way):
     before = (runs / "source.txt").read_bytes()
     output = runs / "source.txt" if way == "same" else tmp_path / "output"

@@ -65,6 +65,7 @@ def work(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     start_processes(work, (str(tmp_path),), WORLD)
     for name, (make, loss) in MODELS.items():

@@ -85,6 +85,7 @@ def test_beams_differ():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_beam_search_ends_with_the_sentence():
     """Not at an unfinished prefix: what wins was followed by eos, since the limit is far away."""
     model = reversing_model()

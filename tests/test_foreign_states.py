@@ -216,6 +216,7 @@ def test_moments_that_overlap_are_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+@pytest.mark.slow
 def test_a_small_state_that_claims_much_takes_no_memory(tmp_path: Path) -> None:
     checkpoint = run(tmp_path, "adamw")
     state = torch.load(checkpoint / STATE, weights_only=True)

@@ -42,6 +42,7 @@ def steps(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_finished_sentences_leave_the_batch(steps):
     model = reversing_model()
     batch = reverse_batch(2000, 40)

@@ -35,6 +35,7 @@ def hurry(monkeypatch):
         monkeypatch.setattr(module, "GRACE", 0.5)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_killed_with_all_it_started_and_the_rest_runs(tmp_path, hurry):
     child = "import time; time.sleep(60)"
     hang = (
@@ -53,6 +54,7 @@ def test_a_step_that_hangs_is_killed_with_all_it_started_and_the_rest_runs(tmp_p
     assert ends(int(log.partition("child ")[2].split()[0]))
 
 
+@pytest.mark.slow
 def test_failures_of_ours_are_told_from_others_and_failed_tests_end_the_measurements(tmp_path, hurry):
     interrupted = "trap 'kill $!; echo 1 failed in 0.1s; exit 1' INT; sleep 60 & wait"
     steps = [
@@ -76,6 +78,7 @@ def test_failures_of_ours_are_told_from_others_and_failed_tests_end_the_measurem
     ]
 
 
+@pytest.mark.slow
 def test_rows_are_gathered_while_steps_run(tmp_path, hurry):
     runs = [record(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate((MEASURED, SLOW))]
     copy = (

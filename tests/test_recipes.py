@@ -263,6 +263,7 @@ def test_published_files_are_prepared_once(tmp_path, monkeypatch):
 # Processes and their time.
 
 
+@pytest.mark.slow
 def test_time_is_kept_and_nothing_is_left_running(tmp_path):
     child = "import time; time.sleep(60)"
     hangs = (
@@ -277,6 +278,7 @@ def test_time_is_kept_and_nothing_is_left_running(tmp_path):
     assert ends(int((tmp_path / "log.txt").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_what_is_interrupted_may_end_its_work(tmp_path):
     shell = (
         "trap 'kill $!; echo evaluated; exit' INT; sleep 60 & wait"  # begins and ends at once on a busy machine, too
@@ -295,6 +297,7 @@ def test_a_seed_without_time_is_left_out_and_a_failed_one_stops_nothing(tmp_path
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "y\n"
 
 
+@pytest.mark.slow
 def test_several_at_once_but_compilation_alone(tmp_path):
     def marks(name, seconds):
         return f"import time; print('+{name}', flush=True); time.sleep({seconds}); print('-{name}', flush=True)"
@@ -381,13 +384,15 @@ def test_a_killed_command_ends_its_runs(tmp_path):
         f" command = (sys.executable, '-S', '-c', {hangs!r})\n"
         f"recipes.run_all([Task()], 60.0, 1, Path({str(tmp_path / 'log.txt')!r}))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=recipes.ROOT)
-    deadline = time.monotonic() + 8
-    while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=recipes.ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "x: begun" in process.stdout.readline()  # from here on the command knows of its run
+    while not (pid.is_file() and pid.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(5) == 128 + signal.SIGTERM
-    assert ends(int(pid.read_text()))
+    assert process.wait(30) == 128 + signal.SIGTERM
+    process.stdout.close()
+    assert ends(int(pid.read_text()), 30.0)
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_padded_stacks_recompute_too():
         pytest.param("language", "aot_eager", True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_compiled_run_is_the_run(kind, backend, again, tmp_path):
     """Without dropout, since a compiler may draw other numbers; one compilation for batches of all sizes."""
     plain, compiled = (
@@ -166,6 +167,7 @@ def test_a_compiled_run_is_the_run(kind, backend, again, tmp_path):
 
 
 @pytest.mark.parametrize(("after", "dropout"), [("eager", 0.3), (None, 0.0)])
+@pytest.mark.slow
 def test_a_compiled_run_resumes_with_and_without_the_compiler(after, dropout, tmp_path):
     """With the bits of a whole run where both are compiled; without, dropout would draw other numbers."""
     changes = {"dropout": dropout, "double": True, "optimizer": "sgd"}

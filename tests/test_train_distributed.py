@@ -69,6 +69,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return folder, spawn(folder, "ddp")
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_one_process(ddp):
     folder, seen = ddp
     assert_same_run(folder / "whole", folder / "one")

@@ -299,11 +299,25 @@ def test_a_seed_without_time_is_left_out_and_a_failed_one_stops_nothing(tmp_path
 
 @pytest.mark.slow
 def test_several_at_once_but_compilation_alone(tmp_path):
-    def marks(name, seconds):
-        return f"import time; print('+{name}', flush=True); time.sleep({seconds}); print('-{name}', flush=True)"
+    def marks(name, other):
+        """Say "+", wait until the other one has, too, and say "-"."""
+        here, there = (str(tmp_path / each) for each in (name, other))
+        return (
+            f"import os, time; print('+{name}', flush=True); open({here!r}, 'w').close()\n"
+            f"while not os.path.exists({there!r}): time.sleep(0.01)\n"
+            f"time.sleep(0.1); print('-{name}', flush=True)"
+        )
 
-    names = [("a", True), ("b", False), ("c", False), ("d", True), ("e", False)]
-    tasks = [python(name, marks(name, 0.4), alone=alone) for name, alone in names]
+    tasks = [
+        python(name, marks(name, other), alone=alone)
+        for name, other, alone in (
+            ("a", "a", True),
+            ("b", "c", False),
+            ("c", "b", False),
+            ("d", "d", True),
+            ("e", "e", False),
+        )
+    ]
     assert recipes.run_all(tasks, 30.0, 2, tmp_path / "log.txt") == []
     marks_of = (tmp_path / "log.txt").read_text(encoding="utf-8").split()
     assert marks_of[:2] == ["+a", "-a"]

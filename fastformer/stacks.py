@@ -69,9 +69,7 @@ class _Stack(nn.Module):
         return not all(isinstance(layer, ours) and not layer.watched for layer in self.layers)  # type: ignore[union-attr]
 
     def _hint(self, mask: Tensor | None, stated: bool | None, x: Tensor) -> bool:
-        """What layers are told of a self-attention mask: as in torch where anybody looks, else what was stated."""
-        if not self.watched:
-            return stated is True
+        """What torch tells layers of a self-attention mask."""
         layers: Any = self.layers
         return causal_hint(mask, stated, x, getattr(layers[0].self_attn, "batch_first", False))
 
@@ -159,10 +157,10 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first)
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
-        output, padding = src, src_key_padding_mask
+        output, padding, hint = src, src_key_padding_mask, is_causal is True
         if self.watched:
             mask, padding = encoder_masks(mask, padding, src, "mask")
-        hint = self._hint(mask, is_causal, src)
+            hint = self._hint(mask, is_causal, src)
         for layer in self.layers:
             output = self.run_layer(layer, output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
         output = output if self.norm is None else self.norm(output)
@@ -235,7 +233,9 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
                 if side is not None:
                     memory = source.pack(memory)
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
-        output, hint = tgt, self._hint(tgt_mask, tgt_is_causal, tgt)
+        output, hint = tgt, tgt_is_causal is True
+        if self.watched:
+            hint = self._hint(tgt_mask, tgt_is_causal, tgt)
         for layer in self.layers:
             output = self.run_layer(
                 layer,

@@ -8,7 +8,7 @@ check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest tests/test_architecture.py
+	$(PYTHON) -m pytest tests/project/test_architecture.py
 
 test:
 	$(PYTHON) -m pytest -n auto --dist worksteal
@@ -23,18 +23,18 @@ codegen:  ## compile every launch configuration anew, whatever is recorded, and 
 # version; differences to the budget are printed).
 triton-%:
 	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
-	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/test_fused_attention.py \
-	  tests/test_fused_layer_norm.py tests/test_fused_feed_forward.py tests/test_fused_linear_cross_entropy.py \
-	  tests/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
+	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/kernels/test_fused_attention.py \
+	  tests/kernels/test_fused_layer_norm.py tests/kernels/test_fused_feed_forward.py tests/kernels/test_fused_linear_cross_entropy.py \
+	  tests/kernels/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.codegen --arch 90 --only " light" --jobs 1 | tail -n 60
 
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
-	  tests/test_noise.py tests/test_fused_*.py tests/test_layers.py tests/test_stacks.py tests/test_multihead_attention.py \
+	  tests/ground/test_noise.py tests/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
 	  -k "noise or modules or layers or stacks or multihead or values or rules or infinity or curve"
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py
 
 dist:  ## build sdist and wheel, look into both, use the wheel in a clean environment
-	$(PYTHON) tests/check_distribution.py
+	$(PYTHON) tests/project/check_distribution.py

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from fastformer.devices import DeviceError, autocasts, check_tensors
+from fastformer.host.devices import DeviceError, autocasts, check_tensors
 from fastformer.packing import Layout, offsets_of
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]

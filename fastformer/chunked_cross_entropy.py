@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.devices import autocasts
+from fastformer.host.devices import autocasts
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
 # Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.arguments import AttentionRules
-from fastformer.devices import send
+from fastformer.host.devices import send
 from fastformer.packing import Layout
+from fastformer.packing.row_map import RowMap
 from fastformer.reference import attention, dropout
-from fastformer.row_map import RowMap
 
 # A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
 _SHRINK = 0.7

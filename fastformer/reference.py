@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.arguments import Activation, AttentionRules, Reduction
 from fastformer.blank_padding import blank_padding
 from fastformer.chunked_cross_entropy import ChunkedCrossEntropy, plain_loss
-from fastformer.devices import autocasts
+from fastformer.host.devices import autocasts
 from fastformer.query_blocks import attend_in_blocks, rows_at_once
 
 _LEVELS = 1 << 16

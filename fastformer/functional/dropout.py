@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import check_probability
-from fastformer.devices import check_tensors
+from fastformer.host.devices import check_tensors
 
 
 def dropout(x: Tensor, p: float) -> Tensor:

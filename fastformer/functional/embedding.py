@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fastformer import fused, reference
 from fastformer.arguments import check_embedding, check_probability
-from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.embedding import embedding as fused_embedding
+from fastformer.host.devices import check_tensors
 
 
 def embedding(

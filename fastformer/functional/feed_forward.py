@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import Activation, check_feed_forward, check_probability
-from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.feed_forward import feed_forward as fused_feed_forward
+from fastformer.host.devices import check_tensors
 
 
 def feed_forward(

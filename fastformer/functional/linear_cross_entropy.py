@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import REDUCTIONS, Reduction, check_choice, check_classes, check_probability
-from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.linear_cross_entropy import linear_cross_entropy as fused_linear_cross_entropy
+from fastformer.host.devices import check_tensors
 
 
 def linear_cross_entropy(

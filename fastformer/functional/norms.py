@@ -6,12 +6,12 @@ from torch import Tensor
 
 from fastformer import reference
 from fastformer.arguments import check_probability
-from fastformer.devices import check_tensors
 from fastformer.functional.choice import eager_formula, runs_fused
 from fastformer.fused.dropout_add_layer_norm import dropout_add_layer_norm as fused_dropout_add_layer_norm
 from fastformer.fused.layer_norm import layer_norm as fused_layer_norm
 from fastformer.fused.layer_norm import norm_limit
 from fastformer.fused.rms_norm import rms_norm as fused_rms_norm
+from fastformer.host.devices import check_tensors
 
 
 def _normalized_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ def layer_norm(
         eps: added to the variance.
 
     Raises:
-        fastformer.devices.DeviceError: a tensor is on another device than x; every op refuses that.
+        fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
         TypeError: one is no tensor.
     """
     check_tensors(("x", "weight", "bias"), x, (), (weight, bias))

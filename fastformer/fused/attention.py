@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastformer.arguments import AttentionRules
-from fastformer.autograd_function import call
 from fastformer.backend import allows_nondeterminism
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, to_autocast, twice
 from fastformer.fused.registration import define, dropout_seed
+from fastformer.host.autograd_function import call
 from fastformer.packing import Layout
 
 LARGEST_HEAD = 256

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, twice
 from fastformer.fused.registration import define, dropout_seed
+from fastformer.host.autograd_function import call
 
 
 def _embedding_fake(

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, plain_gradients, to_autocast, twice
 from fastformer.fused.registration import define, dropout_seed
+from fastformer.host.autograd_function import call
 
 
 def _activate_fake(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import call
 from fastformer.fused import DTYPES
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, twice
 from fastformer.fused.registration import define
+from fastformer.host.autograd_function import call
 
 
 def norm_limit(op: str, x: Tensor, *others: Tensor | None) -> str | None:

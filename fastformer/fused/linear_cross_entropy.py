@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, distinct, plain_gradients, to_autocast, twice
 from fastformer.fused.registration import define
+from fastformer.host.autograd_function import call
 
 
 def _fake_gradients(

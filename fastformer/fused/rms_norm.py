@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import call
 from fastformer.fused.differentiation import Formula, distinct, twice
 from fastformer.fused.layer_norm import as_row, as_rows, gradient_dtypes, norm_gradients, output_dtype
 from fastformer.fused.registration import define
+from fastformer.host.autograd_function import call
 
 
 def _forward_fake(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,108 @@
+"""What reaches a terminal, and what the command line says of closed streams and strays in a run folder."""
+
+import io
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.cli.common import escaped, shown
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.train import CheckpointFolder, TrainConfig, write_weights
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.run import TRANSLATION, DataConfig, TranslationRun
+from tests.apps.cli.test_cli import fastformer
+from tests.support.train_task import config, trainer
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_are_escaped_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"a {EVIL}\tb\nc é"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert shown(text) == "a \\x1b]0;owned\\x07\\x1b[2J\\x9b31m\tb\nc é"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert shown(text) == text
+    assert escaped("\r\x7f\x00") == "\\x0d\\x7f\\x00"
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A run that writes one word of a stranger's, whatever it reads."""
+    tokenizer = WordTokenizer.from_lines([EVIL], splitting="whitespace")
+    settings = TranslationConfig(tokenizer.size, tokenizer.size, d_model=8, heads=2, feed_forward=8, output_bias=True,
+                                 encoder_layers=1, decoder_layers=1)  # fmt: skip
+    model = TranslationModel(settings)
+    with torch.no_grad():
+        model.output.bias[tokenizer.encode(EVIL)[0]] = 50.0
+    CheckpointFolder(tmp_path / "run" / "checkpoints").save(1, model.state_dict(), {}, settings)
+    TRANSLATION.complete(tmp_path / "run", settings, (tokenizer, tokenizer), {"max_length": 9}, TrainConfig(steps=1))
+    return tmp_path
+
+
+def test_a_strangers_vocabulary_does_not_reach_the_terminal(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastformer.apps.cli import main
+
+    arguments = ["translate", "--run", str(evil / "run"), "--device", "cpu", "--max-length", "3", "a"]
+    for stream, wanted in ((Terminal(), "\\x1b]0;owned\\x07"), (io.StringIO(), EVIL)):
+        monkeypatch.setattr(sys, "argv", ["fastformer", *arguments])
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main()
+        assert wanted in stream.getvalue()
+        assert ("\x1b" in stream.getvalue()) == (wanted == EVIL)
+
+
+def test_errors_escape_what_they_quote(tmp_path: Path) -> None:
+    done = fastformer("info", "--run", "no\x1b[2J", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr
+    assert "no\\x1b[2J" in done.stderr
+
+
+def test_a_closed_standard_input_is_named(evil: Path) -> None:
+    command = f"{sys.executable} -m fastformer translate --run {evil / 'run'} --device cpu <&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "error: standard input is closed: give sentences, or --input\n")
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xla", "vulkan", "privateuseone", "nonsense"])
+def test_devices_that_cannot_train_are_named(evil: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be used"):
+        TranslationRun.check(DataConfig(), {"d_model": 8, "heads": 2}, TrainConfig(steps=1), device)
+    done = fastformer("translate", "--run", "run", "--device", device, "a", cwd=evil)
+    assert (done.returncode, done.stderr) == (2, f"error: device must be auto, cpu, cuda or cuda:N, not {device!r}\n")
+
+
+@pytest.mark.parametrize("name", [".new-x", ".old-x", ".swap-x", ".new-step-9", ".old-step-9", ".swap-step-9"])
+def test_a_stray_file_does_not_block_a_run(tmp_path: Path, name: str) -> None:
+    trainer(tmp_path, config(steps=2)).fit()
+    (tmp_path / "checkpoints" / name).write_text("somebody's")
+    again = trainer(tmp_path, config(steps=4))
+    again.resume()
+    again.fit()
+    assert (tmp_path / "checkpoints" / name).read_text() == "somebody's"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_weights_have_the_permissions_of_other_files(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_weights(tmp_path / "w.safetensors", {"w": torch.ones(2)})
+        (tmp_path / "other").write_text("")
+    finally:
+        assert os.umask(before) == mask
+    found = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("w.safetensors", "other")]
+    assert found[0] == found[1]

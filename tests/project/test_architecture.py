@@ -1,0 +1,177 @@
+"""The floors: a file imports only from floors below it, and the package itself is light to import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "fastformer"
+
+# From the ground up; what is named together may import one another.
+FLOORS = (
+    {"atomic", "autograd_function", "cuda_graphs", "devices", "guarded", "run_lock", "terminal", "torch_calls"},
+    {"row_map"},
+    {"packing", "backend", "plots", "chunked_cross_entropy"},
+    {"arguments", "text"},
+    {"blank_padding", "query_blocks"},
+    {"reference"},
+    {"packed_reference"},
+    {"fused"},
+    {"functional"},
+    {"modules", "multihead_attention"},
+    {"layers"},
+    {"padding_free"},
+    {"stacks"},
+    {"models", "conversion", "integrations"},
+    {"generate", "train"},
+    {"own_files", "run_folders", "runs", "export", "comparison", "perplexity"},
+    {"translation", "language_modelling"},
+    {"demo", "describe", "cli", "__main__"},
+)
+LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def part(module: str) -> str:
+    """`fastformer.text.batches` -> `text`."""
+    return module.split(".")[1]
+
+
+def imports(path: Path, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """The line and name of every one of our modules that a file imports, inside functions too.
+
+    What only a type checker reads (`if TYPE_CHECKING`) is no import.
+    """
+    found = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                visit(other)
+            return
+        if isinstance(node, ast.Import):
+            found.extend((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = module.split(".")
+                parents = here[: len(here) - node.level + is_package]
+                base = ".".join([*parents, base]) if base else ".".join(parents)
+            if base == "fastformer":
+                found.extend((node.lineno, f"fastformer.{alias.name}") for alias in node.names)
+            else:
+                found.append((node.lineno, base))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return [(line, name) for line, name in found if name.startswith("fastformer.")]
+
+
+def name_of(path: Path) -> tuple[str, bool]:
+    parts = ["fastformer", *path.relative_to(PACKAGE).with_suffix("").parts]
+    is_package = parts[-1] == "__init__"
+    return ".".join(parts[:-1] if is_package else parts), is_package
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_floors_below(path):
+    module, is_package = name_of(path)
+    here = part(module)
+    assert here in LEVEL, f"fastformer/{here} is on no floor"
+    for line, imported in imports(path, module, is_package):
+        there = part(imported)
+        assert there in LEVEL, f"{path.name}:{line} imports {imported}, which is on no floor"
+        below = LEVEL[there] < LEVEL[here]
+        same_floor = LEVEL[there] == LEVEL[here] and (there == here or here not in ("text", "plots", "packing"))
+        assert below or same_floor, f"{path.name}:{line}: {here} must not import {there}, which is not below it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_fused_knows_no_reference_and_nothing_knows_the_command_line(path):
+    module, is_package = name_of(path)
+    imported = {part(name) for _, name in imports(path, module, is_package)}
+    if part(module) == "fused":
+        assert "reference" not in imported
+    if part(module) not in ("cli", "__main__"):
+        assert "cli" not in imported
+
+
+def test_the_kernels_import_nothing_of_the_package():
+    for path in (ROOT / "kernels").rglob("*.py"):
+        assert not imports(path, "fastformer_kernels", False), path
+
+
+def test_the_walk_sees_every_form_of_import(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import fastformer.cli\n"
+        "from fastformer import layers as x\n"
+        "from ..train.loop import y\n"
+        "from . import sibling\n"
+        "def f():\n"
+        "    from fastformer.models import z\n"
+        "if TYPE_CHECKING:\n"
+        "    from fastformer.plots import w\n"
+        "else:\n"
+        "    import fastformer.convert\n"
+    )
+    assert imports(path, "fastformer.text.module", False) == [
+        (1, "fastformer.cli"),
+        (2, "fastformer.layers"),
+        (3, "fastformer.train.loop"),
+        (4, "fastformer.text"),
+        (6, "fastformer.models"),
+        (10, "fastformer.convert"),
+    ]
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join({{name.split('.')[0] for name in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+EXTRAS = {
+    "sacrebleu",
+    "safetensors",
+    "rich",
+    "matplotlib",
+    "tomli_w",
+    "typer",
+    "tensorboard",
+    "transformers",
+    "triton",
+    "ctranslate2",
+}
+
+
+def test_import_fastformer_is_light():
+    assert not loaded_by("import fastformer") & (EXTRAS | {"torch", "numpy", "sentencepiece", "fastformer_kernels"})
+
+
+def test_the_modules_need_no_extra():
+    assert (
+        not loaded_by("import fastformer; fastformer.Transformer, fastformer.functional, fastformer.packing") & EXTRAS
+    )
+
+
+def test_every_public_name_is_there():
+    import fastformer
+
+    for name in fastformer.__all__:
+        assert getattr(fastformer, name) is not None
+    with pytest.raises(AttributeError, match="'fastformer' has no attribute 'nonsense'"):
+        fastformer.nonsense  # noqa: B018
+
+
+def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
+    """Hugging Face's `kernels`, which transformers imports, must win over ours where Python runs in the repository."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    program = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
+    run = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr

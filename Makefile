@@ -30,7 +30,7 @@ triton-%:
 
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
-	  tests/ground/test_noise.py tests/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
+	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
 	  -k "noise or modules or layers or stacks or multihead or values or rules or infinity or curve"
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py

@@ -20,11 +20,12 @@ from benchmarks.codegen_compile import Job, Row
 from benchmarks.codegen_read import Resources, blocks_per_multiprocessor, followers, is_serialised
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
 TRITON = importlib.util.find_spec("triton")
 needs_triton = pytest.mark.skipif(TRITON is None, reason="needs Triton")
 
 
-def python(*arguments: str, path: Path = ROOT / "tests", **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, path: Path = HERE, **environment: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths} | environment
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -40,7 +41,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    """The tool's output on tests/codegen_faults, with what ptxas says."""
+    """The tool's output on tests/benchmarks/codegen_faults, with what ptxas says."""
     folder = str(tmp_path_factory.mktemp("codegen"))
     arguments = ["--cases", "codegen_faults", "--arch", "90", "--update", "--budget", f"{folder}/budget.json"]
     return run(*arguments, TRITON_CACHE_DIR=folder, TRITON_DUMP_PTXAS_LOG="1")
@@ -118,7 +119,7 @@ def test_the_kernels_keep_to_the_budget():
 @needs_triton
 def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
     """And the lines that its functions begin at are not, nor the order in which fingerprints were asked for."""
-    ran = python(str(ROOT / "tests" / "fingerprint_facts.py"), TRITON_INTERPRET="0")
+    ran = python(str(ROOT / "tests" / "benchmarks" / "fingerprint_facts.py"), TRITON_INTERPRET="0")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found.pop("the lines") == found["the same"]
@@ -129,7 +130,7 @@ def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
 @pytest.mark.slow
 def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_path):
     """Against the budget of the sound kernels: a helper that spills now, a launcher that asks for too much memory."""
-    copy = shutil.copytree(ROOT / "tests" / "codegen_faults", tmp_path / "codegen_faults")
+    copy = shutil.copytree(ROOT / "tests" / "benchmarks" / "codegen_faults", tmp_path / "codegen_faults")
     text = (copy / "faults.py").read_text()
     for old, new in (
         ("return x - tl.sum(x)", "return x - tl.sum(tl.sort(x)) + tl.cumsum(x)"),

@@ -1,7 +1,7 @@
 """Generated bad input for the readers, tokenizers and settings: a documented error of one line, or a sound result.
 
-`pytest tests/fuzz/test_fuzz_text.py --fuzz 10000` makes 10,000 inputs a test; see `fuzz`. What once failed stays below, as a
-case by itself.
+`pytest tests/fuzz/test_fuzz_text.py --fuzz 10000` makes 10,000 inputs a test; see `fuzz`. What once failed stays below,
+as a case by itself.
 """
 
 import gzip

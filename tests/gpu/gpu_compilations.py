@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import torch
 import triton

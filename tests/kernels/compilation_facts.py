@@ -1,6 +1,8 @@
 """What would be compiled over a hundred lengths, found without a GPU; a program, as the interpreter must be off.
 
-python tests/kernels/compilation_facts.py   # JSON: kernel -> configuration -> where its variants came up; launches of forms
+python tests/kernels/compilation_facts.py
+
+prints as JSON: kernel -> configuration -> where its variants came up; launches of forms.
 
 Ops and models run on CPU tensors, so that addresses are those of real allocations and slices. Triton binds and
 specialises what is launched as it does for an H200; its compiler is replaced by a note. A configuration is what a
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

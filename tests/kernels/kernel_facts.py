@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

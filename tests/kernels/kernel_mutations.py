@@ -41,7 +41,7 @@ def _faults() -> Iterator[Fault]:
     kernels, fused = "kernels/fastformer_kernels", "fastformer/fused"
 
     def at(file: str, test: str, name: str, old: str, new: str, failure: str = "") -> Fault:
-        return Fault(name, f"{file}.py", old, new, f"tests/test_fused_{test}", failure)
+        return Fault(name, f"{file}.py", old, new, f"tests/kernels/test_fused_{test}", failure)
 
     small = "attention.py::test_shapes_and_causality[{}-shape1-dtype0]"
     tiles = "attention.py::test_shapes_and_causality[{}-shape2-dtype0]"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def facts():
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "compilation_facts.py")]
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compilation_facts.py")]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)

@@ -1,4 +1,4 @@
-"""The list of deliberate faults stays applicable. Whether tests catch them: `python tests/kernels/kernel_mutations.py`."""
+"""The list of deliberate faults stays applicable; whether tests catch them, `kernel_mutations.py` says."""
 
 import subprocess
 import sys

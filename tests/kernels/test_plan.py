@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 def facts():
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "tests" / "plan_facts.py"), str(CASES)]
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / "plan_facts.py"), str(CASES)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)

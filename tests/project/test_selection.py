@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from conftest import pytest_collection_modifyitems
+
+from tests.conftest import pytest_collection_modifyitems
 
 
 class Item:

@@ -2,7 +2,8 @@
 
 A kernel that is interpreted calls `triton.language` functions that have been replaced by NumPy's. Triton replaces them
 when a kernel is launched, and again, with the same functions, at each call of a jitted function from the kernel:
-`tl.sum`, `tl.cdiv` and our own helpers alike. That took 71 of the 181 CPU-seconds of tests/kernels/test_fused_attention.py.
+`tl.sum`, `tl.cdiv` and our own helpers alike. That took 71 of the 181 CPU-seconds of
+tests/kernels/test_fused_attention.py.
 """
 
 from typing import Any

@@ -1,13 +1,14 @@
 """The language-model application: text, tokenizer, model, training and perplexity around one run folder.
 
-What a run folder is stands in `fastformer.apps.runs.folder`. Every line of text ends with eos, whatever the tokenizer, and
-is predicted like a word; so the tokens of WikiText-2 count 2,088,628, 217,646 and 245,569, as published. Its closed
+What a run folder is stands in `fastformer.apps.runs.folder`. Every line of text ends with eos, whatever the tokenizer,
+and is predicted like a word; so the tokens of WikiText-2 count 2,088,628, 217,646 and 245,569, as published. Its closed
 vocabulary of 33,278 (with `<unk>` and `<eos>`) has two entries more here, `<pad>` and `<bos>`, which never follow.
 
 The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
-stream: all lines one after another, in training as columns (`fastformer.apps.text.columns`), with no begin but the ends of
-lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them, unless
-the windows of evaluation are made to overlap (`fastformer.apps.language.perplexity`); those of validation in training never do.
+stream: all lines one after another, in training as columns (`fastformer.apps.text.columns`), with no begin but the ends
+of lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them,
+unless the windows of evaluation are made to overlap (`fastformer.apps.language.perplexity`); those of validation in
+training never do.
 """
 
 import os
@@ -340,7 +341,8 @@ def evaluate_text(
         overlap: how many tokens before it each window reads again; see `fastformer.apps.language.perplexity`.
 
     Raises:
-        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`, `read_text_corpora`
+        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`,
+            `read_text_corpora`
             and `perplexity`.
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)

@@ -27,8 +27,8 @@ Record = Mapping[str, Any]
 def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
     """Loss, perplexity and every other validation value over the steps, one panel each, one colour a run.
 
-    histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind "train"
-    are drawn thin, of kind "validation" with points. Raises ValueError when there is nothing to draw.
+    histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind
+        "train" are drawn thin, of kind "validation" with points. Raises ValueError when there is nothing to draw.
     """
     values = [name for records in histories.values() for record in records for name in _plottable(record)]
     panels = sorted(dict.fromkeys(values), key=lambda name: list(_LABELS).index(name) if name in _LABELS else 99)

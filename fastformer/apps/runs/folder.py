@@ -112,7 +112,7 @@ class Application:
     def refuse_idle(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> None:
-        """Refuse the settings that were given and that this run would not look at; see `fastformer.apps.train.conditions`.
+        """Refuse the settings that were given and that this run would not look at; see `train.conditions`.
 
         Args:
             given: what a user stated, by section.
@@ -220,7 +220,8 @@ class Application:
         Raises:
             FileNotFoundError: there is no such run.
             ValueError: the run is of another kind.
-            fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged or of another architecture.
+            fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged or of another
+                architecture.
         """
         config = self.model(**self.read_config(folder)["model"])
         found = Checkpoint.open(find_checkpoint(folder, checkpoint))

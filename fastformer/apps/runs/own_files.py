@@ -47,7 +47,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse what has a run's name and is a link, a pipe or a device; raises fastformer.apps.system.guarded.IrregularFileError."""
+    """Refuse what has a run's name and is a link, a pipe or a device; raises IrregularFileError."""
     for path in _entries(folder):
         if _is_own(path.relative_to(folder)):
             check_path(path, folder)

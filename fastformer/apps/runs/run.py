@@ -1,4 +1,4 @@
-"""Runs: what the applications share, from a new folder to a trained model; see `fastformer.apps.runs.folder` for the folder.
+"""Runs: what the applications share, from a new folder to a trained model; the folder is in `runs.folder`.
 
 What could only fail late is refused before any data is read and before a folder is made: a metric that this kind of
 run never computes, a backend that cannot run here, a model whose heads do not fit.

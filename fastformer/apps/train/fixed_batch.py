@@ -45,8 +45,8 @@ def sides_of(batch: Any) -> tuple[Side, ...]:
     named = {name for side in sides for name in (side.lengths, *side.inputs, *side.targets)}
     if not sides or not packed or {each.name for each in fields(batch)} != named:
         raise TypeError(
-            "cuda_graphs=True needs batches of packed ids whose SIDES name all fields, as fastformer.apps.text.Batch and "
-            f"LanguageBatch have; not {type(batch).__name__}{' with padded ids' if sides and not packed else ''}"
+            "cuda_graphs=True needs batches of packed ids whose SIDES name all fields, as fastformer.apps.text.Batch "
+            f"and LanguageBatch have; not {type(batch).__name__}{' with padded ids' if sides and not packed else ''}"
         )
     return sides
 

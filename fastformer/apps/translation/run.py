@@ -1,7 +1,7 @@
 """The translation application: data, tokenizers, model, training and decoding around one run folder.
 
-What a run folder is stands in `fastformer.apps.runs.folder`; its tokenizers lie in tokenizer/source and tokenizer/target,
-the same one twice if they are joint.
+What a run folder is stands in `fastformer.apps.runs.folder`; its tokenizers lie in tokenizer/source and
+tokenizer/target, the same one twice if they are joint.
 """
 
 from collections.abc import Callable, Iterable, Mapping

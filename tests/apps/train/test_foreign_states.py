@@ -221,14 +221,17 @@ def test_a_small_state_that_claims_much_takes_no_memory(tmp_path: Path) -> None:
     checkpoint = run(tmp_path, "adamw")
     state = torch.load(checkpoint / STATE, weights_only=True)
     put(checkpoint, replaced(state, ("optimizer", "state", 0, "exp_avg"), lambda x: torch.zeros(1).expand(6 * 10**9)))
-    code = "import sys, pathlib, test_foreign_states as t; t.resumed(pathlib.Path(sys.argv[1]), 'adamw')"
+    code = (
+        "import sys, pathlib; from tests.apps.train.test_foreign_states import resumed; "
+        "resumed(pathlib.Path(sys.argv[1]), 'adamw')"
+    )
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 
     done = subprocess.run(
         [sys.executable, "-c", code, str(checkpoint)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).resolve().parents[3],
         preexec_fn=limit,
         capture_output=True,
         text=True,

@@ -125,9 +125,9 @@ def test_the_order_of_batches_is_of_seed_and_epoch_alone(name: str) -> None:
 
 @pytest.mark.slow
 def test_another_process_makes_the_same_batches() -> None:
-    code = "import test_seeds; print([test_seeds.digests(s, 1) for s in test_seeds.sources(1).values()])"
+    code = "from tests.apps.train.test_seeds import *; print([digests(s, 1) for s in sources(1).values()])"
     root = Path(__file__).resolve().parents[3]
-    paths = os.pathsep.join([str(root / "tests"), str(root), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": paths}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.strip() == str([digests(source, 1) for source in sources(1).values()])

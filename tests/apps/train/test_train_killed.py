@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 KILLS = 50
 
 # A process of its own, because it forks: its children train, and are killed at moments drawn by the clock.
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import os, random, shutil, signal, sys, time
 from pathlib import Path
@@ -59,8 +61,7 @@ print("passed", killed, rounds, resumed_late)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_runs_end_as_the_run_that_was_not_killed(tmp_path):
-    tests = os.path.dirname(__file__)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path, str(KILLS)],
         capture_output=True,

@@ -21,7 +21,7 @@ from fastformer.apps.train.metrics import RunningSums
 from fastformer.apps.train.progress import Progress
 from tests.support.train_task import Rows, Source, config, network, summed_loss, trainer
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Merged:
@@ -345,7 +345,7 @@ print(result.reason, result.step, result.metrics["loss"] > 0, flush=True)
 
 def start(folder: Path, validation_seconds: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, TESTS, folder, str(validation_seconds)],
+        [sys.executable, "-c", RUN, ROOT, folder, str(validation_seconds)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None

@@ -20,10 +20,12 @@ FLOORS = (
     {"packed_reference"},
     {"fused"},
     {"functional"},
-    {"nn.modules", "nn.multihead_attention", "nn.torch_calls"},
+    {"nn.modules", "nn.torch_calls"},
+    {"nn.multihead_attention"},
     {"nn.layers"},
     {"nn.padding_free"},
-    {"nn.stacks", "nn.conversion"},
+    {"nn.stacks"},
+    {"nn.conversion"},
     {"nn"},
     {"integrations"},
     {"apps.plots"},
@@ -33,7 +35,9 @@ FLOORS = (
     {"apps.classification"},
     {"apps.language"},
     {"apps.translation"},
-    {"apps.export", "apps.cli", "__main__"},
+    {"apps.export"},
+    {"apps.cli"},
+    {"__main__"},
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -2,8 +2,8 @@
 
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.cache import LanguageState
+from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.perplexity import Perplexity, perplexity
 from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,

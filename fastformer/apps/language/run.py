@@ -7,7 +7,7 @@ vocabulary of 33,278 (with `<unk>` and `<eos>`) has two entries more here, `<pad
 The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
 stream: all lines one after another, in training as columns (`fastformer.apps.text.columns`), with no begin but the ends
 of lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them,
-unless the windows of evaluation are made to overlap (`fastformer.apps.language.perplexity`); those of validation in
+unless the windows of evaluation are made to overlap (`fastformer.apps.language.evaluation`); those of validation in
 training never do.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from fastformer.apps.language.evaluation import Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.perplexity import Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.folder import Application, refuse_by_hand
 from fastformer.apps.runs.run import Run
@@ -338,7 +338,7 @@ def evaluate_text(
         split: part of the run's data, or a file.
         checkpoint: "best" (by validation), "last" or "average".
         device: to compute on.
-        overlap: how many tokens before it each window reads again; see `fastformer.apps.language.perplexity`.
+        overlap: how many tokens before it each window reads again; see `fastformer.apps.language.evaluation`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`,

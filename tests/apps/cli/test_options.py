@@ -29,6 +29,7 @@ from fastformer.apps.translation.run import TranslationRun
 from tests.apps.cli.test_cli import fastformer
 
 RUNS: dict[str, type[Run]] = {"translation": TranslationRun, "language": LanguageRun}
+PACKAGE = Path(sys.modules["fastformer"].__file__ or "").parent
 COMMANDS = {"translation": ["train"], "language": ["train", "lm"]}
 Settings = dict[str, dict[str, Any]]
 TRAIN = {"steps": 2, "validate_every": 1, "log_every": 1, "warmup_steps": 1, "threads": 1}
@@ -156,7 +157,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
             if name in names:
                 code = sys._getframe(1).f_code
                 file = Path(code.co_filename)
-                inside = "fastformer" in file.parts[-3:] and file.name not in ("conditions.py", "config.py")
+                inside = PACKAGE in file.parents and file.name not in ("conditions.py", "config.py")
                 if inside and code.co_name not in checks:
                     seen[section].add(name)
             return object.__getattribute__(self, name)

@@ -194,7 +194,7 @@ def test_the_vocabulary_is_that_of_the_training_text(data: LanguageDataConfig, t
 def test_documents_are_never_looked_at_by_others(
     tmp_path: Path, data: LanguageDataConfig, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastformer.apps.language.perplexity._EVALUATION_TOKENS", tokens)
+    monkeypatch.setattr("fastformer.apps.language.evaluation._EVALUATION_TOKENS", tokens)
     run = LanguageRun(tmp_path, data, MODEL, TRAIN)
     model = run.new_model().eval()
     lines = run.corpora["valid"].lines
@@ -222,7 +222,7 @@ def test_overlapping_windows_are_those_of_a_plain_loop(
     tmp_path: Path, data: LanguageDataConfig, stream: str, context: int, overlap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents of 3 and of 9 tokens: shorter and longer than the context; batches cut anywhere between windows."""
-    monkeypatch.setattr("fastformer.apps.language.perplexity._EVALUATION_TOKENS", 50)
+    monkeypatch.setattr("fastformer.apps.language.evaluation._EVALUATION_TOKENS", 50)
     run = LanguageRun(tmp_path, data, MODEL, TRAIN)
     model, tokenizer, corpus = run.new_model().double().eval(), run.tokenizer, run.corpora["test"]
     found = perplexity(model, corpus, tokenizer, context, stream, overlap)

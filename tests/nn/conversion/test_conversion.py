@@ -250,5 +250,5 @@ def test_the_report_reads_well():
     assert str(fastformer.convert(model)).splitlines() == [
         "1 modules changed, 1 left as they were",
         "  changed  norm  torch.nn.LayerNorm -> fastformer.LayerNorm",
-        "  left  own  conversion_cases.Doubled : a subclass, which may do something else",
+        "  left  own  tests.Doubled : a subclass, which may do something else",
     ]

@@ -158,6 +158,6 @@ def test_attention_and_feed_forward_of_a_models_own_are_named_and_containers_are
 
 def test_the_report_says_what_to_do():
     report = str(fastformer.convert(nn.ModuleList([SelfAttention(), PositionwiseFeedForward()])))
-    assert "left  0  test_conversion_report.SelfAttention : an attention with a forward of its own" in report
+    assert "left  0  tests.SelfAttention : an attention with a forward of its own" in report
     for name in ("MultiheadAttention", "functional.attention", "FeedForward", "functional.feed_forward"):
         assert f"fastformer.{name}" in report

@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: check test quick lowest codegen notebook dist
+.PHONY: check test quick lowest codegen lock notebook dist
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -32,6 +32,15 @@ lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldes
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
 	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
 	  -k "noise or modules or layers or stacks or multihead or values or rules or infinity or curve"
+
+# TORCH says where a build of torch for CPUs is: those of the registry bring the CUDA libraries, for Linux.
+TORCH ?= --torch-backend cpu
+lock:  ## requirements.lock: what CI installs before the package, at the versions of constraints.txt, with hashes
+	$(PYTHON) -m pip install -q --target .lock uv==0.13.9
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'])" | \
+	  PYTHONPATH=.lock UV_CUSTOM_COMPILE_COMMAND="make lock" $(PYTHON) -m uv pip compile -q --generate-hashes \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 $(TORCH) --no-emit-package torch --no-annotate \
+	  --extra dev -c constraints.txt pyproject.toml - -o requirements.lock
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py

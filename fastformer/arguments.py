@@ -171,11 +171,13 @@ def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):
         raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
+    unsigned = lengths.dtype == torch.uint64
     lengths = lengths.to(torch.int64)  # of unsigned ones, torch has no lowest
     if readable(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > x.shape[2]:
             wrong = low if low < 0 else high
+            wrong += 2**64 if low < 0 and unsigned else 0
             raise ValueError(f"{name} must lie between 0 and the length of {of}, {x.shape[2]}: {wrong}")
     return lengths.to(x.device, torch.int64)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
-from fastformer.apps.system.guarded import read_file
+from fastformer.apps.system.guarded import check_path, read_file
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.weights import (
     CheckpointError,
@@ -119,15 +119,16 @@ def load_safetensors(folder: Path | str) -> Model:
 
     Raises:
         fastformer.apps.train.CheckpointError: there is none, or it is damaged.
+        fastformer.apps.system.guarded.IrregularFileError: one of its files is a link, a pipe or a device.
     """
     folder = Path(folder)
     path = folder / "model.safetensors"
     try:
-        content = json.loads(read_file(folder / "config.json"))
+        content = json.loads(read_file(folder / "config.json", folder))
         settings, model = _KINDS[content["kind"]]
         _check_dtype(content["dtype"])
         config = settings(**content["model"])
-        check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
+        check_size(config.matrix_numbers, path.stat().st_size if check_path(path, folder) else sys.maxsize, path)
         built: Model = model(config).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from fastformer.host.devices import check_tensors, send
 from fastformer.packing.row_map import RowMap
 
 V = TypeVar("V")
+
+MOST_TOKENS = 2**31 - 1  # of a run: what kernels count to
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,24 +65,18 @@ class Layout:
 
         Raises:
             TypeError: lengths are not integers.
-            ValueError: lengths are not one-dimensional, or one is negative or beyond the row.
+            ValueError: lengths are not one-dimensional, one is negative or beyond the row, or they add up to more than
+                `MOST_TOKENS`.
         """
-        if not isinstance(lengths, Tensor):
-            lengths = torch.as_tensor(lengths, device="cpu")
-        if lengths.numel() == 0:
-            lengths = lengths.to(torch.int64)
-        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-            raise TypeError(f"lengths must be integers, not {lengths.dtype}")
-        if lengths.dim() != 1:
-            raise ValueError(f"lengths must be one-dimensional [B], not of shape {list(lengths.shape)}")
-        lengths = lengths.to("cpu", torch.int64, copy=True)  # the caller's may change
+        lengths = lengths_of("lengths", lengths)
         shortest, longest = _range(lengths)
-        if shortest < 0:
-            raise ValueError(f"lengths must not be negative: {shortest}")
+        total = int(lengths.sum())
+        if total > MOST_TOKENS:
+            raise ValueError(f"lengths must add up to at most {MOST_TOKENS}, not {total}")
         if columns is not None and longest > columns:
             raise ValueError(f"a length of {longest} is beyond the row of {columns}")
         columns = longest if columns is None else columns
-        offsets, rows, positions = _number(lengths, lengths, int(lengths.sum()))
+        offsets, rows, positions = _number(lengths, lengths, total)
         slots = rows * longest + positions
         origin = slots if columns == longest else rows * columns + positions
         offsets, positions, slots, origin = send(device, offsets, positions, slots, origin)
@@ -195,6 +192,42 @@ def offsets_of(name: str, layout: Layout) -> Tensor:
     if not isinstance(layout, Layout):
         raise TypeError(f"{name} must be a Layout, not {type(layout).__name__}")
     return layout.offsets
+
+
+def lengths_of(name: str, lengths: Any) -> Tensor:
+    """Lengths in any form, tensors, arrays and sequences of integers, as int64 `[B]` on the CPU, of their own memory.
+
+    Args:
+        name: of the lengths, for messages.
+        lengths: what a caller gave.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: they are not one-dimensional, or one is negative or above `MOST_TOKENS`.
+    """
+    if isinstance(lengths, np.ndarray):  # torch wants these bytes, positive strides, and the right to write
+        lengths = np.array(lengths, lengths.dtype.newbyteorder("="), order="C")
+    if not isinstance(lengths, Tensor):
+        try:
+            lengths = torch.as_tensor(lengths, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            kind = ValueError if isinstance(error, ValueError | OverflowError) else TypeError
+            raise kind(f"{name} must be integers [B], not {str(lengths)[:99]}: {error}") from None
+    if lengths.numel() == 0:
+        lengths = lengths.to(torch.int64)
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, not {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional [B], not of shape {list(lengths.shape)}")
+    found: Tensor = lengths.to("cpu", torch.int64, copy=True)  # the caller's may change
+    low, high = _range(found)
+    if low < 0 and lengths.dtype == torch.uint64:  # int64 has no such numbers
+        high = low + 2**64
+    elif low < 0:
+        raise ValueError(f"{name} must not be negative: {low}")
+    if high > MOST_TOKENS:
+        raise ValueError(f"{name} must be at most {MOST_TOKENS}, not {high}")
+    return found
 
 
 def _range(lengths: Tensor) -> tuple[int, int]:

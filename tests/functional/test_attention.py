@@ -411,6 +411,13 @@ BAD = [
     ({"key_lengths": torch.tensor([6, 1])}, ValueError, "key_lengths must lie between 0 and the length of k, 5: 6"),
     ({"query_lengths": torch.tensor([-1, 1])}, ValueError, "query_lengths must lie between 0 and the length of q, 3"),
     ({"key_lengths": torch.tensor([1.0, 2.0])}, TypeError, "key_lengths must be integers, not torch.float32"),
+    ({"key_lengths": [1, 2]}, TypeError, "key_lengths must be a Tensor, not list"),
+    ({"query_lengths": (1, 2)}, TypeError, "query_lengths must be a Tensor, not tuple"),
+    (
+        {"key_lengths": torch.tensor([1, 2**63 + 5], dtype=torch.uint64)},
+        ValueError,
+        "key_lengths must lie between 0 and the length of k, 5: 9223372036854775813",
+    ),
     ({"key_lengths": torch.tensor([1])}, ValueError, r"key_lengths must be of shape \[2\], not \[1\]"),
     ({"alignment": "left"}, ValueError, "alignment must be one of top_left, bottom_right, not 'left'"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, not 1.5"),

@@ -303,3 +303,26 @@ def test_offsets_of_32_bits_are_found():
     assert len(found) == 15
     for name, broken in found.items():
         assert bool(broken) == name.startswith("kernels.bad_"), (name, broken)
+
+
+class Marked(Tensor):
+    """A user's own class of tensors."""
+
+
+@needs_kernels
+@OPS
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "gradients"])
+def test_fused_ops_keep_the_class_of_tensors(op, run, grad):
+    """As torch's own do, whichever input is of the class."""
+    torch.manual_seed(0)
+    plain = [x.detach() for x in leaves(op, N, DEVICE)]
+    with fastformer.backend("triton"):
+        expected = run(plain)
+        for i in range(len(plain)):
+            given = [x.clone().requires_grad_(grad) for x in plain]
+            outputs = run([x.as_subclass(Marked) if i == j else x for j, x in enumerate(given)])
+            assert [type(y) for y in outputs] == [Marked] * len(expected)
+            for y, value in zip(outputs, expected, strict=True):
+                assert torch.equal(y.detach().as_subclass(Tensor), value)
+            if grad:
+                gradients(outputs[0].as_subclass(Tensor), given)

@@ -1,7 +1,9 @@
 """Layouts, packing and unpacking."""
 
 import weakref
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -27,9 +29,61 @@ def test_layout_says_where_each_token_lies(lengths):
     assert layout.full == (len(set(lengths)) <= 1)
 
 
-@pytest.mark.parametrize("form", [tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+FORMS = {
+    "a list": list,
+    "a tuple": tuple,
+    "tensors": lambda x: [torch.tensor(each) for each in x],
+    "a read-only array": lambda x: np.frombuffer(np.array(x).tobytes(), np.int64),
+    "a reversed array": lambda x: np.array(x[::-1])[::-1],
+    "an array of another order of bytes": lambda x: np.array(x, ">i4"),
+    **{f"an array of {x}": partial(np.array, dtype=x) for x in ("int8", "uint16", "uint32", "uint64", "int64")},
+    **{
+        f"a tensor of {x}": partial(torch.tensor, dtype=x)
+        for x in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+    },
+}
+WRONG = {
+    "negative": ([2, -1], ValueError, "must not be negative: -1"),
+    "a negative tensor": (torch.tensor([2, -1]), ValueError, "must not be negative: -1"),
+    "floating point": ([2.0, 1.0], TypeError, "must be integers, not torch.float32"),
+    "bool": (np.array([True]), TypeError, "must be integers, not torch.bool"),
+    "complex": (torch.tensor([2j]), TypeError, "must be integers, not torch.complex64"),
+    "nothing": ([None, 1], TypeError, r"must be integers \[B\], not \[None, 1\]: "),
+    "None": (None, TypeError, r"must be integers \[B\], not None: "),
+    "words": (["2", "1"], ValueError, r"must be integers \[B\], not \['2', '1'\]: "),
+    "objects": (np.array([2, 1], object), TypeError, r"must be integers \[B\], not \[2 1\]: "),
+    "of several lengths": ([[1], [1, 2]], ValueError, r"must be integers \[B\], not \[\[1\], \[1, 2\]\]: "),
+    "one number": (3, ValueError, r"must be one-dimensional \[B\], not of shape \[\]"),
+    "a table": (
+        torch.ones(1, 2, dtype=torch.int64),
+        ValueError,
+        r"must be one-dimensional \[B\], not of shape \[1, 2\]",
+    ),
+    "beyond counting": ([2, 2**31], ValueError, "must be at most 2147483647, not 2147483648"),
+    "beyond int64": ([2, 2**63 + 5], ValueError, r"must be integers \[B\], not \[2, 9223372036854775813\]: "),
+    "beyond int64, unsigned": (
+        np.array([2**63 + 5], np.uint64),
+        ValueError,
+        "must be at most .*, not 9223372036854775813",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_lengths_come_in_any_integer_form(form):
-    assert Layout.from_lengths(form([2, 1])).offsets.tolist() == [0, 2, 3]
+    assert Layout.from_lengths(FORMS[form]([2, 1])).offsets.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_other_lengths_are_refused_by_name(case):
+    given, error, words = WRONG[case]
+    with pytest.raises(error, match=f"^lengths {words}"):
+        Layout.from_lengths(given)
+
+
+def test_lengths_that_add_up_to_more_than_can_be_counted_are_refused_before_anything_is_made():
+    with pytest.raises(ValueError, match="lengths must add up to at most 2147483647, not 4294967294"):
+        Layout.from_lengths([2**31 - 1, 2**31 - 1])
 
 
 # Padding of [B, L] on the right, on the left, in between and everywhere; nothing; no column; no row.

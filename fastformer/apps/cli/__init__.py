@@ -20,7 +20,7 @@ try:
     from rich.console import Console
     from rich.logging import RichHandler
 
-    from fastformer.apps.cli.common import app, escaped
+    from fastformer.apps.cli.common import app
 except ModuleNotFoundError as error:  # the core installs no command-line library
     if error.name not in ("rich", "typer"):
         raise
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
 from fastformer.apps.cli import evaluation, export, inspection, project
 from fastformer.apps.language import commands as language
 from fastformer.apps.language import generation
-from fastformer.apps.system.terminal import Terminal, give_up_on
+from fastformer.apps.system.terminal import Terminal, escaped, give_up_on
 from fastformer.apps.text.files import encode_text
 from fastformer.apps.train.processes import ProcessError, describe_process
 from fastformer.apps.translation import commands as translation
@@ -43,11 +43,9 @@ def main() -> None:
     _open_streams()
     # The package's warnings, such as a vocabulary that was clamped, belong on standard error.
     console = Console(file=cast("TextIO", Terminal(sys.stderr)))
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=console, show_time=False, show_path=False)],
-    )
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler.setFormatter(_Escaping())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
         for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
             encode_text(argument, f"argument {argument!r}")
@@ -70,6 +68,13 @@ def main() -> None:
     finally:
         for stream in (sys.stdout, sys.stderr):
             give_up_on(stream)
+
+
+class _Escaping(logging.Formatter):
+    """Messages without the control characters of what they quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
 
 
 def _open_streams() -> None:

@@ -1,6 +1,5 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
-import re
 import signal
 import sys
 import time
@@ -10,14 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
-from fastformer.apps.system.terminal import Terminal
+from fastformer.apps.system.terminal import Terminal, shown
 
 if TYPE_CHECKING:
     from fastformer.apps.runs.run import Run
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+class _Console(Console):
+    """Shows every string, those in tables too, as `shown` has it; [brackets] and :words: in them are text."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(shown(text), **options)
+
 
 app = typer.Typer(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
@@ -26,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console(highlight=False, soft_wrap=True, markup=False)  # [brackets] in paths and hints are text
+console = _Console()
 
 train_app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 app.add_typer(train_app, name="train")
@@ -112,19 +121,6 @@ def train_run(
                 )
     if result.signal is not None and result.signal != signal.SIGINT:
         raise typer.Exit(128 + result.signal)
-
-
-def shown(text: str) -> str:
-    """A model's text for standard output: on a terminal, which would obey them, control characters are escaped.
-
-    Vocabularies come with a run folder, which may be a stranger's. Files and pipes get the text as it is.
-    """
-    return escaped(text) if sys.stdout.isatty() else text
-
-
-def escaped(text: str) -> str:
-    r"""A text with its control characters but tabs and ends of lines as escapes such as \x1b."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def choose_device(name: str) -> str:

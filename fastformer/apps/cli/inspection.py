@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from fastformer.apps.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console, shown
+from fastformer.apps.cli.common import Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.run import load_generator, load_language_model
@@ -55,7 +55,7 @@ def attention(
         assert source is not None
         sentences = attend(load_translator(run, checkpoint, choose_device(device)), source, target)
         figure = sentences.figure(kind or "cross", which, heads)  # type: ignore[arg-type]
-        console.print(shown(f"{sentences.source} -> {sentences.target}"))
+        console.print(f"{sentences.source} -> {sentences.target}")
     else:
         _check_options(run, {"text": text}, {"source": source, "target": target, "kind": kind})
         assert text is not None

@@ -5,11 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device, shown
+from fastformer.apps.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device
 from fastformer.apps.cli.settings import made, with_settings
 from fastformer.apps.language.run import load_generator
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import read_lines, write_texts
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fastformer.apps.system.guarded import check_path, same_file
 from fastformer.apps.system.run_lock import LOCK
+from fastformer.apps.train.checkpoints import INDEX, OURS
 
 CONFIG, DATA = "config.toml", "data.json"
 _METRICS = ("metrics.jsonl", "metrics.csv")
@@ -20,7 +21,7 @@ _DEMO = "demo.txt"
 _FILES = (CONFIG, DATA, *_METRICS, *PICTURES, _DEMO)
 _FOLDERS = {
     "tokenizer": re.compile("|".join(("source|target", *(rf"\.?{re.escape(name)}" for name in _TOKENIZER)))),
-    "checkpoints": re.compile(r"\.?index\.json|(\.(new|swap|old)-)?(step-\d+|average)"),
+    "checkpoints": re.compile(rf"\.?{re.escape(INDEX)}|{OURS.pattern}"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
 }
 _OWN = {*_FILES, *(f".{name}" for name in _FILES), *_FOLDERS, LOCK}

@@ -2,19 +2,21 @@
 
 The system's lock on a file (flock; on Windows, where this has not run, a locked byte) is what counts. What the file
 says, the process, its machine and since when, is for the message alone; a file that a killed process left is locked by
-nobody and is taken over. A process is one writer, however many of its objects write; of the processes that torchrun
-starts, the first writes for all. On a network file system the lock is as good as that system's: NFS since Linux 2.6.12
-and SMB keep it between machines, Lustre does where it is mounted with `flock`. One without locks is written to
-unlocked, with a warning.
+nobody and is taken over. A process may have it for several objects, of which one thread's write at a time; of the
+processes that torchrun starts, the first writes for all. On a network file system the lock is as good as that system's:
+NFS since Linux 2.6.12 and SMB keep it between machines, Lustre does where it is mounted with `flock`. One without locks
+is written to unlocked, with a warning.
 """
 
 import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +30,20 @@ logger = logging.getLogger("fastformer")
 
 
 class RunLockedError(OSError):
-    """Another process writes to this run folder."""
+    """Another process, or another thread of this one, writes to this run folder."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A lock of this process; a forked child has none of them."""
+
+    descriptor: int
+    process: int
+    users: int = 0
+    writer: threading.Thread | None = None  # which is in a block of `locked`
+
+
+_guard = threading.RLock()  # what is dropped in the middle gives its lock back in the same thread
 
 
 class RunLock:
@@ -39,53 +54,75 @@ class RunLock:
         OSError: the folder cannot be written to.
     """
 
-    # This process's locks, by the file that is locked: [descriptor, users, process]. A forked child has none of them.
-    _held: ClassVar[dict[tuple[int, int], list[int]]] = {}
+    _locks: ClassVar[dict[tuple[int, int], _Held]] = {}  # by the file that is locked
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
-        self._key: tuple[int, int] | None = None
-        held = self._ours()
-        if held is None:
-            held = _acquire(folder, self._path)
-        held[1] += 1
-        status = os.fstat(held[0])
-        self._key = (status.st_dev, status.st_ino)
-        self._held[self._key] = held
+        self._held: _Held | None = None
+        with _guard:
+            held = self._ours() or _acquire(folder, self._path)
+            held.users += 1
+            self._locks[_identity(os.fstat(held.descriptor))] = self._held = held
 
-    def _ours(self) -> list[int] | None:
+    def _ours(self) -> _Held | None:
         try:
-            status = os.stat(self._path, follow_symlinks=False)
+            held = self._locks.get(_identity(os.stat(self._path, follow_symlinks=False)))
         except OSError:
             return None
-        held = self._held.get((status.st_dev, status.st_ino))
-        return held if held is not None and held[2] == os.getpid() else None
+        return held if held is not None and held.process == os.getpid() else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Write, in this thread alone of the process, for a block; such blocks may stand in one another.
+
+        Raises:
+            RunLockedError: another thread is in such a block.
+        """
+        held, me = self._held, threading.current_thread()
+        assert held is not None
+        with _guard:
+            before = held.writer
+            if before is not None and before is not me:
+                raise RunLockedError(
+                    f"{self._path.parent} is being written by another thread of this process, {before.name}; wait for "
+                    "its end, or choose another"
+                )
+            held.writer = me
+        try:
+            yield
+        finally:
+            held.writer = before
 
     def release(self) -> None:
         """Give the right back; a second time does nothing."""
-        key, self._key = self._key, None
-        held = self._held.get(key) if key else None
-        if key is None or held is None or held[2] != os.getpid():
-            return
-        held[1] -= 1
-        if held[1] == 0:
-            del self._held[key]
-            with suppress(OSError):  # Windows removes no open file
-                self._path.unlink()
-            os.close(held[0])
+        with _guard:
+            held, self._held = self._held, None
+            if held is None or held.process != os.getpid():
+                return
+            held.users -= 1
+            if held.users == 0:
+                del self._locks[_identity(os.fstat(held.descriptor))]
+                with suppress(OSError):  # Windows removes no open file
+                    self._path.unlink()
+                os.close(held.descriptor)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """`RunLock` for a block."""
+    """`RunLock` for a block, in which no other thread writes either."""
     lock = RunLock(folder)
     try:
-        yield
+        with lock.alone():
+            yield
     finally:
         lock.release()
 
 
-def _acquire(folder: Path, path: Path) -> list[int]:
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _acquire(folder: Path, path: Path) -> _Held:
     while True:
         descriptor = open_file(path, folder)
         try:
@@ -100,14 +137,13 @@ def _acquire(folder: Path, path: Path) -> list[int]:
                 ) from None
             logger.warning("%s: this file system has no locks; nothing keeps a second run from writing there", folder)
         with suppress(FileNotFoundError):
-            now, mine = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
-            if (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino):
+            if _identity(os.stat(path, follow_symlinks=False)) == _identity(os.fstat(descriptor)):
                 break
         os.close(descriptor)  # the one before removed it meanwhile
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
-    return [descriptor, 0, os.getpid()]
+    return _Held(descriptor, os.getpid())
 
 
 def _lock(descriptor: int) -> None:

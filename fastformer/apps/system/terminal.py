@@ -1,11 +1,27 @@
 """Text for a person, on a stream that may break: closed, a pipe that nobody reads, a full disk behind a log file.
 
 What is shown is never worth what is computed: the first write that fails turns the showing off, and raises nothing.
+Names and vocabularies come with files that may be a stranger's, and a terminal obeys what it is sent: control
+characters are shown as escapes there.
 """
 
 import os
+import re
+import sys
 from contextlib import suppress
 from typing import TextIO
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def escaped(text: str) -> str:
+    r"""A text with its control characters but tabs and ends of lines as escapes such as \x1b."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def shown(text: str) -> str:
+    """A text for standard output: `escaped` on a terminal; files and pipes get it as it is."""
+    return escaped(text) if Terminal(sys.stdout).isatty() else text
 
 
 class Terminal:
@@ -37,8 +53,8 @@ class Terminal:
                 self._stream = None
 
     def line(self, text: str) -> None:
-        """Write a line at once."""
-        self.write(f"{text}\n")
+        """Write a line at once, `escaped` on a terminal."""
+        self.write(f"{escaped(text) if self.isatty() else text}\n")
         self.flush()
 
     def isatty(self) -> bool:

@@ -6,9 +6,11 @@
 A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
 the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
 out of it is found by its name. The price is one extra copy of the model on the disk while saving. Hidden folders
-(.new-, .old-, .swap-) are leftovers of an interrupted save; the next save removes them. One process writes.
+(.new-, .old-, .swap-) are leftovers of an interrupted save; the next save removes them. A file with such a name is
+somebody's: it stays, and the folder gets the next name that is free (.new-step-200.1). One process writes.
 """
 
+import itertools
 import json
 import os
 import re
@@ -36,7 +38,7 @@ from fastformer.apps.train.weights import CheckpointError, write_weights
 INDEX = "index.json"
 AVERAGE = "average"
 _STEP = re.compile(r"step-(\d+)")
-_OURS = re.compile(rf"(\.(new|swap|old)-)?(step-\d+|{AVERAGE})")
+OURS = re.compile(rf"step-\d+|{AVERAGE}|\.(new|swap|old)-(step-\d+|{AVERAGE})(\.\d+)?")
 
 
 class CheckpointFolder:
@@ -90,8 +92,8 @@ class CheckpointFolder:
     def begin(self, step: int, average: bool = False) -> Path:
         """A hidden folder for the weights of a new checkpoint, which `complete` makes one."""
         self.recover()
-        new = self.folder / f".new-{_name(step, average)}"
-        new.mkdir(parents=True)
+        new = self._hidden("new", _name(step, average))
+        new.mkdir()
         return new
 
     def complete(
@@ -115,10 +117,10 @@ class CheckpointFolder:
         write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
         for path in [*new.iterdir(), new]:
             synchronise(path)
-        name = new.name.removeprefix(".new-")
+        name = _name(step, average=state is None)
         target = self.folder / name
         if target.exists():
-            os.replace(target, self.folder / f".swap-{name}")
+            os.replace(target, self._hidden("swap", name))
         os.replace(new, target)
         synchronise(self.folder)
         self._update_index(
@@ -180,7 +182,7 @@ class CheckpointFolder:
         """The folders in it that bear names of ours; one that is a link is refused, and so is a link to all of it."""
         if not check_path(self.folder, self.folder.parent):
             return set()
-        ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
+        ours = [path for path in self.folder.iterdir() if OURS.fullmatch(path.name)]
         return {path.name for path in ours if check_path(path, self.folder.parent) and path.is_dir()}
 
     def _index(self) -> dict[str, Any]:
@@ -217,7 +219,7 @@ class CheckpointFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         hidden = sorted(name for name in self._names() if name.startswith("."))
         for name in hidden:
-            original = self.folder / name.removeprefix(".swap-")
+            original = self.folder / name.removeprefix(".swap-").split(".")[0]
             if name.startswith(".swap-") and not original.exists():
                 os.replace(self.folder / name, original)
             else:
@@ -226,9 +228,15 @@ class CheckpointFolder:
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
-            if (self.folder / name).exists():  # out of the way first: a half removed folder must not look complete
-                os.replace(self.folder / name, self.folder / f".old-{name}")
-                shutil.rmtree(self.folder / f".old-{name}")
+            if (self.folder / name).is_dir():  # out of the way first: a half removed folder must not look complete
+                old = self._hidden("old", name)
+                os.replace(self.folder / name, old)
+                shutil.rmtree(old)
+
+    def _hidden(self, kind: str, name: str) -> Path:
+        """A name for a folder on its way that no file has."""
+        ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
+        return next(path for path in (self.folder / f".{kind}-{name}{end}" for end in ends) if not path.is_file())
 
 
 def _is_index(index: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any, TextIO, cast
 
-from fastformer.apps.system.terminal import Terminal
+from fastformer.apps.system.terminal import Terminal, escaped
 
 _PLAIN_SECONDS = 10.0
 
@@ -49,7 +49,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a line that stays: the summary of a validation, the reason of the end."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(escaped(text), markup=False, emoji=False, highlight=False)
         elif self._enabled:
             self._print(text)
 

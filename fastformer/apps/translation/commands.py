@@ -17,13 +17,13 @@ from fastformer.apps.cli.common import (
     app,
     choose_device,
     console,
-    shown,
     train_app,
     train_run,
 )
 from fastformer.apps.cli.describe import describe_translation
 from fastformer.apps.cli.settings import made, with_settings
 from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import decode_lines, read_lines, write_lines
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig
@@ -138,6 +138,6 @@ def score(
     found = load_translator(run, checkpoint, choose_device(device)).score(sources, targets, batch_size)
     lines = [f"{log_p:.4f}\t{tokens}\t{math.exp(min(-log_p / tokens, 700.0)):.4f}" for log_p, tokens in found]
     if output is None:
-        print("\n".join(lines))
+        print(shown("\n".join(lines)))
     else:
         write_lines(output, lines)

@@ -17,6 +17,7 @@ from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.static_cache import StaticDecoderState
 from fastformer.host.devices import send
+from fastformer.packing import lengths_of
 
 # Rows that finished are taken out once they are this share of the batch: each removal copies the cache.
 _COMPACT_AT = 0.125
@@ -117,6 +118,7 @@ def greedy_search(
     """
     options = options or SearchOptions(beam=1)
     config, device = model.config, source.device
+    source_lengths = lengths_of("source_lengths", source_lengths)
     B = source_lengths.numel()
     if B == 0:
         return []
@@ -168,6 +170,7 @@ def beam_search(
     """
     options = options or SearchOptions()
     config, device = model.config, source.device
+    source_lengths = lengths_of("source_lengths", source_lengths)
     B, N = source_lengths.numel(), options.beam
     if B == 0:
         return []

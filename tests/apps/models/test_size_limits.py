@@ -14,6 +14,7 @@ from torch import nn
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
 from fastformer.apps.export import export_safetensors, load_safetensors
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.models import sizes
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.text import WordTokenizer
@@ -60,9 +61,9 @@ def test_a_stack_beyond_building_is_refused_by_name(name: str) -> None:
 
 def test_a_model_beyond_the_memory_is_refused_before_data_is_read(tmp_path: Path) -> None:
     data = DataConfig(train_source=tmp_path / "no", train_target=tmp_path / "no")
-    for sizes in ({"d_model": 2**31 - 2, "heads": 2}, {"feed_forward": 2**31 - 1, "encoder_layers": 9999}):
+    for settings in ({"d_model": 2**31 - 2, "heads": 2}, {"feed_forward": 2**31 - 1, "encoder_layers": 9999}):
         with pytest.raises(ValueError, match=r"at least [\d,]+ parameters, [\d,.]+ GiB in fp32, but this machine has"):
-            TranslationRun.check(data, sizes, TrainConfig(steps=1))
+            TranslationRun.check(data, settings, TrainConfig(steps=1))
     check_memory(TranslationConfig(9, 9))
 
 
@@ -76,6 +77,37 @@ def test_the_memory_is_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch
         ValueError, match=r"at least 44,049,408 parameters, 0\.2 GiB in fp32, but this machine has 0\.0 GiB"
     ):
         check_memory(TranslationConfig(9, 9))
+
+
+GROUPS = {
+    "v2": ("0::/job/7", "sys/fs/cgroup/job/7/memory.max", "2048\n"),
+    "v2, of the group above": ("0::/job/7", "sys/fs/cgroup/job/memory.max", "2048\n"),
+    "v2, in a container": ("0::/", "sys/fs/cgroup/memory.max", "2048\n"),
+    "v2, in a container with names from outside": ("0::/docker/ab", "sys/fs/cgroup/memory.max", "2048\n"),
+    "v2, from another root": ("0::/../..", "sys/fs/cgroup/memory.max", "2048\n"),
+    "v1": ("5:cpu:/a\n4:hugetlb,memory:/job:7", "sys/fs/cgroup/memory/job:7/memory.limit_in_bytes", "2048\n"),
+    "v1, in a container": ("4:memory:/docker/ab\n0::/", "sys/fs/cgroup/memory/memory.limit_in_bytes", "2048\n"),
+    "v2, none": ("0::/job/7", "sys/fs/cgroup/job/7/memory.max", "max\n"),
+    "v1, none": ("4:memory:/", "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+    "of others": ("0::/job/7", "sys/fs/cgroup/job/8/memory.max", "2048\n"),
+    "of no memory": ("5:cpu:/job", "sys/fs/cgroup/memory/memory.limit_in_bytes", "2048\n"),
+    "damaged": ("\n0\n:\n0::", "sys/fs/cgroup/memory.max", "\x00\n"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of memory")
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_memory_is_what_a_container_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    groups, name, content = GROUPS[case]
+    for path, text in (("proc/self/cgroup", f"{groups}\n"), (name, content)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(sizes, "_ROOT", tmp_path)
+    if content == "2048\n" and not case.startswith("of"):
+        with pytest.raises(ValueError, match=r"but this machine has 0\.0 GiB"):
+            check_memory(TranslationConfig(9, 9, **SMALL))
+    else:
+        check_memory(TranslationConfig(9, 9, **SMALL))
 
 
 def run_folder(folder: Path) -> TranslationConfig:

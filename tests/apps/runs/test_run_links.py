@@ -8,7 +8,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from fastformer.apps.export import load_safetensors
+from fastformer.apps.export import export_safetensors, load_safetensors
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_generator
 from fastformer.apps.plots import plot_history, save
 from fastformer.apps.runs.comparison import compare_runs
@@ -343,3 +344,16 @@ def test_leftovers_that_are_not_ours_stay(tmp_path):
     (checkpoints.folder / ".new-file").write_text("mine")
     checkpoints.save(1, {"a": torch.ones(2)}, {"b": 1})
     assert {".old-thing", ".new-x", ".swap-letters", ".new-file"} < set(os.listdir(checkpoints.folder))
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_exported_model_is_read_through_no_link(tmp_path, name, kind):
+    tokenizer = WordTokenizer.from_lines(["a b"])
+    model = LanguageModel(LanguageConfig(tokenizer.size, d_model=8, heads=2, feed_forward=8, layers=1))
+    export_safetensors(tmp_path / "model", model, [tokenizer])
+    path = tmp_path / "model" / name
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(IrregularFileError, match=rf"{name}: is a {kind}"):
+        load_safetensors(tmp_path / "model")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import pytest
 
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.run_lock import LOCK, RunLockedError, locked
-from fastformer.apps.train import TrainConfig
-from tests.support.train_task import config, trainer
+from fastformer.apps.train import TrainConfig, read_metrics
+from tests.support.train_task import config, trainer, validate
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
@@ -92,11 +93,51 @@ def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_followed(tmp_path,
         trainer(tmp_path / "run", config(steps=25)).resume()
 
 
-def test_a_process_is_one_writer(tmp_path):
+def test_blocks_of_one_writer_stand_in_one_another(tmp_path):
     with locked(tmp_path), locked(tmp_path):
         trainer(tmp_path, config()).fit()
         assert (tmp_path / LOCK).exists()
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_thread_is_one_writer(tmp_path):
+    """Of two trainers in two threads, that of the second is refused by name, and leaves the first alone."""
+    inside, over = threading.Event(), threading.Event()
+
+    def hold(model):
+        inside.set()
+        assert over.wait(60)
+        return validate(model)
+
+    first = trainer(tmp_path, config(steps=5), validate=hold)
+    thread = threading.Thread(target=first.fit, name="the first")
+    thread.start()
+    try:
+        assert inside.wait(60)
+        for write in (trainer(tmp_path, config()).fit, trainer(tmp_path, config()).resume):
+            with pytest.raises(RunLockedError, match="is being written by another thread of this process, the first"):
+                write()
+        with pytest.raises(RunLockedError, match="another thread"), locked(tmp_path):
+            pass
+    finally:
+        over.set()
+        thread.join()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(read_metrics(tmp_path)) == 3
+    with locked(tmp_path):
+        trainer(tmp_path, config()).resume()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_run_may_be_made_in_one_thread_and_trained_in_another(tmp_path, text):
+    data = LanguageDataConfig(train_text=text, valid_text=text, tokenizer="words")
+    model = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}
+    run = LanguageRun.create(tmp_path / "run", data, model, TrainConfig(steps=1))
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(run.fit(show=False)))
+    thread.start()
+    thread.join()
+    assert ended[0].step == 1
+    assert not (tmp_path / "run" / LOCK).exists()
 
 
 @POSIX

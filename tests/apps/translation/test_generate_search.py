@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -38,6 +39,22 @@ RULES = {
     "max_length": {"max_length": 3},
 }
 CASES = [*((variant, "plain") for variant in MODELS), *(("pre-norm", rule) for rule in RULES if rule != "plain")]
+
+
+@pytest.mark.parametrize("search", [greedy_search, beam_search])
+def test_lengths_come_in_any_integer_form(search):
+    model, options = random_model(1).eval(), SearchOptions(max_length=3)
+    source, lengths = sources(RAGGED)
+    expected = search(model, source, lengths, options)
+    forms = (list, tuple, np.array, lambda x: np.array(x, np.uint64), lambda x: torch.tensor(x, dtype=torch.uint16))
+    for form in forms:
+        assert search(model, source, form(lengths.tolist()), options) == expected
+    for wrong, error, message in (
+        ([1.5] * len(lengths), TypeError, "source_lengths must be integers, not torch.float32"),
+        ([-1] * len(lengths), ValueError, "source_lengths must not be negative: -1"),
+    ):
+        with pytest.raises(error, match=message):
+            search(model, source, wrong, options)
 
 
 @pytest.mark.parametrize(("variant", "rule"), CASES)

@@ -6,14 +6,14 @@ and values of masks and hints. Of activations the shape and dtype are compared h
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch_recorders import Attention, Calls, Recording, additive, ahead, collected, hooked, hooked_everywhere
 
 import fastformer
 
@@ -23,18 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),  # torch's own nn.Transformer, pre-norm
 ]
 B, H, S, T, D, F = 3, 2, 5, 4, 8, 12  # only activations are as wide as D or F
-Calls = list[tuple[Any, ...]]
-
-
-def described(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        values = None if x.shape[-1] in (D, F) else tuple(x.flatten().tolist())
-        return type(x).__name__, x.dtype, tuple(x.shape), values
-    if isinstance(x, tuple):
-        return tuple(map(described, x))
-    if isinstance(x, dict):
-        return tuple(sorted((name, described(value)) for name, value in x.items()))
-    return type(x).__name__, x
 
 
 def layer_options(norm_first: bool = False, **changed: Any) -> dict[str, Any]:
@@ -52,14 +40,6 @@ def decoder(**changed: Any) -> nn.Module:
 
 def transformer(**changed: Any) -> nn.Module:
     return nn.Transformer(D, H, 1, 1, **layer_options(**changed))
-
-
-def ahead(length: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
-
-
-def additive(hidden: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 # An attn_mask for a length, and what is stated of it.
@@ -100,40 +80,8 @@ def arguments(model: nn.Module, mask: str, padding: str) -> tuple[tuple[Tensor, 
     return (source, target), {**of_source, **of_target, **memory, "src_key_padding_mask": hidden(S)}
 
 
-@contextmanager
-def hooked(model: nn.Module, places: list[str], calls: Calls) -> Iterator[None]:
-    """Write down what the modules at these places are called with, and that they returned."""
-    handles = []
-    for name in places:
-
-        def before(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            calls.append((name, described(args), described(kwargs)))
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            calls.append((name, "returned", described(output)))
-
-        module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-@contextmanager
-def hooked_everywhere(model: nn.Module, calls: Calls) -> Iterator[None]:
-    names = {module: name for name, module in model.named_modules()}
-    handles = [
-        register_module_forward_pre_hook(lambda module, args: calls.append((names[module], described(args)))),
-        register_module_forward_hook(lambda module, args, output: calls.append((names[module], described(output)))),
-    ]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
 def run(model: nn.Module, form: tuple[str, str], watch: Callable[[nn.Module, Calls], Any]) -> tuple[Calls, Tensor]:
-    calls: Calls = []
+    calls = Calls(widths=(D, F))
     torch.manual_seed(1)
     args, kwargs = arguments(model, *form)
     with watch(model, calls):
@@ -205,42 +153,6 @@ def test_hooks_of_all_modules_of_a_sequential():
     assert [t.__name__ for t in orders[1][1:]] == [t.__name__ for t in orders[0][1:]]
 
 
-class Recording:
-    """A layer that writes down what its blocks are given."""
-
-    calls: Calls
-
-    def _sa_block(self, *args: Any, **kwargs: Any) -> Tensor:
-        Recording.calls.append(("self", described(args), described(kwargs)))
-        return super()._sa_block(*args, **kwargs)
-
-    def _mha_block(self, *args: Any, **kwargs: Any) -> Tensor:
-        Recording.calls.append(("cross", described(args), described(kwargs)))
-        return super()._mha_block(*args, **kwargs)
-
-
-class Attention(nn.Module):
-    """An attention of somebody's own, which adds its masks to the scores as they come."""
-
-    calls: Calls
-    batch_first, num_heads, in_proj_bias, _qkv_same_embed_dim = True, H, None, True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, q, k, v, attn_mask=None, key_padding_mask=None, need_weights=True, is_causal=False):
-        Attention.calls.append(described((attn_mask, key_padding_mask, need_weights, is_causal)))
-        scores = self.scale * q @ k.mT
-        return scores.softmax(-1) @ v, None
-
-
-@contextmanager
-def collected(cls: type, calls: Calls) -> Iterator[None]:
-    cls.calls = calls
-    yield
-
-
 @pytest.mark.parametrize("form", FORMS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("subclass_of", ["torch", "ours"])
@@ -265,7 +177,7 @@ def test_subclass_of_a_layer(kind, form, subclass_of):
 )
 def test_replaced_attention(kind, at, form):
     model = MODELS[kind]()
-    setattr(model.layers[1], at, Attention())
+    setattr(model.layers[1], at, Attention(H))
     check(model, form, lambda model, calls: collected(Attention, calls))
 
 

@@ -326,4 +326,10 @@ def linear_cross_entropy(
         loss = losses if reduction == "none" else losses.sum()
     else:
         loss = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
-    return loss / (target != ignore_index).sum() if reduction == "mean" else loss
+    return mean_of_targets(loss, target, ignore_index) if reduction == "mean" else loss
+
+
+def mean_of_targets(total: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Divide a sum of losses by the targets that count: of none NaN, with gradients 0, as in torch."""
+    count = (target != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), math.nan)

@@ -21,7 +21,7 @@ class Calls(list[tuple[Any, ...]]):
         self.widths = widths
 
     def add(self, *call: Any) -> None:
-        """Write down a call as plain values, which compare by =="""
+        """Write down a call as plain values, which compare by ==."""
         self.append(tuple(map(self._described, call)))
 
     def _described(self, x: Any) -> Any:

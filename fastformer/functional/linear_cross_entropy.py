@@ -69,7 +69,7 @@ def linear_cross_entropy(
                 target,
             ),
         )
-        loss = loss / (target != ignore_index).sum() if reduction == "mean" else loss
+        loss = reference.mean_of_targets(loss, target, ignore_index) if reduction == "mean" else loss
     else:
         loss = reference.linear_cross_entropy(
             x,

@@ -45,7 +45,8 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
 
 def _add_norm(x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> tuple[Tensor, Tensor]:
     """The step between sublayers: (norm(residual + dropout(x)), residual + dropout(x))."""
-    if not (plain(dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
+    # An attention of somebody's own may return what broadcasts.
+    if x.shape != residual.shape or not (plain(dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
         total = residual + _dropout(x, dropout)
         return norm(total), total
     return functional.dropout_add_layer_norm(

@@ -74,7 +74,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
         k, v, extra = self._extend(k, v)
         # torch takes the hint where no keys are padding only; here, kernels then skip what lies ahead, padding or not.
-        causal = is_causal and not need_weights and not extra
+        # A mask that learns gets its gradient where it gets one in torch.
+        learns = attn_mask is not None and attn_mask.requires_grad and key_padding_mask is not None
+        causal = is_causal and not need_weights and not extra and not learns
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
         dropout_p = self.dropout if self.training else 0.0
         weights = None

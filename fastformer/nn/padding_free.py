@@ -175,10 +175,11 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
     """Set the rows of a padded output to 0 where its mask says True or -inf, as the packed way does.
 
-    Without knowing the order of the dimensions, batch_first None, it stays as it is.
+    It stays as it is without knowing the order of the dimensions, batch_first None, and where a mask does not fit, at
+    which layers that take it did not look.
     """
     if padding is None or batch_first is None:
         return x
     hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
-    hidden = hidden if padding.dim() == 1 or batch_first else hidden.transpose(0, 1)
-    return x.masked_fill(hidden[..., None], 0.0)
+    hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT
+    return x.masked_fill(hidden[..., None], 0.0) if hidden.shape == x.shape[:-1] else x

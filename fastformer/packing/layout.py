@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.host.devices import check_tensors, send
+from fastformer.host.devices import check_tensors, check_types, send
 from fastformer.packing.row_map import RowMap
 
 V = TypeVar("V")
@@ -91,9 +91,10 @@ class Layout:
                 right and in between: the tokens of a row keep their order.
 
         Raises:
-            TypeError: the mask is not bool.
+            TypeError: the mask is no bool tensor.
             ValueError: it is not two-dimensional.
         """
+        check_types(("padding",), padding)
         if padding.dtype != torch.bool:
             raise TypeError(f"padding must be bool, True = padding, not {padding.dtype}")
         if padding.dim() != 2:

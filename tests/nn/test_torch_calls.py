@@ -223,3 +223,35 @@ def test_layers_that_differ_in_the_order_of_dimensions():
     x, hidden = torch.randn(S, S, D), ahead(S)
     hidden = hidden & hidden.any(-1, keepdim=True)
     torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), model(x, src_key_padding_mask=hidden))
+
+
+class Pooled(nn.Module):
+    """An attention that returns one row, which broadcasts to all."""
+
+    batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, True
+
+    def forward(self, q, k, v, **masks):
+        return v.mean(1, keepdim=True), None
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+@pytest.mark.parametrize(("kind", "at"), [("encoder", "self_attn"), ("decoder", "multihead_attn")])
+def test_an_attention_whose_output_broadcasts(kind, at, norm_first):
+    model = MODELS[kind](norm_first=norm_first)
+    setattr(model.layers[1], at, Pooled())
+    check(model, FORMS[0], lambda model, calls: hooked(model, ["layers.1"], calls))
+
+
+class BlindToPadding(nn.TransformerEncoderLayer):
+    """A layer that takes a padding mask and does not look at it."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        return super().forward(src, src_mask)
+
+
+def test_a_padding_mask_that_does_not_fit_is_nobodys_business_where_no_layer_looks():
+    model = nn.TransformerEncoder(BlindToPadding(D, H, **layer_options()), 1, enable_nested_tensor=False)
+    ours = copy.deepcopy(model)
+    assert fastformer.convert(ours).changed
+    x, hidden = torch.randn(B, S, D), torch.ones(B, S + 1).bool()
+    torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), model(x, src_key_padding_mask=hidden))

@@ -84,9 +84,10 @@ def blanked(model: nn.Module, ours: nn.Module, made: Given) -> None:
                 continue
 
         def blank(module: nn.Module, args: Any, kwargs: Any, out: Tensor, first: bool = next(iter(orders))) -> Tensor:
-            padding = kwargs.get("src_key_padding_mask", kwargs.get("tgt_key_padding_mask"))
-            if padding is None:
+            used = [key for key in ("src_key_padding_mask", "tgt_key_padding_mask") if kwargs.get(key) is not None]
+            if not used:
                 return out
+            padding: Any = made.masks[used[0]]  # as it was given
             hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
             hidden = hidden if first or hidden.dim() == 1 else hidden.mT
             # Layers of somebody's own may not have looked at a mask that does not fit.
@@ -166,7 +167,7 @@ def meddle(what: str, inputs: list[Tensor], masks: list[Tensor | None], paramete
     with torch.no_grad():
         for x in chosen:
             if x is not None and not (x.requires_grad and what == "masks") and not torch._debug_has_internal_overlap(x):
-                x.logical_not_() if x.dtype == torch.bool else x.add_(1)
+                x.logical_not_() if x.dtype == torch.bool else x.copy_(torch.linspace(-1, 2, x.numel()).view(x.shape))
 
 
 class Exact:
@@ -196,22 +197,17 @@ class Exact:
         Where a row sees numbers like -1e30 alone, its noise is no number: a softmax of the largest plus a rounding of
         it. Such a mask is looked at as if it were -6e4, which loses the scores' last bits as well.
         """
-        masks = {k: _float(x, lambda x: x.to(self.plan.dtype)) for k, x in self.made.masks.items()}
+        made = with_masks(self.made, lambda x: x.to(self.plan.dtype))
         found = run(self.torchs, self.made, self.plan, self.how)
         if found.error is not None:
-            found = run(self.torchs, replace(self.made, masks=masks), self.plan, self.how)
+            found = run(self.torchs, made, self.plan, self.how)
         errors = [
             float((x.double() - e).abs().nan_to_num(0.0).amax()) if x.numel() else 0.0
             for x, e in zip(results(found), self.numbers, strict=True)
         ]
-        masks = {k: _float(x, lambda x: torch.where(x.isinf(), x, x.clamp(min=-6e4))) for k, x in masks.items()}
-        made = replace(self.made, masks=masks)
+        made = with_masks(made, lambda x: torch.where(x.isinf(), x, x.clamp(min=-6e4)))
         moved = noise(lambda: self._wide(made), [x.detach() for x in self._wide(made)], self.plan.dtype)
         return [2 * error + DEVIATIONS * (n if n == n else 0.0) for error, n in zip(errors, moved, strict=True)]
-
-
-def _float(mask: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
-    return mask if mask is None or not mask.is_floating_point() else change(mask)
 
 
 def results(found: Outcome) -> list[Tensor]:
@@ -221,11 +217,16 @@ def results(found: Outcome) -> list[Tensor]:
     return [*found.outputs, *(found.gradients or [])]
 
 
+def with_masks(made: Given, change: Callable[[Tensor], Tensor]) -> Given:
+    """The same arguments with additive masks changed; what is one mask stays one."""
+    new = {id(x): change(x) if x.is_floating_point() else x for x in made.masks.values() if x is not None}
+    return replace(made, masks={k: None if x is None else new[id(x)] for k, x in made.masks.items()})
+
+
 def copied(made: Given) -> Given:
-    """The same arguments in memory of their own; what is one tensor stays one."""
-    clones: dict[int, Tensor] = {}
-    masks = {k: None if x is None else clones.setdefault(id(x), x.clone()) for k, x in made.masks.items()}
-    return replace(made, inputs=tuple(clones.setdefault(id(x), x.clone()) for x in made.inputs), masks=masks)
+    """The same arguments, with masks in memory of their own."""
+    new = {id(x): x.clone() for x in made.masks.values() if x is not None}
+    return replace(made, masks={k: None if x is None else new[id(x)] for k, x in made.masks.items()})
 
 
 def close(found: list[Tensor], exact: Exact, dtype: torch.dtype) -> None:
@@ -270,10 +271,10 @@ def check(number: int) -> str:
     how = Run(
         random.choice(("grad",) * 5 + ("no_grad", "inference")),
         random.random() < 0.2,
-        random.choice(("",) * 6 + ("masks", "input", "parameters")),
+        random.choice(("",) * 6 + ("masks", "masks", "input", "parameters")),
     )
     context = nullcontext() if random.random() < 0.8 else small_blocks()
-    checkpointed = random.random() < 0.1
+    checkpointed = random.random() < 0.2
     if checkpointed and how.meddles == "parameters":  # torch's checkpoint computes with what parameters are by then
         how.meddles = "masks"
     torchs = build(drawn, nn)

@@ -91,7 +91,9 @@ class _Stack(nn.Module):
     def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer as `checkpoint_activations` says."""
         if self.checkpoint_activations and torch.is_grad_enabled():
-            return checkpoint(layer, *arguments, use_reentrant=False, **options)  # type: ignore[no-any-return]
+            # All as arguments by place, which are kept the way autograd keeps tensors: it notices a mask that changes.
+            called = _with_names, layer, tuple(options), *arguments, *options.values()
+            return checkpoint(*called, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*arguments, **options)
 
     def _check_packs(self, name: str) -> None:
@@ -99,6 +101,12 @@ class _Stack(nn.Module):
         reason = self.obstacle()
         if reason is not None:
             raise RuntimeError(f"{name} must not be nested where layers need a padded batch: {reason}")
+
+
+def _with_names(layer: Callable[..., Tensor], names: tuple[str, ...], *values: Any) -> Tensor:
+    """Call a layer with values of which the last have these names."""
+    first = len(values) - len(names)
+    return layer(*values[:first], **dict(zip(names, values[first:], strict=True)))
 
 
 @drop_in

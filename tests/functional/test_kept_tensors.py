@@ -94,3 +94,15 @@ def test_second_derivative_of_the_fused_loss_notices_a_change(triton_backend):
     target.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+def test_a_layer_that_is_computed_again_notices_a_change_of_its_mask(way):
+    layer = fastformer.TransformerEncoderLayer(K, H, K, 0.0, batch_first=True)
+    model = fastformer.TransformerEncoder(layer, 2)
+    model.checkpoint_activations, model.padding_free = True, way == "packed"
+    mask, padding = torch.randn(T, T), torch.zeros(B, T).bool()
+    out = model(torch.randn(B, T, K), mask, padding)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

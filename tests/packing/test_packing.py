@@ -217,6 +217,7 @@ def test_what_is_not_nested_or_ragged_elsewhere():
     ("padding", "error", "message"),
     [
         (torch.zeros(2, 3), TypeError, "padding must be bool, True = padding, not torch.float32"),
+        ([[True, False]], TypeError, "padding must be a Tensor, not list"),
         (torch.zeros(3).bool(), ValueError, r"padding must be of shape \[B, L\], not \[3\]"),
     ],
 )
@@ -290,6 +291,9 @@ def test_half_precision_is_kept():
         ([True], TypeError, "lengths must be integers, not torch.bool"),
         ([[1, 2]], ValueError, r"lengths must be one-dimensional \[B\], not of shape \[1, 2\]"),
         ([2, -1], ValueError, "lengths must not be negative: -1"),
+        (None, TypeError, r"lengths must be integers \[B\], not a NoneType"),
+        ("ab", TypeError, r"lengths must be integers \[B\], not a str"),
+        ([2**70], TypeError, r"lengths must be integers \[B\], not a list"),
     ],
 )
 def test_bad_lengths(lengths, error, message):

@@ -90,7 +90,9 @@ def padding_mask(random: Random, batch: int | None, length: int, plan: Plan) -> 
     if kind == "none":
         return None
     rows = 1 if batch is None else batch
-    lengths = torch.tensor([random.randint(0 if random.random() < 0.2 else min(1, length), length) for _ in range(rows)])
+    lengths = torch.tensor(
+        [random.randint(0 if random.random() < 0.2 else min(1, length), length) for _ in range(rows)]
+    )
     hidden = torch.arange(length) >= lengths.view(rows, 1)
     if kind == "left":
         hidden = hidden.flip(1)
@@ -103,7 +105,9 @@ def padding_mask(random: Random, batch: int | None, length: int, plan: Plan) -> 
     hidden = hidden[0] if batch is None else hidden
     if kind == "wrong":
         return _wrong(random, hidden)
-    return _strided(_additive(random, hidden, plan, mixed=random.random() < 0.1) if random.random() < 0.4 else hidden, random)
+    return _strided(
+        _additive(random, hidden, plan, mixed=random.random() < 0.1) if random.random() < 0.4 else hidden, random
+    )
 
 
 def _wrong(random: Random, mask: Tensor) -> Tensor:

@@ -132,7 +132,9 @@ def layers(model: nn.Module) -> list[Any]:
 def _attentions(model: nn.Module) -> list[tuple[Any, str]]:
     """Who holds an attention, and under which name."""
     named = ("self_attn", "multihead_attn")
-    return [(layer, name) for layer in layers(model) for name in named if isinstance(getattr(layer, name, None), nn.Module)]
+    return [
+        (layer, name) for layer in layers(model) for name in named if isinstance(getattr(layer, name, None), nn.Module)
+    ]
 
 
 def _parts(model: nn.Module, *names: str) -> list[Any]:
@@ -279,7 +281,9 @@ def _hook(model: nn.Module, random: Random, plan: Plan) -> None:
         case 2:
             part.register_forward_pre_hook(_without_padding, with_kwargs=True)
         case 3:
-            part.register_forward_hook(lambda module, args, kwargs, out: _scaled(out, 1.0 + len(args)), with_kwargs=True)
+            part.register_forward_hook(
+                lambda module, args, kwargs, out: _scaled(out, 1.0 + len(args)), with_kwargs=True
+            )
         case _:
             part.register_full_backward_hook(lambda module, grads, of_output: _scaled(grads, 2.0))
 

@@ -60,7 +60,11 @@ def spoilt(random: Random, arguments: Arguments) -> None:
     if isinstance(x, Tensor):
         wrong: list[Any] = [
             *(x.detach().tolist(), None, 3, "x", x[None], x.flatten(), x.detach().to("meta")),
-            *(torch.cat([x, x]) if x.dim() else x, x.detach().to(random.choice(ODD_DTYPES)), x[..., :0] if x.dim() else x),
+            *(
+                torch.cat([x, x]) if x.dim() else x,
+                x.detach().to(random.choice(ODD_DTYPES)),
+                x[..., :0] if x.dim() else x,
+            ),
         ]
         arguments[name] = x.detach().float().numpy() if random.random() < 0.1 else random.choice(wrong)
     else:
@@ -123,7 +127,7 @@ def exact_attention(dtype: torch.dtype, wants_weights: bool, q: Tensor, k: Tenso
     t, s = torch.arange(T)[:, None], torch.arange(S)
     length = {"query": torch.tensor(T).view(1, 1, 1, 1), "key": torch.tensor(S).view(1, 1, 1, 1)}
     length |= {name: x.to(torch.int64).view(B, 1, 1, 1) for name, x in ends.items() if x is not None}
-    assert all(((0 <= x) & (x <= most)).all() for x, most in ((length["query"], T), (length["key"], S)))
+    assert all(((x >= 0) & (x <= most)).all() for x, most in ((length["query"], T), (length["key"], S)))
     shift = length["key"] - length["query"] if rules.get("alignment") == "bottom_right" else 0
     left, right = rules.get("window") or (None, None)
     open_ = torch.ones(B, 1, T, S, dtype=torch.bool) & (s < length["key"]) & (t < length["query"])

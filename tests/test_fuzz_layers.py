@@ -75,7 +75,9 @@ def blanked(model: nn.Module, ours: nn.Module, made: Given) -> None:
     """Have torch's stacks return 0 in padding where ours do: a rule of stacks that know the order of dimensions."""
     names = {name for name, part in ours.named_modules() if isinstance(part, STACKS) and part.padding_free}
     for name, stack in model.named_modules():
-        orders = {part.batch_first for layer in layers(stack) for part in layer.children() if hasattr(part, "batch_first")}
+        orders = {
+            part.batch_first for layer in layers(stack) for part in layer.children() if hasattr(part, "batch_first")
+        }
         if name not in names or len(orders) != 1 or "forward" in stack.__dict__:
             continue
         if name == "encoder":  # within a Transformer: the decoder may look at padding

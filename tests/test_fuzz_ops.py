@@ -1,9 +1,8 @@
-"""Hostile arguments of the ops and layouts: results equal to the formula in fp64, or a clear error before anything runs.
+"""Hostile arguments of the ops and layouts: the formula in fp64, or a clear error before anything runs.
 
 Tolerances are the noise of the formula. What once failed stays below, as a case by itself.
 """
 
-import math
 import warnings
 from contextlib import nullcontext
 from random import Random
@@ -19,7 +18,6 @@ from fuzz_ops import OPS, Call, lengths, spoilt
 from noise import DEVIATIONS, noise
 from torch import Tensor
 
-import fastformer
 from fastformer import query_blocks
 from fastformer.packing import Layout, pack, unpack
 
@@ -74,29 +72,28 @@ def check(number: int) -> str:
         exact = [x.detach() for x in results(call.formula, call.arguments, wide=True)]
     except Exception:  # what the formula does not take, an op may refuse
         exact = None
+    found, error = [], None
     try:
         with mock.patch.multiple(query_blocks, _LARGEST=1, _BLOCK=24) if blocks else nullcontext():
             found = results(call.op, call.arguments, wide=False, meddle=meddle)
-    except CLEAR as error:
-        assert meddle or all(
-            torch.equal(x, y) for x, y in zip(kept.values(), _tensors(call.arguments), strict=True) if not x.is_meta
-        )
+    except CLEAR as caught:
+        error = caught
+    for x, y in zip(kept.values(), _tensors(call.arguments), strict=True):
+        assert meddle or x.is_meta or torch.equal(x, y) or x.isnan().any(), "an argument was changed"
+    if error is not None:
         if meddle and "modified by an inplace" in str(error):
             return "noticed"
         assert wrong or exact is None, f"refused: {error!r}"
         assert str(error).strip(), f"no word: {error!r}"
         return "refused"
-    assert meddle or all(
-        torch.equal(x, y) or x.isnan().any() for x, y in zip(kept.values(), _tensors(call.arguments), strict=True) if not x.is_meta
-    )
     if any(x.is_meta for x in found):
         return "meta"
     if exact is None:
         empty = any(x.numel() == 0 for x in kept.values())  # an op may not look at what no element needs
         assert empty, "taken, though the formula is not defined"
         return "empty"
-    if any(isinstance(x, float) and not math.isfinite(x) for x in call.arguments.values()):
-        return "not finite"
+    if any(isinstance(x, int | float) and not abs(x) < 1e6 for x in call.arguments.values()):
+        return "too large"  # for the dtype: inf and NaN
     close(call, found, exact)
     return "equal"
 
@@ -110,7 +107,9 @@ def close(call: Call, found: list[Tensor], exact: list[Tensor]) -> None:
     assert len(found) == len(exact)
     moved = None
     widest = max(torch.finfo(x.dtype).eps for x in _tensors(call.arguments) if x.is_floating_point())
-    dtype = next(d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16) if torch.finfo(d).eps == widest)
+    dtype = next(
+        d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16) if torch.finfo(d).eps == widest
+    )
     for index, (x, e) in enumerate(zip(found, exact, strict=True)):
         assert x.shape == e.shape, f"result {index}: {list(x.shape)}, not {list(e.shape)}"
         known = e.isfinite()
@@ -166,13 +165,13 @@ def check_layout(number: int) -> str:
         wanted = whole(given)
     else:
         hidden = torch.rand(random.choice(((2, 3), (0, 3), (2, 0), (1, 1), (3,), (1, 2, 3)))) < 0.4
-        given = hidden if random.random() < 0.8 else random.choice((hidden.int(), hidden.tolist(), hidden.float(), None))
+        given = (
+            hidden if random.random() < 0.8 else random.choice((hidden.int(), hidden.tolist(), hidden.float(), None))
+        )
         make = lambda: Layout.from_mask(given)  # noqa: E731
         wanted = (~hidden).sum(-1).tolist() if hidden.dim() == 2 else None
-    try:
-        layout = make()
-    except (ValueError, TypeError) as error:
-        assert len(str(error).splitlines()) == 1
+    layout = fuzz.attempt(make, (ValueError, TypeError), number)
+    if layout is None:
         return "refused"
     assert wanted is not None
     if isinstance(given, Tensor | np.ndarray) and len(given):

@@ -377,7 +377,9 @@ def test_a_mask_that_learns_gets_its_gradient_beside_a_hint_and_padding():
     x, padding, found = random(T, B, D), torch.zeros(B, T, dtype=torch.float64), []
     padding[0, 3:] = -INF
     for module in (ours, torchs):
-        mask = torch.zeros(T, T, dtype=torch.float64).masked_fill(torch.ones(T, T).triu(1).bool(), -INF).requires_grad_()
+        mask = (
+            torch.zeros(T, T, dtype=torch.float64).masked_fill(torch.ones(T, T).triu(1).bool(), -INF).requires_grad_()
+        )
         hints = {"is_causal": True, "need_weights": False}
         out, _ = module(x, x, x, attn_mask=mask, key_padding_mask=padding, **hints)
         found.append(gradients(out, [mask])[0])

@@ -275,7 +275,7 @@ def check(number: int) -> str:
         random.random() < 0.2,
         random.choice(("",) * 6 + ("masks", "masks", "input", "parameters")),
     )
-    context = nullcontext() if random.random() < 0.8 else small_blocks()
+    context = small_blocks() if random.random() < (0.6 if how.meddles == "masks" else 0.2) else nullcontext()
     checkpointed = random.random() < 0.2
     if checkpointed and how.meddles == "parameters":  # torch's checkpoint computes with what parameters are by then
         how.meddles = "masks"

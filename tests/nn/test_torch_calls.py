@@ -13,9 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch_recorders import Attention, Calls, Recording, additive, ahead, collected, hooked, hooked_everywhere
 
 import fastformer
+from tests.support.torch_recorders import (
+    Attention,
+    Calls,
+    Recording,
+    additive,
+    ahead,
+    collected,
+    hooked,
+    hooked_everywhere,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),

@@ -15,19 +15,19 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import fuzz
 import pytest
 import torch
 import torch.nn.functional as F
-from closeness import gradients
-from fuzz_masks import Given, given
-from fuzz_models import Plan, build, layers, plan, watched
-from noise import DEVIATIONS, noise
 from torch import Tensor, nn
-from torch_recorders import Calls
 
 import fastformer
 from fastformer import query_blocks
+from tests.fuzz import fuzz
+from tests.fuzz.fuzz_masks import Given, given
+from tests.fuzz.fuzz_models import Plan, build, layers, plan, watched
+from tests.support.closeness import gradients
+from tests.support.noise import DEVIATIONS, noise
+from tests.support.torch_recorders import Calls
 
 pytestmark = pytest.mark.usefixtures("slow_path")
 CLEAR = (ValueError, TypeError, RuntimeError, AssertionError)
@@ -261,8 +261,8 @@ def same_error(ours: Exception, torchs: Exception) -> bool:
 
 def _raised_by_us(error: Exception) -> bool:
     """Whether a check of ours raised it, or one of torch's that ours calls."""
-    files = [frame.filename.split("/") for frame in traceback.extract_tb(error.__traceback__)]
-    return any("fastformer" in file for file in files[-2:])
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(file.startswith(fastformer.__path__[0]) for file in files[-2:])
 
 
 def check(number: int) -> str:

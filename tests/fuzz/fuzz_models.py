@@ -13,11 +13,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from layer_cases import Twice, randomise
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
-from torch_recorders import Attention, Calls, Recording, additive, ahead, collected, hooked, hooked_everywhere
+
+from tests.nn.layer_cases import Twice, randomise
+from tests.support.torch_recorders import (
+    Attention,
+    Calls,
+    Recording,
+    additive,
+    ahead,
+    collected,
+    hooked,
+    hooked_everywhere,
+)
 
 KINDS = ("EncoderLayer", "DecoderLayer", "Encoder", "Decoder", "Transformer", "MultiheadAttention", "Sequential")
 DTYPES = (torch.float64,) * 6 + (torch.float32,) * 2 + (torch.bfloat16, torch.float16)

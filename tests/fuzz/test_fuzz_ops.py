@@ -9,17 +9,17 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import fuzz
 import numpy as np
 import pytest
 import torch
-from closeness import gradients
-from fuzz_ops import OPS, Call, lengths, spoilt
-from noise import DEVIATIONS, noise
 from torch import Tensor
 
 from fastformer import query_blocks
 from fastformer.packing import Layout, pack, unpack
+from tests.fuzz import fuzz
+from tests.fuzz.fuzz_ops import OPS, Call, lengths, spoilt
+from tests.support.closeness import gradients
+from tests.support.noise import DEVIATIONS, noise
 
 CLEAR = (ValueError, TypeError, IndexError, RuntimeError, OverflowError)  # the last of numbers like 10**30
 

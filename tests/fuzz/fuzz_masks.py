@@ -9,8 +9,9 @@ from random import Random
 from typing import Any
 
 import torch
-from fuzz_models import Plan
 from torch import Tensor
+
+from tests.fuzz.fuzz_models import Plan
 
 _LOW = (-math.inf, -math.inf, -math.inf, -1e9, torch.finfo(torch.float32).min, torch.finfo(torch.float16).min, -1e30)
 _WRONG = (torch.int64, torch.uint8, torch.int8)

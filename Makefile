@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: check test quick lowest codegen lock notebook dist
+.PHONY: check test quick fuzz lowest codegen lock notebook dist
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -15,6 +15,9 @@ test:
 
 quick:  ## is anything broken? the first case of every test that is not slow
 	$(PYTHON) -m pytest -n auto --dist worksteal --quick
+
+fuzz:  ## 10,000 inputs of every generator of bad input: hours; `make quick` and CI have few
+	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60

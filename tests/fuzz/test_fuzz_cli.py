@@ -24,14 +24,13 @@ import typer.main
 
 from fastformer.apps.cli.common import app
 from fastformer.apps.text import read_lines
-from tests.apps.cli.test_cli import TRAIN, Done, fastformer
+from tests.apps.cli.test_cli import TRAIN, fastformer
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+from tests.fuzz.fuzz_commands import TINY, run
 
 # A glyph that a font lacks, a model that shrinks: to a user no error.
 pytestmark = pytest.mark.filterwarnings("ignore")
 EARLIER = b"earlier\n"
-PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins
-TINY = " --max-length 4 --beam 2 --device cpu"
 # What stands first, so that a command gets somewhere; what is drawn follows and wins.
 COMMANDS = {
     "translate": "--run tr seven" + TINY,
@@ -98,29 +97,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = fastformer(*command.split(), "--run", name, cwd=folder)
         assert done.returncode == 0, done.stderr
     return folder
-
-
-def run(arguments: list[str], home: Path, number: int, stdin: bytes = b"") -> Done:
-    """Run a command, and check how it ends.
-
-    One in eight draws its figures: that takes 0.5 s each, ten times what all else takes.
-    """
-    about = f"input {number}: {arguments}"[:600]
-    try:
-        with fuzz.time_limit(60), pytest.MonkeyPatch.context() as patch:
-            if number % 8:
-                patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **how: file.write(PNG))
-            done = fastformer(*arguments, cwd=home, stdin=stdin)
-    except (Exception, fuzz.Hang) as error:
-        raise AssertionError(f"{about}: {type(error).__name__}: {str(error)[:300]}") from error
-    assert done.returncode in (0, 2), about
-    if done.returncode == 2 and "Usage: " not in done.stderr:
-        *before, last = done.stderr.removesuffix("\n").split("\n")
-        assert last.startswith("error: "), f"{about}: {done.stderr[-500:]}"
-        assert len(last) > len("error: "), about
-        assert not any(line.startswith("error: ") for line in before), about
-        assert "codec can't encode" not in last, f"{about}: {last}"
-    return done
 
 
 def options() -> dict[str, list[Any]]:

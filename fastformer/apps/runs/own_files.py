@@ -48,10 +48,15 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse what has a run's name and is a link, a pipe or a device; raises IrregularFileError."""
+    """Refuse what has a run's name and is something else: a link, a pipe, a device, a folder for a file or the reverse.
+
+    Raises:
+        fastformer.apps.system.guarded.IrregularFileError, IsADirectoryError, NotADirectoryError: naming it.
+    """
     for path in _entries(folder):
         if _is_own(path.relative_to(folder)):
-            check_path(path, folder)
+            hidden = OURS.fullmatch(path.name) and path.name.startswith(".")  # a file of that name is stepped around
+            check_path(path, folder, None if hidden else not path.suffix and path.name != LOCK)  # no folder has a suffix
 
 
 def _entries(folder: Path) -> Iterator[Path]:

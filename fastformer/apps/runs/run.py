@@ -34,6 +34,7 @@ from fastformer.apps.train import (
     Result,
     TrainConfig,
     Trainer,
+    read_metrics,
 )
 from fastformer.apps.train.compilation import check_compiler
 from fastformer.apps.train.conditions import refuse_fixed
@@ -275,7 +276,9 @@ class Run(ABC):
         self._unlock()
 
     def _check_last(self, fallback: bool) -> None:
-        """Compare the settings with the last checkpoint before a model of them is built."""
+        """Read the metrics, and compare the settings with the last checkpoint, before a model of them is built."""
+        with suppress(FileNotFoundError):
+            read_metrics(self.folder)
         last = CheckpointFolder(self.folder / "checkpoints").last()
         try:
             found = None if last is None else Checkpoint.open(last)

@@ -18,6 +18,7 @@ from pathlib import Path
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+LARGEST = 1 << 28  # bytes of a file that is read whole; an epoch of a thousand records has 200 KB of metrics
 _RELATIVE = bool(_NOFOLLOW) and {os.open, os.stat, os.unlink, os.rename} <= os.supports_dir_fd
 
 # (the name, the folder that it is relative to; None: the name is a path)
@@ -25,24 +26,26 @@ _Place = tuple[str, int | None]
 
 
 class IrregularFileError(OSError):
-    """Something else than a file stands where a file is wanted: a link, a pipe, a device."""
+    """Something else than a file stands where a file is wanted: a link, a pipe, a device; or too large a file."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def read_file(path: Path, within: Path | None = None) -> bytes:
-    """The content of a regular file.
+    """The content of a regular file of at most `LARGEST` bytes: a hole on a disk is no reason to fill the memory.
 
     Args:
         path: of the file.
         within: the folder below which no link is followed; None: a user's own path, which may be one.
 
     Raises:
-        IrregularFileError: it is none, or reached through a link.
+        IrregularFileError: it is none, reached through a link, or out of `within` (..), or larger.
         OSError: as `open` does.
     """
     with open_regular(path, within) as file:
+        if (size := os.fstat(file.fileno()).st_size) > LARGEST:
+            raise IrregularFileError(errno.EFBIG, f"holds {size:,} bytes, more than {LARGEST:,}", str(path))
         return file.read()
 
 
@@ -108,18 +111,25 @@ def open_file(path: Path, within: Path) -> int:
         return _open(path, place, os.O_RDWR | os.O_CREAT, follow=False)
 
 
-def check_path(path: Path, within: Path) -> bool:
+def check_path(path: Path, within: Path, folder: bool | None = None) -> bool:
     """Whether a regular file or a folder is there.
+
+    Args:
+        path: of the file.
+        within: the folder below which no link is followed.
+        folder: whether a folder is wanted, or a file; None: either.
 
     Raises:
         IrregularFileError: it, or a name on the way to it from `within`, is a link, a pipe or a device.
+        IsADirectoryError, NotADirectoryError: it is not what is wanted.
     """
     try:
-        with _place(path, within) as (name, folder):
-            mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        with _place(path, within) as (name, above):
+            mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    is_folder = stat.S_ISDIR(mode)
+    if not (is_folder or stat.S_ISREG(mode)) or folder not in (None, is_folder):
         raise _irregular(path, mode)
     return True
 
@@ -139,6 +149,8 @@ def _place(path: Path, within: Path | None) -> Iterator[_Place]:
         yield str(path), None
         return
     parts, shown = path.relative_to(within).parts, within
+    if ".." in parts:
+        raise IrregularFileError(errno.EINVAL, "leads out of its folder", str(path))
     if not _RELATIVE:
         for part in parts[:-1]:
             shown /= part

@@ -180,10 +180,12 @@ class CheckpointFolder:
 
     def _names(self) -> set[str]:
         """The folders in it that bear names of ours; one that is a link is refused, and so is a link to all of it."""
-        if not check_path(self.folder, self.folder.parent):
+        if not check_path(self.folder, self.folder.parent, folder=True):
             return set()
         ours = [path for path in self.folder.iterdir() if OURS.fullmatch(path.name)]
-        return {path.name for path in ours if check_path(path, self.folder.parent) and path.is_dir()}
+        # A file with a hidden name is somebody's; one named like a checkpoint would hide that the checkpoint is gone.
+        folders = [path for path in ours if not path.name.startswith(".") or path.is_dir()]
+        return {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
 
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}

@@ -36,7 +36,7 @@ class MetricsLog:
         self._rewrite_csv()
         step = self._records[-1]["step"] + 1 if self._records else 0
         if tensorboard:
-            check_path(self.folder / "tensorboard", self.folder)
+            check_path(self.folder / "tensorboard", self.folder, folder=True)
         self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
 
     @property

@@ -308,7 +308,8 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
     """
     model = TRANSLATION.load_weights(folder, checkpoint, TranslationModel).to(device)
     source, target = TRANSLATION.load_tokenizers(folder)
-    return Translator(model, source, target, TRANSLATION.read_config(folder)["data"]["max_length"])
+    length = TRANSLATION.read_config(folder)["data"].get("max_length", DataConfig.max_length)
+    return Translator(model, source, target, length)
 
 
 def complete_run(

@@ -191,13 +191,11 @@ def test_a_stray_file_does_not_block_a_run(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "checkpoints" / name).read_text() == "somebody's"
 
 
-@pytest.mark.parametrize(
-    "name", [".new-step-5", ".old-step-5", ".swap-step-5", ".new-average", ".swap-average", "step-10"]
-)
+@pytest.mark.parametrize("name", [".new-step-5", ".old-step-5", ".swap-step-5", ".new-average", ".swap-average"])
 def test_a_file_with_the_name_of_a_save_is_stepped_around(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    for each in (name, f"{name}.1" if name.startswith(".") else ".swap-step-10"):
+    for each in (name, f"{name}.1"):
         (folder / each).write_text("somebody's")
     settings = config(steps=20, validate_every=5, keep=2, average=2)
     done = trainer(tmp_path, settings).fit()

@@ -357,3 +357,12 @@ def test_an_exported_model_is_read_through_no_link(tmp_path, name, kind):
     path.symlink_to(tmp_path / "outside") if kind == "link" else os.mkfifo(path)
     with pytest.raises(IrregularFileError, match=rf"{name}: is a {kind}"):
         load_safetensors(tmp_path / "model")
+
+
+def test_no_name_leads_upwards(tmp_path, outside, calls):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / ".." / "outside" / "file"
+    for act in (read_file, check_path, lambda path, within: write_file(path, b"theirs", within)):
+        with pytest.raises(IrregularFileError, match="leads out of its folder"):
+            act(path, tmp_path / "run")
+    assert untouched(outside)

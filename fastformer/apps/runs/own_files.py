@@ -55,8 +55,9 @@ def refuse_links(folder: Path) -> None:
     """
     for path in _entries(folder):
         if _is_own(path.relative_to(folder)):
-            hidden = OURS.fullmatch(path.name) and path.name.startswith(".")  # a file of that name is stepped around
-            check_path(path, folder, None if hidden else not path.suffix and path.name != LOCK)  # no folder has a suffix
+            # A hidden file with the name of a save is stepped around; of the other names, only files have a suffix.
+            hidden = path.name.startswith(".") and OURS.fullmatch(path.name)
+            check_path(path, folder, None if hidden else not path.suffix and path.name != LOCK)
 
 
 def _entries(folder: Path) -> Iterator[Path]:

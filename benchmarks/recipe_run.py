@@ -27,10 +27,10 @@ from benchmarks import environment
 from benchmarks.recipe_table import CUT, DONE, TRAINED, Goal, judged
 from fastformer.apps.language.run import LanguageRun, evaluate_text
 from fastformer.apps.runs.run import Run
+from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.text import ParallelCorpus
 from fastformer.apps.text.scores import score_translations
 from fastformer.apps.train import Result, read_metrics
-from fastformer.apps.train.config import read_toml
 from fastformer.apps.translation.run import TranslationRun, evaluate, load_translator
 from fastformer.apps.translation.search import SearchOptions
 

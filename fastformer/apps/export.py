@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,6 +32,7 @@ from fastformer.apps.train.weights import (
     write_weights,
 )
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.settings import check_value, to_plain
 
 Model = TranslationModel | LanguageModel
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -74,8 +74,7 @@ def _check_tokenizers(model: Model, tokenizers: Sequence[Tokenizer]) -> None:
 
 
 def _check_dtype(dtype: object) -> None:
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
+    check_value("dtype", dtype, str, choices=get_args(Dtype))
 
 
 def _save_tokenizers(folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
@@ -109,7 +108,7 @@ def export_safetensors(
 
     with _new_folder(folder) as new:
         write_weights(new / "model.safetensors", {name: convert(x) for name, x in model.state_dict().items()})
-        content = {"kind": kind, "dtype": dtype, "model": asdict(model.config)}
+        content = {"kind": kind, "dtype": dtype, "model": to_plain(model.config)}
         (new / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         _save_tokenizers(new, tokenizers)
 
@@ -168,10 +167,8 @@ def export_ctranslate2(
         import ctranslate2.specs as specs
     except ImportError as error:
         raise ImportError("export to CTranslate2 needs ctranslate2: pip install 'fastformer[ctranslate2]'") from error
-    if quantization not in get_args(Quantization):
-        raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, not {quantization!r}")
-    if positions < 1:
-        raise ValueError(f"positions must be at least 1, not {positions}")
+    check_value("quantization", quantization, str, choices=get_args(Quantization))
+    check_value("positions", positions, int, at_least=1)
     _check_tokenizers(model, tokenizers)
     c = model.config
     activations = {"relu": specs.common_spec.Activation.RELU, "gelu": specs.common_spec.Activation.GELU}

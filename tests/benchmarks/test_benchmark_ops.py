@@ -133,7 +133,7 @@ def test_the_compiled_model_is_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
     monkeypatch.setattr(training, "require", lambda name, device: None)
     race = make_race()
-    config = TranslationConfig(20, 20, 16, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=16)
+    config = TranslationConfig(20, 20, d_model=16, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=16)
     ids = Sequences(np.arange(4, 14, dtype=np.int32), np.array([0, 6, 10]))
     pairs = EncodedPairs(ids, ids, SpecialIds(), SpecialIds())
     training.race_training(race, "case", config, pairs, competitor="torch.nn-compile", rounds=1)

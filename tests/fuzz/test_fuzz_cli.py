@@ -304,7 +304,10 @@ def test_a_run_folder_without_what_it_needs(home: Path, name: str, data: bytes, 
         (["--max-extra", "9" * 30], ""),
         (["--max-length", "9" * 30], ""),
         (["--max-ratio", "1e300", "--max-length", "2"], ""),
-        (["--length-penalty", "1" + "0" * 15], "length_penalty must lie between -30 and 30, not 1000000000000000.0"),
+        (
+            ["--length-penalty", "1" + "0" * 15],
+            "length_penalty must be at least -30 and at most 30, not 1000000000000000.0",
+        ),
     ],
 )
 def test_limits_of_search_that_no_tensor_holds(home: Path, arguments: list[str], message: str) -> None:

@@ -262,7 +262,7 @@ def test_prepared_folders_and_metrics(tmp_path: Path, numbers: range) -> None:
     [
         ({"words": ["<unk>", "<pad>", "<bos>", "<eos>", 5]}, "damaged"),
         ({"words": ["<unk>", "<pad>", "<bos>", "<eos>", "\ud800"]}, "is not text"),
-        ({"lowercase": "false"}, "lowercase must be True or False"),
+        ({"lowercase": "false"}, "lowercase must be true or false"),
     ],
 )
 def test_a_table_of_words_that_are_none(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fastformer"
 
 # From the ground up; what stands together knows nothing of one another. The files of `nn` stand on floors of their own.
 FLOORS = (
-    {"host", "apps.system"},
+    {"host", "settings", "apps.system"},
     {"packing", "backend", "chunked_cross_entropy"},
     {"arguments"},
     {"blank_padding", "query_blocks"},

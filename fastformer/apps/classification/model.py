@@ -11,15 +11,14 @@ heads).
 Letters: B sequences, T tokens (packed: of all sequences together), L longest, D model width, C classes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, MISSING, dataclass
 from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
-    check_settings,
-    choice,
+    ModelSettings,
     layouts_of,
     packed_ids,
     self_attention_maps,
@@ -27,57 +26,40 @@ from fastformer.apps.models.common import (
     summed_cross_entropy,
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
-from fastformer.apps.models.initialisation import InitialisationSettings, initialise
-from fastformer.apps.models.sizes import numbers_in_layers
+from fastformer.apps.models.initialisation import initialise
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.row_map import RowMap
+from fastformer.settings import inherited, setting
 
 Pooling = Literal["mean", "first", "max"]
 
 
 @dataclass(frozen=True)
-class ClassifierConfig(InitialisationSettings):
+class ClassifierConfig(ModelSettings):
     """Everything that decides the shape of a classifier; stored with every checkpoint."""
 
-    vocabulary: int = field(metadata={"help": "size of the vocabulary (set from the tokenizer)"})
-    classes: int = field(metadata={"help": "number of classes (set from the labels)"})
-    d_model: int = field(default=256, metadata={"help": "width of the model"})
-    heads: int = field(default=4, metadata={"help": "attention heads; must divide d_model"})
-    layers: int = field(default=4, metadata={"help": "layers of the encoder"})
-    feed_forward: int = field(default=1024, metadata={"help": "width of the feed-forward layers"})
-    dropout: float = field(default=0.1, metadata={"help": "dropout everywhere, before the output layer too"})
-    activation: str = field(default="relu", metadata=choice("activation", ("relu", "gelu")))
-    norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
-    final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer"})
-    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
-    bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
-    positions: str = field(default="sinusoidal", metadata=choice("position encoding", get_args(Positions)))
-    max_positions: int = field(default=512, metadata={"help": "longest sequence with learned positions"})
-    scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
-    pooling: str = field(
-        default="mean",
-        metadata=choice("SequenceClassifier: what stands for the sequence, of its real tokens", get_args(Pooling)),
+    vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
+    classes: int = setting(MISSING, "number of classes", at_least=2, at_most=LARGEST, derived="the labels")
+    _: KW_ONLY
+    d_model: int = inherited(ModelSettings, "d_model", default=256)
+    heads: int = inherited(ModelSettings, "heads", default=4)
+    layers: int = setting(4, "layers of the encoder", at_least=1, at_most=MOST_LAYERS)
+    feed_forward: int = inherited(ModelSettings, "feed_forward", default=1024)
+    dropout: float = inherited(ModelSettings, "dropout", help="dropout everywhere, before the output layer too")
+    pooling: str = setting(
+        "mean", "SequenceClassifier: what stands for the sequence, of its real tokens", choices=get_args(Pooling)
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self, ("vocabulary", "d_model", "heads", "layers", "feed_forward", "max_positions"))
-        if self.classes < 2:
-            raise ValueError(f"classes must be at least 2, not {self.classes}")
 
     @property
     def matrix_numbers(self) -> int:
         """How many numbers the weight matrices have: all parameters but biases and norms."""
         rows = self.vocabulary + self.classes + (self.max_positions if self.positions == "learned" else 0)
         return rows * self.d_model + numbers_in_layers(self, self.layers)
-
-    @property
-    def longest(self) -> int | None:
-        """The most tokens of a sequence: learned positions end somewhere, sinusoidal ones do not."""
-        return self.max_positions if self.positions == "learned" else None
 
 
 class _Classifier(nn.Module):

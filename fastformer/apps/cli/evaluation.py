@@ -13,6 +13,7 @@ from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import read_parallel, write_lines
 from fastformer.apps.translation.run import TRANSLATION, DataConfig, evaluate, load_translator, read_corpora
 from fastformer.apps.translation.search import SearchOptions
+from fastformer.settings import check_value
 
 
 @app.command(name="evaluate")
@@ -42,8 +43,7 @@ def evaluate_command(
     if split is not None and source is not None:
         raise ValueError("give --split or --source, not both")
     split = split or "test"
-    if split not in ("test", "valid"):
-        raise ValueError(f"split must be test or valid, not {split!r}")
+    check_value("split", split, str, choices=("test", "valid"))
     if read_kind(run) == "language":
         if target is not None or output is not None or lowercase or search:
             raise ValueError(

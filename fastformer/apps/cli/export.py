@@ -10,6 +10,7 @@ from fastformer.apps.export import Model, export_ctranslate2, export_safetensors
 from fastformer.apps.language.run import load_generator
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.translation.run import load_translator
+from fastformer.settings import check_value
 
 _POSITIONS = 2048
 FORMATS = ("ctranslate2", "safetensors")
@@ -38,8 +39,7 @@ def export(
     """Write a run's model and tokenizers for another program."""
     if to.resolve().is_relative_to(run.resolve()):
         raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    check_value("format", format, str, choices=FORMATS)
     idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}
     for name, value in idle.items():
         if value is not None:

@@ -18,6 +18,7 @@ from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.run import load_translator
+from fastformer.settings import check_value
 
 Output = Annotated[Path, typer.Option(help="PNG file to write")]
 Runs = Annotated[list[Path], typer.Argument(help="run folders")]
@@ -100,8 +101,7 @@ def positions(
     from fastformer.apps.plots import plot_positions, save
 
     for name, value in (("d_model", d_model), ("length", length)):
-        if value is not None and not 1 <= value <= 16384:
-            raise ValueError(f"{name} must be between 1 and 16,384, not {value}")
+        check_value(name, value, int | None, at_least=1, at_most=16384)
     if run is None:
         if side is not None:
             raise ValueError("--side is for the run of a translation model; give --run too")
@@ -121,8 +121,7 @@ def _positions_of(run: Path, side: str | None, length: int | None, checkpoint: s
     """The position encodings of a run `[length, D]`, and a title."""
     if read_kind(run) == "translation":
         side = side or "source"
-        if side not in ("source", "target"):
-            raise ValueError(f"side must be source or target, not {side!r}")
+        check_value("side", side, str, choices=("source", "target"))
         model: TranslationModel | LanguageModel = load_translator(run, checkpoint).model
         embedding, where = getattr(model, f"{side}_embedding"), f"{run}, {side}"
     else:

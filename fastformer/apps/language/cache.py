@@ -21,6 +21,7 @@ from fastformer.apps.language.model import LanguageModel
 from fastformer.host.devices import send
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
+from fastformer.settings import check_value
 
 _FIRST_CAPACITY = 32
 
@@ -176,6 +177,5 @@ def check_context(model: LanguageModel, context: int) -> None:
         ValueError: context is below 1, or beyond what learned positions hold.
     """
     longest = model.config.longest
-    if context < 1 or (longest is not None and context > longest):
-        most = "" if longest is None else f" and at most max_positions, {longest}"
-        raise ValueError(f"context must be at least 1{most}, not {context}")
+    most = None if longest is None else "max_positions"
+    check_value("context", context, int, {"max_positions": longest}, at_least=1, at_most=most)

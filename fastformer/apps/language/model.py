@@ -7,7 +7,7 @@ translation model, hidden states are returned, not logits: the loss projects the
 Letters: B documents, T positions (packed: of all documents together), D model width, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, MISSING, dataclass
 from typing import Literal, get_args, overload
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.common import (
-    check_settings,
-    choice,
+    ModelSettings,
     layouts_of,
     packed_ids,
     self_attention_maps,
@@ -25,58 +24,42 @@ from fastformer.apps.models.common import (
     tie,
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
-from fastformer.apps.models.initialisation import InitialisationSettings, initialise
-from fastformer.apps.models.sizes import numbers_in_layers
+from fastformer.apps.models.initialisation import initialise
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
 from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
+from fastformer.settings import inherited, setting
 
 LanguageEmbeddings = Literal["separate", "tied"]
 
 
 @dataclass(frozen=True)
-class LanguageConfig(InitialisationSettings):
+class LanguageConfig(ModelSettings):
     """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint."""
 
-    vocabulary: int = field(metadata={"help": "size of the vocabulary (set from the tokenizer)"})
-    d_model: int = field(default=512, metadata={"help": "width of the model"})
-    heads: int = field(default=8, metadata={"help": "attention heads; must divide d_model"})
-    layers: int = field(default=6, metadata={"help": "layers of the decoder"})
-    feed_forward: int = field(default=2048, metadata={"help": "width of the feed-forward layers"})
-    dropout: float = field(default=0.1, metadata={"help": "dropout, where no rate of its own is set"})
-    embedding_dropout: float | None = field(
-        default=None, metadata={"help": "dropout of the embeddings, positions added; unset: dropout"}
+    vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
+    _: KW_ONLY
+    layers: int = setting(6, "layers of the decoder", at_least=1, at_most=MOST_LAYERS)
+    dropout: float = inherited(ModelSettings, "dropout", help="dropout, where no rate of its own is set")
+    embedding_dropout: float | None = setting(
+        None, "dropout of the embeddings, positions added; unset: dropout", at_least=0, below=1
     )
-    attention_dropout: float | None = field(
-        default=None, metadata={"help": "dropout of the attention weights; unset: dropout"}
+    attention_dropout: float | None = setting(
+        None, "dropout of the attention weights; unset: dropout", at_least=0, below=1
     )
-    output_dropout: float = field(
-        default=0.0, metadata={"help": "dropout of the hidden states before the output projection"}
+    output_dropout: float = setting(
+        0.0, "dropout of the hidden states before the output projection", at_least=0, below=1
     )
-    activation: str = field(default="relu", metadata=choice("activation", ("relu", "gelu")))
-    norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
-    final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer"})
-    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
-    bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
-    positions: str = field(default="sinusoidal", metadata=choice("position encoding", get_args(Positions)))
-    max_positions: int = field(
-        default=512, metadata={"help": "longest piece of a document", "only": {"positions": "learned"}}
+    embeddings: str = setting(
+        "tied", "tied: the embedding is the output projection", choices=get_args(LanguageEmbeddings)
     )
-    embeddings: str = field(
-        default="tied", metadata=choice("tied: the embedding is the output projection", get_args(LanguageEmbeddings))
-    )
-    scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
-    output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
-    pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
-    bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
-    eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
-
-    def __post_init__(self) -> None:
-        sizes = ("vocabulary", "d_model", "heads", "layers", "feed_forward", "max_positions")
-        rates = ("dropout", "embedding_dropout", "attention_dropout", "output_dropout")
-        check_settings(self, sizes, vocabulary="vocabulary", rates=rates)
+    output_bias: bool = setting(False, "a bias in the output projection")
+    pad_id: int = setting(1, "id of the padding token", at_least=0, below="vocabulary", derived="the tokenizer")
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", derived="the tokenizer")
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", derived="the tokenizer")
 
     @property
     def matrix_numbers(self) -> int:
@@ -84,11 +67,6 @@ class LanguageConfig(InitialisationSettings):
         positions = self.max_positions if self.positions == "learned" else 0
         rows = self.vocabulary * (1 if self.embeddings == "tied" else 2) + positions
         return rows * self.d_model + numbers_in_layers(self, self.layers)
-
-    @property
-    def longest(self) -> int | None:
-        """The most tokens of one document's piece: learned positions end somewhere, sinusoidal ones do not."""
-        return self.max_positions if self.positions == "learned" else None
 
 
 class LanguageModel(nn.Module):

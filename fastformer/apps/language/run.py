@@ -40,8 +40,7 @@ from fastformer.apps.text import (
     train_sentencepiece,
 )
 from fastformer.apps.train import Processes, TrainConfig, Trainer
-from fastformer.apps.train.conditions import SET
-from fastformer.apps.train.config import check_values, option, other_default
+from fastformer.settings import SET, Settings, check_value, inherited, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 _PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
@@ -53,49 +52,48 @@ _PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
 
 
 @dataclass(frozen=True)
-class LanguageDataConfig:
+class LanguageDataConfig(Settings):
     """Where the text comes from, and how it becomes ids and batches."""
 
     texts: ClassVar[str] = "running text"  # what batches are made of, for conditions
-    dataset: str | None = option(
+    dataset: str | None = setting(
         "docstrings",
         "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
         only={"train_text": None},
     )
-    train_text: Path | None = option(None, "text file (plain or .gz), instead of a dataset")
-    valid_text: Path | None = option(
+    train_text: Path | None = setting(None, "text file (plain or .gz), instead of a dataset")
+    valid_text: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}
     )
-    test_text: Path | None = option(None, "the same for testing; unset: split from training", only={"train_text": SET})
-    held_out: float = option(
+    test_text: Path | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    held_out: float = setting(
         0.05, "share of the documents split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
     )
-    size: int = option(2_000_000, "characters to collect", at_least=1, only={"corpus": "docstrings"})
-    document: str | None = option(
+    size: int = setting(2_000_000, "characters to collect", at_least=1, only={"corpus": "docstrings"})
+    document: str | None = setting(
         None,
-        "line, article (of WikiText) or file; unset: article for a dataset of articles, else line",
+        "where a document ends; article is WikiText's; unset: article for a dataset of articles, else line",
+        choices=DOCUMENT_KINDS,
         only={"parts": "documents to tell apart"},
     )
-    stream: str = option(
+    stream: str = setting(
         "documents", "documents, none of which sees another; or columns of the whole text", choices=STREAMS
     )
-    columns: int = option(20, "how many", at_least=1, only={"stream": "columns"})
-    context: int = option(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
-    tokenizer: str = option(
+    columns: int = setting(20, "how many columns", at_least=1, only={"stream": "columns"})
+    context: int = setting(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
+    tokenizer: str = setting(
         "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
     )
-    vocabulary: int | None = option(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
-    splitting: str = option("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
-    minimum_frequency: int = option(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    character_coverage: float = option(
+    vocabulary: int | None = setting(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
+    splitting: str = setting("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    character_coverage: float = setting(
         1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
     )
-    lowercase: bool = option(False, "lower-case the text")
+    lowercase: bool = setting(False, "lower-case the text")
 
     def __post_init__(self) -> None:
-        check_values(self)
-        if self.document is not None and self.document not in DOCUMENT_KINDS:
-            raise ValueError(f"document={self.document!r} is not allowed; choose {', '.join(DOCUMENT_KINDS)}")
+        super().__post_init__()
         if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
             raise ValueError("valid_text and test_text need train_text")
         if self.dataset is None and self.train_text is None:
@@ -134,10 +132,10 @@ class LanguageTrainConfig(TrainConfig):
     512 tokens would have room for two of the longest pieces only. Not measured on a GPU.
     """
 
-    schedule: str = other_default(TrainConfig, "schedule", "cosine")
-    warmup_steps: int = other_default(TrainConfig, "warmup_steps", 50)
-    label_smoothing: float = other_default(TrainConfig, "label_smoothing", 0.0)
-    batch_tokens: int = other_default(TrainConfig, "batch_tokens", 1024)
+    schedule: str = inherited(TrainConfig, "schedule", default="cosine")
+    warmup_steps: int = inherited(TrainConfig, "warmup_steps", default=50)
+    label_smoothing: float = inherited(TrainConfig, "label_smoothing", default=0.0)
+    batch_tokens: int = inherited(TrainConfig, "batch_tokens", default=1024)
 
 
 LANGUAGE = Application(
@@ -318,8 +316,7 @@ def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: s
         TypeError: the trainer's model is another one.
         ValueError: the model does not fit the tokenizer or context its positions, or there is no such stream.
     """
-    if stream not in STREAMS:
-        raise ValueError(f"stream must be one of {', '.join(STREAMS)}, not {stream!r}")
+    check_value("stream", stream, str, choices=STREAMS)
     config, data = getattr(trainer.model, "config", None), {"context": context, "stream": stream}
     Processes.current().on_main(lambda: LANGUAGE.complete(trainer.folder, config, (tokenizer,), data, trainer.config))
 

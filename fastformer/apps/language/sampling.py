@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.model import LanguageModel
 from fastformer.host.devices import send
+from fastformer.settings import Settings, setting
 
 # Tokens ranked at first for top-p. V 33,278, one CPU core: ranking 256 takes 0.18 ms, sorting all of them 3.1 ms.
 _FIRST_RANKED = 256
@@ -31,51 +32,28 @@ _DRAWN = {"draws": "a temperature above 0"}
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(Settings):
     """How to go on; each setting is described by its help text."""
 
-    max_new_tokens: int = field(default=100, metadata={"help": "at most this many tokens after the prompt"})
-    min_new_tokens: int = field(default=0, metadata={"help": "at least this many tokens before the end"})
-    temperature: float = field(
-        default=1.0, metadata={"help": "logits are divided by it; 0: the most probable token each time (greedy)"}
+    max_new_tokens: int = setting(100, "at most this many tokens after the prompt", at_least=1)
+    min_new_tokens: int = setting(0, "at least this many tokens before the end", at_least=0, at_most="max_new_tokens")
+    temperature: float = setting(
+        1.0, "logits are divided by it; 0: the most probable token each time (greedy)", at_least=0
     )
-    top_k: int | None = field(
-        default=None, metadata={"help": "only the k most probable tokens; unset or 0: all", "only": _DRAWN}
+    top_k: int | None = setting(None, "only the k most probable tokens; unset or 0: all", at_least=0, only=_DRAWN)
+    top_p: float = setting(
+        1.0,
+        "only the fewest tokens that together have at least this probability; 1: all",
+        above=0,
+        at_most=1,
+        only=_DRAWN,
     )
-    top_p: float = field(
-        default=1.0,
-        metadata={
-            "help": "only the fewest tokens that together have at least this probability; 1: all",
-            "only": _DRAWN,
-        },
+    repetition_penalty: float = setting(
+        1.0, "makes tokens of the prompt and of the text so far less probable; 1: off, 1.2: usual", above=0
     )
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata={"help": "makes tokens of the prompt and of the text so far less probable; 1: off, 1.2: usual"},
-    )
-    seed: int | None = field(
-        default=None, metadata={"help": "same seed, same text; unset: another text each time", "only": _DRAWN}
-    )
-    stop_at_eos: bool = field(
-        default=True, metadata={"help": "end at the end token; else it is an end of line, and the text goes on"}
-    )
-    allow_unk: bool = field(default=False, metadata={"help": "let the model write the unknown token"})
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens})"
-            )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
+    seed: int | None = setting(None, "same seed, same text; unset: another text each time", at_least=0, only=_DRAWN)
+    stop_at_eos: bool = setting(True, "end at the end token; else it is an end of line, and the text goes on")
+    allow_unk: bool = setting(False, "let the model write the unknown token")
 
     @property
     def draws(self) -> str:

@@ -8,6 +8,7 @@ from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
 from fastformer.apps.text import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from fastformer.apps.text.special_ids import UNK
+from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
 
@@ -45,8 +46,7 @@ class TextGenerator:
             if ours != theirs:
                 raise ValueError(f"the tokenizer has {name} {ours}, the model {theirs}")
         check_context(model, context)
-        if first_id is not None and not 0 <= first_id < tokenizer.size:
-            raise ValueError(f"first_id must be below {tokenizer.size}, the size of the vocabulary, not {first_id}")
+        check_value("first_id", first_id, int | None, {"vocabulary": tokenizer.size}, at_least=0, below="vocabulary")
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.first_id = tokenizer.bos_id if first_id is None else first_id
 
@@ -85,8 +85,7 @@ class TextGenerator:
     def _read(self, prompts: Sequence[str], batch_size: int) -> list[list[int]]:
         if isinstance(prompts, str):
             raise TypeError("prompts must be a list of prompts, not one string")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        check_value("batch_size", batch_size, int, at_least=1)
         return self.encode(prompts)
 
     @staticmethod

@@ -1,64 +1,71 @@
-"""What the models share: the rules of their settings, ids in packed form, losses, attention maps.
+"""What the models share: settings, ids in packed form, losses, attention maps.
 
 Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS
+from fastformer.apps.models.embeddings import Positions
+from fastformer.apps.models.initialisation import RANGES, Initialisation
+from fastformer.apps.models.sizes import LARGEST
 from fastformer.host.devices import check_types
 from fastformer.packing import Layout, pack
+from fastformer.settings import Settings, refuse_idle, setting
 
 
-def choice(help_: str, choices: tuple[str, ...]) -> dict[str, object]:
-    """Metadata of a setting that is one of a few names; `check_settings` enforces it."""
-    return {"help": help_, "choices": choices}
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """The settings that all models have; a base of the models' own, which are stored with every checkpoint."""
 
+    d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
+    heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
+    feed_forward: int = setting(2048, "width of the feed-forward layers", at_least=1, at_most=LARGEST)
+    dropout: float = setting(0.1, "dropout everywhere", at_least=0, below=1)
+    activation: str = setting("relu", "activation", choices=("relu", "gelu"))
+    norm_first: bool = setting(True, "pre-norm layers (else post-norm)")
+    final_norm: bool = setting(True, "a norm after the last layer")
+    norm_eps: float = setting(1e-5, "epsilon of the layer norms", above=0)
+    bias: bool = setting(True, "biases in linear layers and norms")
+    positions: str = setting("sinusoidal", "position encoding", choices=get_args(Positions))
+    max_positions: int = setting(512, "longest sequence", at_least=1, at_most=LARGEST, only={"positions": "learned"})
+    scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
+    initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
+    initialisation_range: float | None = setting(
+        None,
+        "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
+        above=0,
+        only={"initialisation": tuple(RANGES)},
+    )
+    embedding_initialisation: str | None = setting(
+        None,
+        "of the embeddings, and of an output projection over the vocabulary that is not tied; unset: "
+        "embeddings with deviation 1/sqrt(d_model), the projection as the other matrices",
+        choices=get_args(Initialisation),
+    )
+    embedding_range: float | None = setting(
+        None,
+        "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)",
+        above=0,
+        only={"embedding_initialisation": tuple(RANGES)},
+    )
 
-def check_settings(
-    settings: Any, sizes: Sequence[str], vocabulary: str | None = None, rates: Sequence[str] = ("dropout",)
-) -> None:
-    """Check a model's configuration.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.d_model % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
+        ranges = {name: getattr(self, name) for name in ("initialisation_range", "embedding_range")}
+        refuse_idle({"": {name: width for name, width in ranges.items() if width is not None}}, {"": self})
 
-    Args:
-        settings: `InitialisationSettings` with at least d_model and heads.
-        sizes: the fields that count something and must be at least 1, and not beyond what can be built.
-        vocabulary: the field that pad_id, bos_id and eos_id must be below; None for a model without them.
-        rates: the fields that are rates of dropout; None, for one that follows another, is allowed.
-
-    Raises:
-        ValueError: a setting is out of range, or none of its choices.
-    """
-    for name in sizes:
-        size, most = getattr(settings, name), MOST_LAYERS if name.endswith("layers") else LARGEST
-        if not 1 <= size <= most:
-            raise ValueError(
-                f"{name} must be at least 1, not {size}" if size < 1 else f"{name} must be at most {most}, not {size}"
-            )
-    if vocabulary is not None:
-        size = getattr(settings, vocabulary)
-        for name in ("pad_id", "bos_id", "eos_id"):
-            if not 0 <= getattr(settings, name) < size:
-                raise ValueError(f"{name} must be below {vocabulary} ({size}), not {getattr(settings, name)}")
-    if settings.d_model % settings.heads:
-        raise ValueError(f"heads ({settings.heads}) must divide d_model ({settings.d_model})")
-    if not settings.norm_eps > 0.0:
-        raise ValueError(f"norm_eps must be above 0, not {settings.norm_eps}")
-    for name in rates:
-        rate = getattr(settings, name)
-        if rate is not None and not 0.0 <= rate < 1.0:
-            raise ValueError(f"{name} must be at least 0 and below 1, not {rate}")
-    for item in settings.__dataclass_fields__.values():
-        choices = item.metadata.get("choices")
-        value = getattr(settings, item.name)
-        if choices and value not in choices and value != item.default:  # a default of None leaves a choice open
-            raise ValueError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
-    settings.check_ranges()
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence: learned positions end somewhere, sinusoidal ones do not."""
+        return self.max_positions if self.positions == "learned" else None
 
 
 def tie(model: Any, _keys: object = None) -> None:

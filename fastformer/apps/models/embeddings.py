@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.apps.models.sizes import LARGEST
+from fastformer.settings import check_value
 
 Positions = Literal["sinusoidal", "learned"]
 _FIRST = 4096
@@ -54,8 +56,11 @@ class Embedding(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        if positions not in get_args(Positions):
-            raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, not {positions!r}")
+        for name, value in (("vocabulary", vocabulary), ("width", width), ("max_length", max_length)):
+            check_value(name, value, int, at_least=1, at_most=LARGEST)
+        check_value("positions", positions, str, choices=get_args(Positions))
+        check_value("scale", scale, bool)
+        check_value("dropout", dropout, float, at_least=0, below=1)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(max_length, width) if positions == "learned" else None
         self.scale = math.sqrt(width) if scale else 1.0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fastformer.apps.runs.folder import BY_HAND, config_of
+from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.system.guarded import check_path
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
-from fastformer.apps.train.config import read_toml
 from fastformer.apps.train.metrics import LOWER_IS_BETTER
 
 VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from fastformer.apps.runs.own_files import refuse_links
+from fastformer.apps.runs.toml import load_toml, read_toml, save_toml
 from fastformer.apps.system.guarded import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
-from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint, load_toml, save_toml
-from fastformer.apps.train.conditions import Given, Machine, refuse_idle
-from fastformer.apps.train.config import check_values, option, read_toml
+from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
 from fastformer.apps.train.weights import check_finite
+from fastformer.settings import Given, Settings, declared, refuse_idle, setting
 
 # kind -> what it is called, the command that uses such a run, and the one that trains it.
 KINDS = {
@@ -45,14 +45,32 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Settings):
     """What a run is. Folders written before there was a choice say nothing and hold translation, in version 1."""
 
-    kind: str = option("translation", "what the model does", choices=tuple(KINDS))
-    version: int = option(1, "which meaning its settings have", at_least=1, at_most=VERSION)
+    kind: str = setting("translation", "what the model does", choices=tuple(KINDS))
+    version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
 
-    def __post_init__(self) -> None:
-        check_values(self)
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run runs on, for the conditions of its settings.
+
+    device: as torch names it. world: number of processes.
+    """
+
+    device: str
+    world: int = 1
+
+    @property
+    def hardware(self) -> str:
+        """The device, in words."""
+        return "a CUDA device" if self.device.startswith("cuda") else "a CPU"
+
+    @property
+    def processes(self) -> str:
+        """How many processes there are, in words."""
+        return "one process" if self.world == 1 else "several processes"
 
 
 @dataclass(frozen=True)
@@ -78,9 +96,9 @@ class Application:
     upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
 
     @property
-    def derived(self) -> tuple[str, ...]:
-        """The settings of `model` that follow from the tokenizers and are never a user's."""
-        return (*self.vocabularies, *_IDS)
+    def derived(self) -> dict[str, str]:
+        """The settings of `model` that are never a user's, each with what it follows from."""
+        return {item.name: item.metadata["derived"] for item, _ in declared(self.model) if item.metadata["derived"]}
 
     def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
         """The configuration of a model: its settings, and what follows from the tokenizers.
@@ -112,7 +130,7 @@ class Application:
     def refuse_idle(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> None:
-        """Refuse the settings that were given and that this run would not look at; see `train.conditions`.
+        """Refuse the settings that were given and that this run would not look at; see `fastformer.settings`.
 
         Args:
             given: what a user stated, by section.
@@ -197,9 +215,9 @@ class Application:
             name, _, train = KINDS[kind]
             raise ValueError(f"{path} is for a {name} run; use `{train}`")
         sections = self._load(path)
-        for name in self.derived:
+        for name, source in self.derived.items():
             if name in sections["model"]:
-                raise ValueError(f"{path}: [model] {name} is set from the tokenizer; leave it out")
+                raise ValueError(f"{path}: [model] {name} is set from {source}; leave it out")
         return sections
 
     def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
@@ -259,8 +277,6 @@ def config_of(folder: Path | str) -> Path:
 
 def _stated(path: Path, default: str = "translation") -> RunConfig:
     """What a file says that it is."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such configuration file")
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
     return RunConfig(run.get("kind", default), run.get("version", 1))

@@ -37,8 +37,8 @@ from fastformer.apps.train import (
     read_metrics,
 )
 from fastformer.apps.train.compilation import check_compiler
-from fastformer.apps.train.conditions import refuse_fixed
 from fastformer.apps.train.trainer import check_threads
+from fastformer.settings import refuse_fixed
 
 
 class Run(ABC):

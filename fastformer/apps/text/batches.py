@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastformer.packing import Layout
+from fastformer.settings import check_value
 
 from .encoding import EncodedPairs, Ints, Sequences
 from .shares import rows_of, share_of
@@ -139,8 +140,8 @@ class Batches:
     ) -> None:
         if (sentences is None) == (tokens is None):
             raise ValueError(f"give either sentences or tokens, got sentences={sentences} and tokens={tokens}")
-        if (sentences or tokens or 0) < 1:
-            raise ValueError(f"a batch must have at least one, got sentences={sentences} and tokens={tokens}")
+        check_value("sentences", sentences, int | None, at_least=1)
+        check_value("tokens", tokens, int | None, at_least=1)
         if len(pairs) == 0:
             raise ValueError("there are no pairs to make batches of")
         self.pairs, self.sentences, self.tokens = pairs, sentences, tokens

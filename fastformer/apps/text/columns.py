@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastformer.settings import check_value
+
 from .documents import LanguageBatch, Pieces, cut_windows
 from .encoding import EncodedDocuments
 
@@ -43,8 +45,7 @@ class ColumnBatches:
 
     def __init__(self, documents: EncodedDocuments, *, columns: int, context: int) -> None:
         for name, value in (("columns", columns), ("context", context)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+            check_value(name, value, int, at_least=1)
         stream = token_stream(documents)
         rows = len(stream) // columns
         if rows < 2:

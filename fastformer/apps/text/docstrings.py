@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from fastformer.apps.system.guarded import read_file
+from fastformer.settings import check_value
 
 from .files import TextError
 from .text_corpus import TextCorpus
@@ -40,8 +41,7 @@ def docstring_corpora(
         ValueError: size is below 1.
         TextError: no docstring was found, or none for one of the parts.
     """
-    if size < 1:
-        raise ValueError(f"size must be at least 1, not {size}")
+    check_value("size", size, int, at_least=1)
     roots = _installed() if roots is None else roots
     parts: dict[str, list[list[str]]] = {"train": [], "valid": [], "test": []}
     seen: set[str] = set()

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.packing import Layout
+from fastformer.settings import check_value
 
 from .encoding import EncodedDocuments, Ints
 from .shares import rows_of, share_of
@@ -116,10 +117,8 @@ def cut_windows(stream: NDArray[np.int32], first: Ints, predictions: Ints, conte
     Raises:
         ValueError: `context` is below 1, or `overlap` is below 0 or not below `context`.
     """
-    if context < 1:
-        raise ValueError(f"context must be at least 1, not {context}")
-    if not 0 <= overlap < context:
-        raise ValueError(f"overlap must be at least 0 and below context ({context}), not {overlap}")
+    check_value("context", context, int, at_least=1)
+    check_value("overlap", overlap, int, {"context": context}, at_least=0, below="context")
     stride = context - overlap
     # What lies within the overlap, a window has predicted that began before; a part with any prediction has a window.
     counts = np.maximum(-(-(predictions - overlap) // stride), np.minimum(predictions, 1))  # [parts]

@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fastformer.settings import check_value
+
 from .files import ParallelCorpus
 from .special_ids import SpecialIds
 from .tokenizers import Tokenizer
@@ -120,9 +122,8 @@ def encode_pairs(
     a pair with a side that has no token at all is dropped. Both are counted. Raises ``ValueError`` for wrong arguments
     and when no pair is left.
     """
-    if too_long not in ("drop", "truncate"):
-        raise ValueError(f"too_long must be drop or truncate, got {too_long!r}")
-    _check_max_length(max_length)
+    check_value("too_long", too_long, str, choices=("drop", "truncate"))
+    check_value("max_length", max_length, int, at_least=2)  # a token and eos
     source = _encode(corpus.source, source_tokenizer)
     target = _encode(corpus.target, target_tokenizer)
     longest = np.maximum(source.lengths, target.lengths)  # [pairs]
@@ -163,9 +164,7 @@ class EncodedDocuments:
         if len(empty):
             raise ValueError(f"document {empty[0] + 1} of {len(self)} is empty: leave it out")
         for name in ("bos_id", "eos_id"):
-            value = getattr(self.special_ids, name)
-            if value >= self.vocabulary:
-                raise ValueError(f"{name} must be below vocabulary ({self.vocabulary}), not {value}")
+            check_value(name, getattr(self.special_ids, name), int, vars(self), below="vocabulary")
         ids = self.documents.ids
         wrong = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
         if len(wrong):
@@ -219,14 +218,9 @@ def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -
 
     Raises ``ValueError`` when `max_length` leaves no room for a token and eos.
     """
-    _check_max_length(max_length)
+    check_value("max_length", max_length, int, at_least=2)  # a token and eos
     sequences = Sequences.from_lists(tokenizer.encode_batch(list(lines)))
     return _truncate(sequences, max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
-
-
-def _check_max_length(max_length: int) -> None:
-    if max_length < 2:
-        raise ValueError(f"max_length must be >= 2 (a token and eos), got {max_length}")
 
 
 def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:

@@ -19,6 +19,7 @@ import numpy as np
 
 from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.guarded import open_input, read_file
+from fastformer.settings import check_value
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
 _PART = 1 << 20  # bytes of whole lines that are decoded at a time
@@ -234,8 +235,8 @@ def split(
     dropped from training (Europarl repeats its formulas thousands of times). Raises ``ValueError`` for a negative
     count, and ``TextError`` when fewer than one distinct pair would be left for training.
     """
-    if validation < 0 or test < 0:
-        raise ValueError(f"validation and test must not be negative, got {validation} and {test}")
+    for name, value in (("validation", validation), ("test", test)):
+        check_value(name, value, int, at_least=0)
     order = np.random.default_rng(seed).permutation(len(corpus)).tolist()
     held: dict[tuple[str, str], int] = {}
     train, copies = [], 0

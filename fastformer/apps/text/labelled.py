@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.packing import Layout
+from fastformer.settings import check_value
 
 from .encoding import Ints, Sequences
 from .shares import rows_of, share_of
@@ -85,8 +86,7 @@ class LabelledBatches:
     ) -> None:
         if len(sequences) == 0:
             raise ValueError("there are no sequences to make batches of")
-        if size < 1:
-            raise ValueError(f"size must be at least 1, not {size}")
+        check_value("size", size, int, at_least=1)
         if len(labels) != len(sequences):
             raise ValueError(f"labels must be {len(sequences)}, one for each sequence, not {len(labels)}")
         if isinstance(labels, Sequences):

@@ -12,6 +12,8 @@ one lower-case word below a million; there subword pieces have to find the words
 import random
 from collections.abc import Callable
 
+from fastformer.settings import check_value
+
 from .files import ParallelCorpus
 
 LIMIT = 1_000_000
@@ -151,10 +153,9 @@ def number_corpus(
 
     Raises ``ValueError`` for an unknown language, a count < 1, and more pairs than there are numbers.
     """
-    if language not in LANGUAGES:
-        raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {language!r}")
-    if min(train, valid, test) < 1:
-        raise ValueError(f"train, valid and test must be >= 1, got {train}, {valid} and {test}")
+    check_value("language", language, str, choices=LANGUAGES)
+    for name, value in (("train", train), ("valid", valid), ("test", test)):
+        check_value(name, value, int, at_least=1)
     small = min(1000, train // 2)
     drawn = _draw(train - small + valid + test, random.Random(seed))
     numbers = {"train": [*range(small), *drawn[valid + test :]], "valid": drawn[:valid], "test": drawn[valid:][:test]}

@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from fastformer.settings import check_value
+
 from .files import TextError, read_lines
 
 DocumentKind = Literal["line", "article", "file"]
@@ -52,8 +54,7 @@ def cut_lines(lines: Sequence[str], document: DocumentKind) -> list[list[str]]:
     What stands before the first title belongs to the first article. Raises ``ValueError`` for another kind, and where
     articles are asked for and no line is a title.
     """
-    if document not in DOCUMENT_KINDS:
-        raise ValueError(f"document must be one of {', '.join(DOCUMENT_KINDS)}, not {document!r}")
+    check_value("document", document, str, choices=DOCUMENT_KINDS)
     if document == "line":
         return [[line] for line in lines]
     if document == "file":

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import sentencepiece
 
 from fastformer.apps.system.guarded import check_path, read_file, write_file
+from fastformer.settings import check_value
 
 from .files import TextError, encode_text, read_json
 from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
@@ -167,12 +168,10 @@ def train_sentencepiece(
     Raises ``ValueError`` for a wrong argument, and ``TextError`` when there is no text or `vocabulary_size` is too
     small for the characters that must be covered.
     """
-    if model_type not in _MODEL_TYPES:
-        raise ValueError(f"model_type must be one of {', '.join(_MODEL_TYPES)}, got {model_type!r}")
-    if vocabulary_size < 5:
-        raise ValueError(f"vocabulary_size must be >= 5 (four special symbols and a piece), got {vocabulary_size}")
-    if not 0.98 <= character_coverage <= 1:
-        raise ValueError(f"character_coverage must be between 0.98 and 1, got {character_coverage}")
+    check_value("model_type", model_type, str, choices=_MODEL_TYPES)
+    check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
+    check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)
+    check_value("lowercase", lowercase, bool)
     special_ids = special_ids or SpecialIds()
     if (highest := max(special_ids.names())) >= vocabulary_size:
         raise ValueError(f"special id {highest} is beyond vocabulary_size {vocabulary_size}")

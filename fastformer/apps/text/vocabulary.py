@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fastformer.apps.system.guarded import write_file
+from fastformer.settings import check_value
 
 from .files import TextError, encode_text
 from .special_ids import UNK, SpecialIds, WithSpecialIds
@@ -79,11 +80,9 @@ class WordTokenizer(WithSpecialIds):
         lowercase: bool = False,
         splitting: Splitting = "punctuation",
     ) -> None:
-        if splitting not in SPLITTINGS:
-            raise ValueError(f"splitting must be one of {', '.join(SPLITTINGS)}, got {splitting!r}")
+        check_value("splitting", splitting, str, choices=SPLITTINGS)
+        check_value("lowercase", lowercase, bool)
         self.special_ids = special_ids or SpecialIds()
-        if not isinstance(lowercase, bool):
-            raise ValueError(f"lowercase must be True or False, not {lowercase!r}")
         self.words = list(words)
         encode_text("".join(self.words), "a word")  # so that the table can be saved
         self.lowercase = lowercase
@@ -112,10 +111,8 @@ class WordTokenizer(WithSpecialIds):
         `maximum_size` counts the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
         ``TextError`` when no word is left.
         """
-        if minimum_frequency < 1:
-            raise ValueError(f"minimum_frequency must be >= 1, got {minimum_frequency}")
-        if maximum_size is not None and maximum_size <= 4:
-            raise ValueError(f"maximum_size must be > 4 (four special symbols), got {maximum_size}")
+        check_value("minimum_frequency", minimum_frequency, int, at_least=1)
+        check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
         special_ids = special_ids or SpecialIds()
         names = special_ids.names()
         counts: Counter[str] = Counter()

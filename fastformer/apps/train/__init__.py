@@ -3,7 +3,7 @@
 from fastformer.apps.train.batch_source import Batch, BatchSource
 from fastformer.apps.train.checkpoint_files import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoints import CheckpointFolder, find_checkpoint
-from fastformer.apps.train.config import TrainConfig, load_toml, save_toml
+from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import MetricsLog, read_metrics
 from fastformer.apps.train.processes import ProcessError, Processes, join_processes
 from fastformer.apps.train.randomness import seed_everything
@@ -28,11 +28,9 @@ __all__ = [
     "average_checkpoints",
     "find_checkpoint",
     "join_processes",
-    "load_toml",
     "put_weights",
     "read_metrics",
     "read_weights",
-    "save_toml",
     "seed_everything",
     "write_weights",
 ]

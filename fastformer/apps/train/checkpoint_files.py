@@ -32,6 +32,7 @@ from fastformer.apps.train.weights import (
     read_weights,
     stored_shapes,
 )
+from fastformer.settings import to_plain
 
 WEIGHTS, STATE, META, SHARDS = "model.safetensors", "state.pt", "meta.json", "shards"
 # What the names of tensors in shards begin with: weights, and the optimiser's ("optimizer.3.exp_avg": parameter 3).
@@ -148,7 +149,7 @@ class Checkpoint:
         none at all was written without a configuration.
         """
         if config is not None and self.config:
-            check_architecture({**defaults(config), **self.config}, settings(config), self.path)
+            check_architecture({**defaults(config), **self.config}, to_plain(config or {}), self.path)
 
     def check(self) -> "Checkpoint":
         """Read all files and compare them with what was saved; raises CheckpointError naming the first that differs."""
@@ -226,7 +227,7 @@ def write_meta(
     copies: Mapping[str, str],
 ) -> None:
     """Write the last file of a checkpoint, which says what the others are."""
-    meta = {"step": step, "config": settings(config), "metrics": dict(metrics), "files": dict(files)}
+    meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics), "files": dict(files)}
     if copies:
         meta["copies"] = dict(copies)
     write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"), folder)
@@ -237,17 +238,10 @@ def file_facts(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def settings(config: Any) -> dict[str, Any]:
-    """A dataclass or mapping as the plain values that JSON gives back (tuples become lists)."""
-    values = {} if config is None else dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
-
-
 def defaults(config: Any) -> dict[str, Any]:
-    """The defaults of a dataclass's fields, as `settings` gives its values; a mapping has none."""
-    found = () if isinstance(config, Mapping) else dataclasses.fields(config)
-    return settings({each.name: each.default for each in found if each.default is not dataclasses.MISSING})
+    """The defaults of a dataclass's fields, as `to_plain` gives its values; a mapping has none."""
+    found = () if config is None or isinstance(config, Mapping) else dataclasses.fields(config)
+    return to_plain({each.name: each.default for each in found if each.default is not dataclasses.MISSING})
 
 
 def sha256(path: Path) -> str:

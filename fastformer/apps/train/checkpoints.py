@@ -34,6 +34,7 @@ from fastformer.apps.train.checkpoint_files import (
     write_state,
 )
 from fastformer.apps.train.weights import CheckpointError, write_weights
+from fastformer.settings import check_value
 
 INDEX = "index.json"
 AVERAGE = "average"
@@ -256,8 +257,7 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     which: "best" (the last one while none was validated), "last" or "average". Raises CheckpointError.
     """
     path = Path(path)
-    if which not in ("best", "last", "average"):
-        raise ValueError(f"which={which!r} is not allowed; choose best, last, average")
+    check_value("which", which, str, choices=("best", "last", "average"))
     if check_path(path / META, path):
         return path
     folder = CheckpointFolder(path / "checkpoints" if check_path(path / "checkpoints", path) else path)

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fastformer.settings import check_value
+
 SCHEDULES = ("constant", "inverse_sqrt", "cosine", "linear", "plateau", "divide_on_plateau")
 
 
@@ -58,8 +60,7 @@ class Schedule:
     plateau_divisor: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(f"schedule={self.name!r} is unknown; allowed: {', '.join(SCHEDULES)}")
+        check_value("name", self.name, str, choices=SCHEDULES)
         self._decay_start: float | None = None
         self._scale = 1.0
         self._best_loss = math.inf

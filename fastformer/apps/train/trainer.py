@@ -90,9 +90,7 @@ def check_threads(threads: int | None) -> None:
     """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
     most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
     if threads is not None and threads > most:
-        raise ValueError(
-            f"threads={threads} is out of range; it must be at most {most} here, {_THREADS_A_PROCESSOR} a processor"
-        )
+        raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")
 
 
 class Trainer:

@@ -14,6 +14,7 @@ from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import collate_source, encode_source
 from fastformer.apps.translation.search import beam_search
 from fastformer.apps.translation.translator import Translator
+from fastformer.settings import check_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,8 +59,7 @@ class SentenceAttention:
         Raises:
             ValueError: there is no such kind, layer or head.
         """
-        if kind not in get_args(Kind):
-            raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, not {kind!r}")
+        check_value("kind", kind, str, choices=get_args(Kind))
         keys = self.read if kind == "decoder" else self.source_tokens
         queries = self.source_tokens if kind == "encoder" else self.written
         names = {

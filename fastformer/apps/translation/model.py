@@ -6,15 +6,14 @@ beside the model, projects them where it needs them.
 Letters: B batch, T target and S source positions (packed: of all sentences together), D model width, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, MISSING, dataclass
 from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
-    check_settings,
-    choice,
+    ModelSettings,
     layouts_of,
     maps_of_each,
     packed_ids,
@@ -25,52 +24,44 @@ from fastformer.apps.models.common import (
     watched,
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
-from fastformer.apps.models.initialisation import InitialisationSettings, initialise
-from fastformer.apps.models.sizes import numbers_in_layers
+from fastformer.apps.models.initialisation import initialise
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
 from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
+from fastformer.settings import inherited, setting
 
 Embeddings = Literal["separate", "tied", "shared"]
 
 
 @dataclass(frozen=True)
-class TranslationConfig(InitialisationSettings):
+class TranslationConfig(ModelSettings):
     """Everything that decides the shape of a `TranslationModel`; stored with every checkpoint."""
 
-    source_vocabulary: int = field(metadata={"help": "size of the source vocabulary (set from the tokenizer)"})
-    target_vocabulary: int = field(metadata={"help": "size of the target vocabulary (set from the tokenizer)"})
-    d_model: int = field(default=512, metadata={"help": "width of the model"})
-    heads: int = field(default=8, metadata={"help": "attention heads; must divide d_model"})
-    encoder_layers: int = field(default=6, metadata={"help": "layers of the encoder"})
-    decoder_layers: int = field(default=6, metadata={"help": "layers of the decoder"})
-    feed_forward: int = field(default=2048, metadata={"help": "width of the feed-forward layers"})
-    dropout: float = field(default=0.1, metadata={"help": "dropout everywhere"})
-    activation: str = field(default="relu", metadata=choice("activation", ("relu", "gelu")))
-    norm_first: bool = field(default=True, metadata={"help": "pre-norm layers (else post-norm)"})
-    final_norm: bool = field(default=True, metadata={"help": "a norm after the last layer of each stack"})
-    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon of the layer norms"})
-    bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
-    positions: str = field(default="sinusoidal", metadata=choice("position encoding", get_args(Positions)))
-    max_positions: int = field(default=512, metadata={"help": "longest sequence", "only": {"positions": "learned"}})
-    embeddings: str = field(
-        default="tied",
-        metadata=choice(
-            "tied: target embedding is the output projection; shared: source embedding too",
-            get_args(Embeddings),
-        ),
+    source_vocabulary: int = setting(
+        MISSING, "size of the source vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer"
     )
-    scale_embeddings: bool = field(default=True, metadata={"help": "multiply embeddings by sqrt(d_model)"})
-    output_bias: bool = field(default=False, metadata={"help": "a bias in the output projection"})
-    pad_id: int = field(default=1, metadata={"help": "id of the padding token (set from the tokenizer)"})
-    bos_id: int = field(default=2, metadata={"help": "id of the begin token (set from the tokenizer)"})
-    eos_id: int = field(default=3, metadata={"help": "id of the end token (set from the tokenizer)"})
+    target_vocabulary: int = setting(
+        MISSING, "size of the target vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer"
+    )
+    _: KW_ONLY
+    encoder_layers: int = setting(6, "layers of the encoder", at_least=1, at_most=MOST_LAYERS)
+    decoder_layers: int = setting(6, "layers of the decoder", at_least=1, at_most=MOST_LAYERS)
+    final_norm: bool = inherited(ModelSettings, "final_norm", help="a norm after the last layer of each stack")
+    embeddings: str = setting(
+        "tied",
+        "tied: target embedding is the output projection; shared: source embedding too",
+        choices=get_args(Embeddings),
+    )
+    output_bias: bool = setting(False, "a bias in the output projection")
+    pad_id: int = setting(1, "id of the padding token", at_least=0, below="target_vocabulary", derived="the tokenizer")
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="target_vocabulary", derived="the tokenizer")
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="target_vocabulary", derived="the tokenizer")
 
     def __post_init__(self) -> None:
-        sizes = ("d_model", "heads", "encoder_layers", "decoder_layers", "feed_forward", "max_positions")
-        check_settings(self, ("source_vocabulary", "target_vocabulary", *sizes), vocabulary="target_vocabulary")
+        super().__post_init__()
         if self.embeddings == "shared" and self.source_vocabulary != self.target_vocabulary:
             raise ValueError(
                 f"embeddings 'shared' needs one joint vocabulary, not {self.source_vocabulary} and "
@@ -92,11 +83,6 @@ class TranslationConfig(InitialisationSettings):
             numbers_in_layers(self, self.decoder_layers, True),
         )
         return rows * self.d_model + encoder + decoder
-
-    @property
-    def longest(self) -> int | None:
-        """The most tokens of a sequence on either side: learned positions end somewhere, sinusoidal ones do not."""
-        return self.max_positions if self.positions == "learned" else None
 
 
 class TranslationModel(nn.Module):

@@ -30,11 +30,10 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.text.scores import Scores, score_translations
 from fastformer.apps.train import Processes, TrainConfig, Trainer
-from fastformer.apps.train.conditions import SET
-from fastformer.apps.train.config import check_values, option
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
+from fastformer.settings import SET, Settings, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
 _PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
@@ -44,58 +43,58 @@ Split = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Settings):
     """Where the text comes from, and how it becomes ids and batches."""
 
     texts: ClassVar[str] = "sentence pairs"  # what batches are made of, for conditions
-    dataset: str | None = option(
+    dataset: str | None = setting(
         "numbers",
         "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
         only={"train_source": None},
     )
-    source: str = option("en", "source language, as the dataset names it", only={"train_source": None})
-    target: str = option("fr", "target language", only={"train_source": None})
-    train_source: Path | None = option(None, "file of source sentences (plain or .gz), instead of a dataset")
-    train_target: Path | None = option(None, "file of their translations, line by line", only={"train_source": SET})
-    valid_source: Path | None = option(
+    source: str = setting("en", "source language, as the dataset names it", only={"train_source": None})
+    target: str = setting("fr", "target language", only={"train_source": None})
+    train_source: Path | None = setting(None, "file of source sentences (plain or .gz), instead of a dataset")
+    train_target: Path | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
+    valid_source: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_source": SET}
     )
-    valid_target: Path | None = option(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
-    test_source: Path | None = option(
+    valid_target: Path | None = setting(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
+    test_source: Path | None = setting(
         None, "the same for testing; unset: split from training", only={"train_source": SET}
     )
-    test_target: Path | None = option(None, "see test_source", only={"train_source": SET, "test_source": SET})
-    valid_size: int = option(
+    test_target: Path | None = setting(None, "see test_source", only={"train_source": SET, "test_source": SET})
+    valid_size: int = setting(
         500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
     )
-    test_size: int = option(
+    test_size: int = setting(
         500, "pairs split off (or generated) for testing", at_least=1, only=_HELD_OUT | {"test_source": None}
     )
-    train_size: int | None = option(
+    train_size: int | None = setting(
         None, f"pairs to train on, the first ones; unset: all, or {_NUMBERS:,} of numbers", at_least=1
     )
-    tokenizer: str = option(
+    tokenizer: str = setting(
         "bpe", "sentencepiece's bpe, unigram, char or word; or words: a plain word list", choices=TOKENIZERS
     )
-    vocabulary: int = option(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
-    joint: bool = option(True, "one vocabulary for both languages")
-    character_coverage: float = option(
+    vocabulary: int = setting(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
+    joint: bool = setting(True, "one vocabulary for both languages")
+    character_coverage: float = setting(
         1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
     )
-    splitting: str = option("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
-    minimum_frequency: int = option(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    lowercase: bool = option(False, "lower-case both sides")
-    unk_id: int = option(0, "id of the unknown token", at_least=0)
-    pad_id: int = option(1, "id of padding", at_least=0)
-    bos_id: int = option(2, "id of the begin token", at_least=0)
-    eos_id: int = option(3, "id of the end token", at_least=0)
-    max_length: int = option(256, "longest sentence in tokens with eos", at_least=2)
-    too_long: str = option("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
-    bucket: bool = option(False, "batches of similar lengths (only padded execution needs them)")
-    bleu_sentences: int = option(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
+    splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    lowercase: bool = setting(False, "lower-case both sides")
+    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary")
+    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary")
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary")
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary")
+    max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
+    too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
+    bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
+    bleu_sentences: int = setting(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         for part in ("train", "valid", "test"):
             if (getattr(self, f"{part}_source") is None) != (getattr(self, f"{part}_target") is None):
                 raise ValueError(f"{part}_source and {part}_target must be given together")
@@ -103,8 +102,7 @@ class DataConfig:
             raise ValueError("valid_source and test_source need train_source")
         if self.dataset is None and self.train_source is None:
             raise ValueError("no data: give dataset, or train_source and train_target")
-        if (highest := max(self.special_ids.names())) >= self.vocabulary:
-            raise ValueError(f"special id {highest} is beyond vocabulary={self.vocabulary}")
+        self.special_ids.names()  # raises ValueError unless they are distinct
 
     @property
     def corpus(self) -> str:

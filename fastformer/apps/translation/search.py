@@ -7,8 +7,7 @@ Letters: B sentences, N hypotheses a sentence, T steps taken, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 from fastformer.apps.translation.static_cache import StaticDecoderState
 from fastformer.host.devices import send
 from fastformer.packing import lengths_of
+from fastformer.settings import Settings, setting
 
 # Rows that finished are taken out once they are this share of the batch: each removal copies the cache.
 _COMPACT_AT = 0.125
@@ -30,49 +30,30 @@ _REPLAYED_ROWS = 64
 _UNLIMITED = 1 << 31
 # Of a number of tokens: a double holds (2 ** 31) ** 30.
 _HIGHEST_POWER = 30
-
-
-def _option(default: Any, help: str, only: dict[str, str] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "only": only})
-
-
 _BEAM = {"search": "a beam above 1"}
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(Settings):
     """How to search; each setting is described by its help text."""
 
-    beam: int = _option(4, "hypotheses kept a sentence; 1 is greedy search")
-    n_best: int = _option(1, "translations returned a sentence, at most beam", _BEAM)
-    length_penalty: float = _option(
-        1.0, "a hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0: none", _BEAM
+    beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1)
+    n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
+    length_penalty: float = setting(
+        1.0,
+        "a hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0: none",
+        at_least=-_HIGHEST_POWER,
+        at_most=_HIGHEST_POWER,
+        only=_BEAM,
     )
-    max_ratio: float = _option(2.0, "at most max_ratio * source length + max_extra tokens")
-    max_extra: int = _option(10, "see max_ratio")
-    max_length: int | None = _option(None, "at most this many tokens, whatever the source")
-    min_length: int = _option(0, "at least this many tokens before the end")
-    no_repeat_ngram: int = _option(0, "no n-gram of this size twice in a translation; 0: off")
-    cuda_graphs: bool = _option(
+    max_ratio: float = setting(2.0, "at most max_ratio * source length + max_extra tokens", at_least=0)
+    max_extra: int = setting(10, "see max_ratio", at_least=0)
+    max_length: int | None = setting(None, "at most this many tokens, whatever the source", at_least=1)
+    min_length: int = setting(0, "at least this many tokens before the end", at_least=0, at_most="max_length")
+    no_repeat_ngram: int = setting(0, "no n-gram of this size twice in a translation; 0: off", at_least=0)
+    cuda_graphs: bool = setting(
         False, "replay each step as a CUDA graph, for small batches; elsewhere than on a GPU, only slower"
     )
-
-    def __post_init__(self) -> None:
-        for name, least in (("beam", 1), ("n_best", 1), ("max_extra", 0), ("min_length", 0), ("no_repeat_ngram", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1, not {self.max_length}")
-        if self.max_length is not None and self.min_length > self.max_length:
-            raise ValueError(f"min_length ({self.min_length}) must not exceed max_length ({self.max_length})")
-        if self.n_best > self.beam:
-            raise ValueError(f"n_best ({self.n_best}) must not exceed beam ({self.beam})")
-        if not (math.isfinite(self.length_penalty) and math.isfinite(self.max_ratio) and self.max_ratio >= 0):
-            raise ValueError("length_penalty and max_ratio must be finite, max_ratio not negative")
-        if abs(self.length_penalty) > _HIGHEST_POWER:
-            raise ValueError(
-                f"length_penalty must lie between -{_HIGHEST_POWER} and {_HIGHEST_POWER}, not {self.length_penalty}"
-            )
 
     @property
     def search(self) -> str:

@@ -17,6 +17,7 @@ from fastformer.apps.translation.cache import DecoderState, LayerCache
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.step_graph import StepGraph
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.settings import check_value
 
 # Positions of a cache at first; when they are full there are twice as many, and another graph. Not measured on a GPU.
 _FIRST_CAPACITY = 64
@@ -36,8 +37,7 @@ class StaticDecoderState(DecoderState):
     def __init__(
         self, model: TranslationModel, source: Tensor, source_lengths: Tensor, hypotheses: int = 1, *, longest: int
     ) -> None:
-        if longest < 1:
-            raise ValueError(f"longest must be at least 1, not {longest}")
+        check_value("longest", longest, int, at_least=1)
         super().__init__(model, source, source_lengths, hypotheses)
         self.longest = longest
         device, rows = model.output.weight.device, source_lengths.numel() * hypotheses

@@ -11,6 +11,7 @@ from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, co
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.host.devices import send
+from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
 
@@ -53,6 +54,7 @@ class Translator:
             ours, theirs = getattr(target_tokenizer, name), getattr(model.config, name)
             if ours != theirs:
                 raise ValueError(f"the target tokenizer has {name} {ours}, the model {theirs}")
+        check_value("max_source_length", max_source_length, int, at_least=2)  # a token and eos
         self.model = model.eval()
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
         self.max_source_length = min(max_source_length, model.config.longest or max_source_length)
@@ -75,7 +77,7 @@ class Translator:
     ) -> list[list[Translation]]:
         """Like `translate`, with the `n_best` translations of each sentence and their scores."""
         options = options or SearchOptions()
-        _check_batch_size(batch_size)
+        check_value("batch_size", batch_size, int, at_least=1)
         if isinstance(sentences, str):
             raise TypeError("sentences must be a list of sentences, not one string")
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
@@ -112,7 +114,7 @@ class Translator:
         Raises:
             ValueError: the numbers of sentences differ, or one has no token or more than training reads.
         """
-        _check_batch_size(batch_size)
+        check_value("batch_size", batch_size, int, at_least=1)
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         if not sources:
@@ -146,8 +148,3 @@ class Translator:
             if not 1 <= length <= most:
                 raise ValueError(f"{side} {number} has {length} tokens; what is scored must have 1 to {most}")
         return sequences
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")

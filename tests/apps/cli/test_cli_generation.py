@@ -122,11 +122,11 @@ def test_unknown_words_and_long_prompts_are_warnings(loaded, tmp_path, caplog):
 
 
 WRONG = [
-    (["the", "--temperature", "-1"], "temperature must be 0 (greedy) or a positive number, not -1.0"),
+    (["the", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
     (["the", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
     (["the", "--top-p", "1.5"], "top_p must be above 0 and at most 1, not 1.5"),
     (["the", "--top-k", "-2"], "top_k must be at least 0, not -2"),
-    (["the", "--repetition-penalty", "0"], "repetition_penalty must be a positive number, not 0.0"),
+    (["the", "--repetition-penalty", "0"], "repetition_penalty must be above 0, not 0.0"),
     (["the", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
     (["the", "a", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
     (["the", "--seed", "-1"], "seed must be at least 0, not -1"),

@@ -83,7 +83,7 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("version = 2\n", ""))
     assert "train_size" not in translation.TRANSLATION.read_config(tmp_path / "new")["data"]
     config.write_text(config.read_text().replace('kind = "translation"\n', 'kind = "translation"\nversion = 3\n'))
-    with pytest.raises(ValueError, match="version=3 is out of range; it must be at least 1 and at most 2"):
+    with pytest.raises(ValueError, match="version must be at least 1 and at most 2, not 3"):
         translation.TRANSLATION.read_config(tmp_path / "new")
 
 
@@ -141,7 +141,7 @@ def test_paths_are_taken_in_any_form(tmp_path: Path, form: Any) -> None:
     text = LanguageDataConfig(train_text=form(tmp_path / "s"), valid_text=form(tmp_path / "t"))
     assert (text.train_text, text.valid_text) == (tmp_path / "s", tmp_path / "t")
     for value in (7, b"s", ["s"]):
-        with pytest.raises(ValueError, match=r"train_source=.* has the wrong type; it must be a path"):
+        with pytest.raises(ValueError, match=r"train_source must be a path, not "):
             DataConfig(**{**files, "train_source": value})  # type: ignore[arg-type]
 
 

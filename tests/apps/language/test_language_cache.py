@@ -192,6 +192,6 @@ def test_errors():
     with pytest.raises(ValueError, match=r"^context must be at least 1, not 0$"):
         LanguageState(model, [[2]], 0)
     learned = random_model(1, positions="learned", max_positions=12)
-    message = "context must be at least 1 and at most max_positions, 12, not 13"
+    message = "context must be at least 1 and at most max_positions (12), not 13"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         LanguageState(learned, [[2]], 13)

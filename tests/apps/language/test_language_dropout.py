@@ -133,13 +133,6 @@ def test_every_rate_reaches_the_gradient() -> None:
         assert not torch.equal(losses[0], losses[2])
 
 
-@pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
-def test_a_rate_out_of_range(name: str, rate: float) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be at least 0 and below 1, not {rate}$"):
-        config(**{name: rate})
-
-
 # Settings and checkpoints of before there were the rates.
 
 

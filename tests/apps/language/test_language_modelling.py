@@ -312,7 +312,7 @@ def test_language_models_have_training_defaults_of_their_own() -> None:
     assert (ours.schedule, ours.label_smoothing) == ("cosine", 0.0)
     # config.toml leaves out what is unset: a default in its place would change the settings of runs that exist.
     assert all(getattr(base, name) is not None for name in changed)
-    with pytest.raises(ValueError, match="label_smoothing=1 is out of range"):
+    with pytest.raises(ValueError, match="label_smoothing must be at least 0 and below 1, not 1"):
         LanguageTrainConfig(steps=1, label_smoothing=1)
 
 

@@ -49,13 +49,13 @@ def test_the_numbers_of_a_model_are_counted_from_its_settings(embeddings: str, p
 )
 @pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 2**64])
 def test_a_size_beyond_counting_is_refused_by_name(name: str, size: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at most 2147483647, not {size}"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most 2,147,483,647, not {size}"):
         TranslationConfig(**{"source_vocabulary": 9, "target_vocabulary": 9, name: size})
 
 
 @pytest.mark.parametrize("name", ["encoder_layers", "decoder_layers"])
 def test_a_stack_beyond_building_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at most 10000, not 1000000000"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most 10,000, not 1000000000"):
         TranslationConfig(9, 9, **{name: 10**9})
 
 
@@ -181,8 +181,8 @@ def test_a_table_of_sinusoids_begins_small_and_grows() -> None:
 
 def test_threads_are_bounded_by_the_processors(tmp_path: Path) -> None:
     most = 4 * (os.cpu_count() or 1)
-    with pytest.raises(ValueError, match=f"threads={most + 1} is out of range; it must be at most {most} here"):
+    with pytest.raises(ValueError, match=f"threads must be at most {most} here, 4 a processor, not {most + 1}"):
         trainer(tmp_path, train_config(threads=most + 1))
-    with pytest.raises(ValueError, match="threads=100000 is out of range"):
+    with pytest.raises(ValueError, match=f"threads must be at most {most} here, 4 a processor, not 100000"):
         TranslationRun.check(DataConfig(), SMALL, TrainConfig(steps=1, threads=100_000))
     TranslationRun.check(DataConfig(), SMALL, TrainConfig(steps=1, threads=most))

@@ -11,7 +11,8 @@ pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
 from fastformer.apps.runs.comparison import compare_runs, summarise
-from fastformer.apps.train import CheckpointFolder, save_toml
+from fastformer.apps.runs.toml import save_toml
+from fastformer.apps.train import CheckpointFolder
 
 SETTINGS = {"run": {"kind": "language"}, "model": {"heads": 2, "vocabulary": 9}, "train": {"lr": 0.5, "metric": "loss"}}
 

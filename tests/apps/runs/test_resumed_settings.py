@@ -47,7 +47,7 @@ def test_a_resumed_run_saves_the_settings_that_it_has_now(run: Path) -> None:
         ("--metric bleu", "metric cannot change when a run goes on: it is 'loss', not 'bleu'"),
         ("--clock cpu", "clock cannot change when a run goes on: it is 'wall', not 'cpu'"),
         ("--momentum 0.5", "momentum has an effect only with optimizer=sgd, not with optimizer=adamw"),
-        ("--steps 0", "steps=0 is out of range"),
+        ("--steps 0", "steps must be at least 1, not 0"),
     ],
 )
 def test_what_a_run_keeps_is_refused_by_name_and_nothing_is_written(run: Path, changes: str, message: str) -> None:

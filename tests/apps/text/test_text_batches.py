@@ -175,11 +175,11 @@ def test_encoding_in_chunks_changes_nothing(monkeypatch):
 
 def test_bad_arguments_of_encoding():
     source, target = toy_tokenizers()
-    with pytest.raises(ValueError, match="too_long must be drop or truncate, got 'crash'"):
+    with pytest.raises(ValueError, match="too_long must be one of drop, truncate, not 'crash'"):
         encode_pairs(CORPUS, source, target, too_long="crash")
-    with pytest.raises(ValueError, match="max_length must be >= 2"):
+    with pytest.raises(ValueError, match="max_length must be at least 2"):
         encode_pairs(CORPUS, source, target, max_length=1)
-    with pytest.raises(ValueError, match="max_length must be >= 2"):
+    with pytest.raises(ValueError, match="max_length must be at least 2"):
         encode_source(["a"], source, max_length=1)
     with pytest.raises(ValueError, match="toy: no pair has between 1 and 1 tokens a side"):
         encode_pairs(CORPUS.take([0, 1], "toy"), source, target, max_length=2)
@@ -261,7 +261,7 @@ def test_bad_arguments_of_batches():
     with pytest.raises(ValueError, match="give either sentences or tokens, got sentences=2 and tokens=9"):
         Batches(pairs, sentences=2, tokens=9)
     for wrong in ({"sentences": 0}, {"tokens": -4}):
-        with pytest.raises(ValueError, match="must have at least one"):
+        with pytest.raises(ValueError, match="must be at least 1, not "):
             Batches(pairs, **wrong)
     with pytest.raises(ValueError, match="tokens=20 is less than sentence pair 2, which has 31 tokens with eos"):
         Batches(pairs, tokens=20)

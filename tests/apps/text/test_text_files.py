@@ -178,7 +178,7 @@ def test_split_shuffles_by_seed_and_refuses_negative_counts():
     assert first[1].source != second[1].source
     assert first[0].source != sorted(first[0].source, key=int)
     assert [part.name for part in first] == ["train", "valid", "test"]
-    with pytest.raises(ValueError, match="must not be negative, got -1 and 3"):
+    with pytest.raises(ValueError, match="validation must be at least 0, not -1"):
         split(corpus, -1, 3, 1)
 
 

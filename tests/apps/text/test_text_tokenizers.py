@@ -155,10 +155,10 @@ def test_lower_casing_is_stored(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_type": "wordpiece"}, "model_type must be one of unigram, bpe, char, word, got 'wordpiece'"),
-        ({"vocabulary_size": 4}, "vocabulary_size must be >= 5 .* got 4"),
+        ({"model_type": "wordpiece"}, "model_type must be one of unigram, bpe, char, word, not 'wordpiece'"),
+        ({"vocabulary_size": 4}, "vocabulary_size must be at least 5, not 4"),
         ({"vocabulary_size": 9}, "vocabulary_size 9 is too small: .* need 2[0-9]"),
-        ({"character_coverage": 9995}, "character_coverage must be between 0.98 and 1, got 9995"),
+        ({"character_coverage": 9995}, "character_coverage must be at least 0.98 and at most 1, not 9995"),
         ({"lines": []}, "no text to train a tokenizer on"),
         ({"lines": ["", " "]}, "no text to train a tokenizer on"),
         ({"lines": ["\u200b"]}, "cannot be trained on these lines"),
@@ -241,11 +241,11 @@ def test_word_counts_decide_the_table():
     assert words.decode(words.encode("a x b")) == "a <unk> b"
     with pytest.raises(TextError, match="no word occurs 9 times"):
         WordTokenizer.from_lines(lines, minimum_frequency=9)
-    with pytest.raises(ValueError, match="minimum_frequency must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="minimum_frequency must be at least 1, not 0"):
         WordTokenizer.from_lines(lines, minimum_frequency=0)
-    with pytest.raises(ValueError, match="maximum_size must be > 4"):
+    with pytest.raises(ValueError, match="maximum_size must be above 4, not "):
         WordTokenizer.from_lines(lines, maximum_size=4)
-    with pytest.raises(ValueError, match="splitting must be one of punctuation, whitespace, got 'bert'"):
+    with pytest.raises(ValueError, match="splitting must be one of punctuation, whitespace, not 'bert'"):
         WordTokenizer.from_lines(lines, splitting="bert")
 
 

@@ -128,7 +128,7 @@ def test_find_checkpoint_takes_run_folder_checkpoints_folder_or_checkpoint(tmp_p
 def test_find_checkpoint_names_what_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no best checkpoint"):
         find_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"which='first' is not allowed; choose best, last, average"):
+    with pytest.raises(ValueError, match=r"which must be one of best, last, average, not 'first'"):
         find_checkpoint(tmp_path, "first")
 
 

@@ -96,7 +96,7 @@ def test_words_of_pairs_end_where_the_setting_says(tmp_path: Path) -> None:
         data = replace(DATA, tokenizer="words", minimum_frequency=1, splitting=splitting)
         for tokenizer in build_tokenizers(data, train):
             assert tokenizer.pieces(tokenizer.encode("U.S.")) == pieces
-    with pytest.raises(ValueError, match="splitting='spaces' is not allowed; choose punctuation, whitespace"):
+    with pytest.raises(ValueError, match="splitting must be one of punctuation, whitespace, not 'spaces'"):
         replace(DATA, splitting="spaces")
     data = replace(DATA, tokenizer="words", minimum_frequency=1, splitting="whitespace", bleu_sentences=0)
     run = TranslationRun.create(tmp_path / "run", data, MODEL, replace(TRAIN, steps=1, validate_every=1))

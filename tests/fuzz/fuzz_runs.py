@@ -109,6 +109,7 @@ class Stranger:
             os.mknod(path, stat.S_IFSOCK | 0o600)
         elif _FOLDER.fullmatch(name):
             path.write_bytes(random.choice((b"", b"{}", fuzz.text(random).encode("utf-8", "replace"))))
+            return Fault(name, kind, not path.name.startswith("."))  # a hidden file is stepped around
         else:
             path.mkdir()
             (path / "letter").write_text("mine")

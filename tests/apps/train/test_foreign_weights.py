@@ -11,8 +11,9 @@ from fastformer.apps.export import export_safetensors, load_safetensors
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointError, CheckpointFolder, average_checkpoints, put_weights, write_weights
-from fastformer.apps.train.checkpoint_files import MODEL, SHARDS, file_facts
+from fastformer.apps.train.checkpoint_files import META, MODEL, SHARDS, WEIGHTS, file_facts
 from fastformer.apps.train.shards import write_shards
+from tests.support import train_task
 
 FOREIGN = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.uint64, torch.complex64, torch.float8_e4m3fn)
 OF_OTHER_WIDTHS = (torch.float16, torch.bfloat16, torch.float64)
@@ -115,6 +116,20 @@ def test_weights_that_are_no_numbers_are_refused(exported: Path, value: float) -
     write_weights(exported / "model.safetensors", weights)
     with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
         load_safetensors(exported)
+
+
+def test_training_goes_on_from_numbers_only(tmp_path: Path) -> None:
+    train_task.trainer(tmp_path, train_task.config(steps=2)).fit()
+    checkpoint = CheckpointFolder(tmp_path / "checkpoints").open()
+    weights = {name: x.clone() for name, x in checkpoint.weights().items()}
+    name = next(iter(weights))
+    weights[name].view(-1)[0] = float("nan")
+    write_weights(checkpoint.path / WEIGHTS, weights)
+    meta = json.loads((checkpoint.path / META).read_text())
+    meta["files"][WEIGHTS] = file_facts(checkpoint.path / WEIGHTS)
+    (checkpoint.path / META).write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
+        train_task.trainer(tmp_path, train_task.config(steps=4)).resume()
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "int8", "nn", 3, "float64"])

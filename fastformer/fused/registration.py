@@ -2,8 +2,8 @@
 
 An op has a schema, a launcher and a fake; it carries no autograd: the `autograd.Function` beside it does, and all
 differentiable use goes through that. Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call,
-and unlike `triton_op` can be traced under the interpreter; a call that nobody else looks at goes to the launcher itself.
-What each way costs stands in docs/kernels/shared.md.
+and unlike `triton_op` can be traced under the interpreter; a call that nobody else looks at goes to the launcher
+itself. What each way costs stands in docs/kernels/shared.md.
 
 Triton is imported by the first call of an op, never by `import fastformer`.
 """

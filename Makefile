@@ -3,14 +3,17 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: check test quick fuzz lowest codegen lock notebook dist
+.PHONY: help check test quick fuzz lowest codegen lock notebook docs dist
+help:  ## what can be made
+	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest tests/project/test_architecture.py
 
-test:
+test:  ## every test, on all cores
 	$(PYTHON) -m pytest -n auto --dist worksteal
 
 quick:  ## is anything broken? the first case of every test that is not slow
@@ -24,7 +27,7 @@ codegen:  ## compile every launch configuration anew, whatever is recorded, and 
 
 # The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
 # version; differences to the budget are printed).
-triton-%:
+triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/kernels/test_fused_attention.py \
 	  tests/kernels/test_fused_layer_norm.py tests/kernels/test_fused_feed_forward.py tests/kernels/test_fused_linear_cross_entropy.py \
@@ -47,6 +50,10 @@ lock:  ## requirements.lock: what CI installs before the package, at the version
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py
+
+docs:  ## the documentation site, in build/site: strict, and without a network
+	rm -rf build/site
+	$(PYTHON) -m sphinx -E -W --keep-going -n -q -d build/doctrees docs build/site
 
 dist:  ## build sdist and wheel, look into both, use the wheel in a clean environment
 	$(PYTHON) tests/project/check_distribution.py

@@ -6,9 +6,9 @@ As fast as PyTorch's own ops allow, and the place where edge cases are decided:
 - Statistics, softmax and losses accumulate as torch's own ops do for the dtype.
 - Numbers are torch's, also where they depend on the CPU: gelu(inf) is NaN where oneDNN runs its AVX-512 code, and inf
   elsewhere. The kernels compute the formula, inf.
-- Dropout draws from torch's generators. On a CPU it takes 16 random bits an element instead of torch's Bernoulli
-  sampling, which costs as much as the matrix product beside it (3000 x 2048 elements: 59 ms against 6 ms of random
-  bits, one core); the keep probability is quantised to 1/65536 and the quantised value is used in the scale.
+- Dropout draws from torch's generators; on a CPU 16 random bits an element, as torch's Bernoulli sampling costs as much
+  as the matrix product beside it (docs/kernels/shared.md). The keep probability is quantised to 1/65536, and the
+  quantised value is used in the scale.
 
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, M rows, V vocabulary.
 """

@@ -34,6 +34,8 @@ from fastformer.apps.train.weights import (
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.settings import check_value, to_plain
 
+__all__ = ["export_ctranslate2", "export_safetensors", "load_safetensors"]
+
 Model = TranslationModel | LanguageModel
 Dtype = Literal["float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32"]

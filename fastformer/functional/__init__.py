@@ -1,11 +1,11 @@
-"""The public ops, a file a family.
+"""The public ops.
 
 Every op checks its arguments, then runs its fused kernel or the reference: `auto` takes the kernel where it applies,
-`triton` raises with the reason where it does not. `choice` decides; `explain` says which it would be, and why.
-
-An op hides the file of its name: `functional.attention` is the function. All files are loaded here, at once, because
-loading one later would put the file in the function's place.
+`triton` raises with the reason where it does not. `explain` says which it would be, and why.
 """
+
+# An op hides the file of its name: `functional.attention` is the function. All files are loaded here, at once, because
+# loading one later would put the file in the function's place. `choice` alone decides between implementations.
 
 from fastformer.functional.attention import attention, attention_with_weights, packed_attention
 from fastformer.functional.choice import OPS, check_backend, explain

@@ -56,7 +56,7 @@ def attention(
         scale: K ** -0.5 if None.
 
     Returns:
-        `[B, H, T, Kv]`, of q's dtype (autocast: the autocast dtype).
+        `[B, H, T, Kv]`, of q's dtype, under autocast of autocast's.
 
     Raises:
         ValueError, TypeError: an argument does not fit, before anything runs.

@@ -1,9 +1,9 @@
 """Registration of launchers as torch ops, which torch.compile, fake tensors and opcheck understand.
 
 An op has a schema, a launcher and a fake; it carries no autograd: the `autograd.Function` beside it does, and all
-differentiable use goes through that. Defined by hand in a Library, an op costs 2 us a call; `torch.library.custom_op`
-costs 9 and `triton_op` 11, which moreover cannot be traced under the interpreter (measured on a CPU, trivial body).
-With tensors and numbers to convert it is 10 us of 30, so a call that nobody else looks at goes to the launcher itself.
+differentiable use goes through that. Ops are defined by hand in a Library, which costs a fifth of `custom_op` a call,
+and unlike `triton_op` can be traced under the interpreter; a call that nobody else looks at goes to the launcher
+itself. What each way costs stands in docs/kernels/shared.md.
 
 Triton is imported by the first call of an op, never by `import fastformer`.
 """

@@ -32,7 +32,8 @@ class Layout:
         positions: int64 `[T]`, on the tokens' device; the position of each token in its sequence.
         slots: int64 `[T]`, on the tokens' device; the row of each token in `[B * max_length]`, where every sequence
             starts at column 0.
-        shortest, max_length: the shortest and the longest length, 0 for an empty batch.
+        shortest: the shortest length, 0 for an empty batch.
+        max_length: the longest length, 0 for an empty batch.
         columns: the length L of the padded batch; max_length if there is none.
         origin: int64 `[T]`, on the tokens' device; the row of each token in the padded batch `[B * columns]`, which may
             have padding on the left and gaps.

@@ -14,7 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_WHEEL = {"fastformer", "fastformer_kernels"}
-IN_SDIST = {"pyproject.toml", "README.md", "LICENSE", "fastformer", "kernels", "tests", "benchmarks", "examples"}
+IN_SDIST = {
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "fastformer",
+    "kernels",
+    "tests",
+    "benchmarks",
+    "examples",
+    "docs",
+}
 USE = """
 import sys, torch, fastformer, fastformer_kernels
 assert sys.prefix in fastformer.__file__, fastformer.__file__

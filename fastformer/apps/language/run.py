@@ -118,18 +118,7 @@ class LanguageTrainConfig(TrainConfig):
     """`TrainConfig` with defaults for language models.
 
     No smoothing, which perplexity punishes, and a rate that falls to its minimum at the end of the budget.
-
-    Validation perplexity per token on the default docstrings, 8,000 pieces, one CPU core each, one seed; 50 warmup
-    steps if nothing else is said. The default model, 23 million parameters, 3 minutes:
-        TrainConfig's own: inverse_sqrt, 4,000 warmup steps, smoothing 0.1, 4,096 tokens a batch, 17 steps   30,063
-        cosine, lr 1e-3, 10 warmup steps, 4,096 tokens a batch, 19 steps                                      1,691
-        cosine, lr 3e-4, 1,024 tokens, 70 steps                                                               1,579
-        cosine, lr 1e-3, 1,024 tokens, 76 steps                                                               1,455
-        cosine, lr 1e-3, 512 tokens, 148 steps                                                                1,342
-    d_model 256, 4 layers, cosine, lr 1e-3, 2 minutes:
-        4,096 tokens, 44 steps                                                                                1,429
-        1,024 tokens, 173 steps                                                                               1,010
-    512 tokens would have room for two of the longest pieces only. Not measured on a GPU.
+    What other settings gave stands in docs/language-models.md.
     """
 
     schedule: str = inherited(TrainConfig, "schedule", default="cosine")

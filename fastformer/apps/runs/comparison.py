@@ -15,6 +15,8 @@ from fastformer.apps.system.guarded import check_path
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.apps.train.metrics import LOWER_IS_BETTER
 
+__all__ = ["Comparison", "RunSummary", "compare_runs", "summarise"]
+
 VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
 _COUNTS = ("kind", "step", "epoch", "seconds")
 _SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bucket")  # settings of data that change no token
@@ -30,7 +32,8 @@ class RunSummary:
         settings: everything of config.toml, as "section.key".
         records: of metrics.jsonl.
         parameters: of the model, tied ones counted once.
-        steps, seconds: of training so far, validations included.
+        steps: of training so far.
+        seconds: of training so far, validations included.
         clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
         best_step: where validation was best by the run's own metric.
         best: all values of that validation.

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "benchmarks.report": "test_benchmark_report.py",
     "benchmarks.tuning": "test_tuning.py",
 }
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 LINKING = [*DOCUMENTS, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"))]
 TARGETS = {target for path in DOCUMENTS for target in re.findall(r"^\((.+)\)=$", path.read_text("utf-8"), re.M)}
 MULTI30K = {"train": ("train", 60), "valid": ("val", 5), "test": ("test_2016_flickr", 5)}
@@ -240,6 +241,17 @@ def test_every_page_that_code_names_exists() -> None:
     for path in [*(ROOT / "fastformer").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file(), f"{path}: {name}"
+
+
+def test_the_annotated_tree_has_every_folder_and_no_other() -> None:
+    blocks_of_text = [block.text for block in blocks(CONTRIBUTING.read_text("utf-8")) if block.language == "text"]
+    named = set(re.findall(r"(?:^|(?<=[\s/]))([\w.]+)(?=/(?:\s|\w))", blocks_of_text[0], re.M))
+    package = ROOT / "fastformer"
+    folders = {
+        path.name for top in (package, package / "apps") for path in top.iterdir() if (path / "__init__.py").exists()
+    }
+    roots = {"fastformer", "kernels", "fastformer_kernels", "benchmarks", "tests", "recipes", "examples", "docs"}
+    assert named - {"support", "gpu"} == folders | roots
 
 
 def test_every_version_of_python_that_we_name_runs_the_tests() -> None:

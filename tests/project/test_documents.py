@@ -42,6 +42,7 @@ ELSEWHERE = {
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 LINKING = [*DOCUMENTS, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"))]
 TARGETS = {target for path in DOCUMENTS for target in re.findall(r"^\((.+)\)=$", path.read_text("utf-8"), re.M)}
+NEEDS = {"transformers": "import transformers", "triton": r"TRITON_INTERPRET|benchmarks\.(codegen|host)"}
 MULTI30K = {"train": ("train", 60), "valid": ("val", 5), "test": ("test_2016_flickr", 5)}
 LANGUAGES = {"python", "bash", "text", "toml", "{eval-rst}", "{toctree}", "{glossary}", "{math}"}
 
@@ -104,8 +105,10 @@ def succeed(arguments: list[str], folder: Path) -> str:
 @pytest.mark.parametrize("path", pages("python", "bash"))
 def test_every_block_runs(path: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order; a page's Python is one program."""
-    if "transformers" in (markdown := path.read_text(encoding="utf-8")):
-        pytest.importorskip("transformers")
+    markdown = path.read_text(encoding="utf-8")
+    for module, sign in NEEDS.items():
+        if re.search(sign, markdown):
+            pytest.importorskip(module)
     folder = tmp_path / "page"
     shutil.copytree(place, folder)
     published_files(folder / "FOLDER", monkeypatch)
@@ -184,7 +187,6 @@ def check_options(words: list[str], help_text: str) -> None:
 @functools.cache
 def host_times(*arguments: str) -> str:
     """What it prints; it compiles kernels, which the interpreter of the other tests does not."""
-    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.host", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout

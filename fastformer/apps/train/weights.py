@@ -74,13 +74,21 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-    return weights | {name: weights[kept] for name, kept in metadata.items() if kept in weights}
+    return {name: weights[kept] for name, kept in metadata.items() if kept in weights} | weights
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
-    """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs."""
+    """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs.
+
+    A parameter that the model has under two names must be the same under both, or one of them would be lost.
+    """
     expected = model.state_dict()
     check_tensors_fit(facts_of(weights), expected, origin)
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if weights[name] is not weights[other] and not torch.equal(weights[name], weights[other]):
+            raise CheckpointError(f"{origin}: holds different numbers as {other} and {name}, which this model ties")
     model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
 
 

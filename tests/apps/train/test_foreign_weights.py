@@ -118,6 +118,17 @@ def test_weights_that_are_no_numbers_are_refused(exported: Path, value: float) -
         load_safetensors(exported)
 
 
+def test_tied_weights_are_one_thing(tmp_path: Path) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second})
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    put_weights(model, weights, "here")
+    weights["second.weight"] = weights["second.weight"] + 1
+    with pytest.raises(CheckpointError, match=r"different numbers as first.weight and second.weight"):
+        put_weights(model, weights, "here")
+
+
 def test_training_goes_on_from_numbers_only(tmp_path: Path) -> None:
     train_task.trainer(tmp_path, train_task.config(steps=2)).fit()
     checkpoint = CheckpointFolder(tmp_path / "checkpoints").open()

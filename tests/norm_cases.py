@@ -21,14 +21,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def use_one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that each walks over many tiles."""
-    norm = pytest.importorskip("fastformer_kernels.norm")
+    norm = pytest.importorskip("fastformer_kernels.norms.layer_norm")
     device_of = norm.device_of
     monkeypatch.setattr(norm, "device_of", lambda x: device_of(x)._replace(multiprocessors=1))
 
 
 def record_partials(monkeypatch: pytest.MonkeyPatch, module: str) -> list[tuple[torch.dtype | None, ...]]:
     """Return a list that gets, at each backward, the dtypes for which it allocates partial sums."""
-    kernels = pytest.importorskip(f"fastformer_kernels.{module}")
+    kernels = pytest.importorskip(f"fastformer_kernels.norms.{module}")
     asked, new_partials = [], kernels.new_partials
 
     def record(x, programs, *dtypes):

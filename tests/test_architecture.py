@@ -1,6 +1,7 @@
 """The floors: a file imports only from floors below it, and the package itself is light to import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,50 @@ def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
     program = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
     run = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr
+
+
+KERNELS = sorted(path for path in (ROOT / "kernels" / "fastformer_kernels").glob("*/*.py") if path.stem != "__init__")
+
+
+def kernel_parameters(path: Path) -> dict[str, list[str]]:
+    """The parameters of each kernel of a file: the functions that `launch` starts, and those that they call."""
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and any("tl.constexpr" in ast.unparse(x) for x in node.args.args):
+            found[node.name] = [argument.arg for argument in node.args.args]
+    return found
+
+
+def unexplained(parameters: list[str], legend: str, launched: bool) -> list[str]:
+    """The parameters whose letters a legend does not have, or, of a kernel, that are strides of no tensor of its own."""
+    letters = set(re.findall(r"\b([A-Za-z]) \w{2}", legend.split("Letters:", 1)[-1].split("\n\n")[0]))
+    wrong = []
+    for name in parameters:
+        stride = re.fullmatch(r"stride_(\w+)_([a-z])", name)
+        if stride:
+            known = stride[2].upper() in letters and (not launched or f"{stride[1]}_ptr" in parameters)
+        else:
+            letter = re.fullmatch(r"(?:\w+_)?([A-Z])|([a-z])_ptr", name)
+            known = not ("stride" in name and launched) if letter is None else (letter[1] or letter[2]) in letters
+        if not known:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_letter_of_a_kernel_is_in_the_legend_of_its_room(path):
+    legend = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text(encoding="utf-8"))) or ""
+    text = path.read_text(encoding="utf-8")
+    for kernel, parameters in kernel_parameters(path).items():
+        launched = re.search(rf"launch\(\s*{kernel}\b", "".join(p.read_text() for p in path.parent.glob("*.py")))
+        assert not unexplained(parameters, legend, launched is not None), f"{path.name}: {kernel}"
+    assert not re.search(r"\bstride_[a-z]{2}\b", text), "a stride that does not say whose it is"
+
+
+def test_the_legend_is_asked_for_every_letter():
+    legend = "Letters: B batch, T queries; q queries."
+    assert unexplained(["q_ptr", "stride_q_b", "stride_q_t", "T", "BLOCK_T", "tiles"], legend, True) == []
+    assert unexplained(["stride_q_b", "stride"], legend, True) == ["stride_q_b", "stride"]  # of which tensor?
+    assert unexplained(["q_ptr", "stride_q_h", "stride_qb", "k_ptr", "S"], legend, True) == [
+        "stride_q_h", "stride_qb", "k_ptr", "S",
+    ]  # fmt: skip

@@ -78,7 +78,7 @@ def test_without_biases(activation):
 
 def test_many_rows_a_program(monkeypatch):
     """On a small GPU a program takes several tiles of rows: the sum of the bias's gradient goes on over all of them."""
-    launch = pytest.importorskip("fastformer_kernels.feed_forward")
+    launch = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     monkeypatch.setattr(launch, "_row_programs", lambda *_: 2)
     for activation in ("relu", "geglu"):
         tensors = inputs_of((77, 3), 256, 2, activation)
@@ -87,7 +87,7 @@ def test_many_rows_a_program(monkeypatch):
 
 def test_many_partial_sums():
     """More programs than the second kernel takes at a time, which is 64."""
-    launch = pytest.importorskip("fastformer_kernels.feed_forward")
+    launch = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     partials = torch.randn(130, 37, device=DEVICE)
     with poisoned():
         total = launch._add_partials(partials, partials)
@@ -99,7 +99,7 @@ def test_many_partial_sums():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_activation_everywhere(activation, dtype):
     """From far below to far above zero, where an approximation could differ; bias 0, weights 1."""
-    kernels = pytest.importorskip("fastformer_kernels.feed_forward")
+    kernels = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     x = torch.linspace(-12, 12, 4096).to(DEVICE, dtype)
     h = torch.stack([x, x.flip(0)], 1) if activation.endswith("glu") else x[:, None]
     exact = h.double().requires_grad_()
@@ -131,7 +131,7 @@ def test_infinity_and_not_a_number(activation):
 
     Not what torch makes of them here: its gelu(inf) is NaN where oneDNN runs its AVX-512 code, and inf elsewhere.
     """
-    kernels = pytest.importorskip("fastformer_kernels.feed_forward")
+    kernels = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0], device=DEVICE)
     h = torch.cat([x[:, None], torch.ones(4, 1, device=DEVICE)], 1) if activation.endswith("glu") else x[:, None]
     found = kernels.activate(h, None, activation, 0.0)

@@ -47,7 +47,7 @@ def test_very_long_rows():
 
 def test_many_partial_sums():
     """More programs than the second kernel takes at a time, which is 64."""
-    norm = pytest.importorskip("fastformer_kernels.norm")
+    norm = pytest.importorskip("fastformer_kernels.norms.rows")
     partials = torch.randn(130, 37, device=DEVICE), torch.randn(130, 37, device=DEVICE)
     for total, partial in zip(norm.sum_partials(partials[0], partials, *[torch.float32] * 2), partials, strict=True):
         assert_close(total, partial.sum(0))

@@ -24,7 +24,7 @@ IGNORED = -100
 
 @pytest.fixture
 def kernels():
-    return pytest.importorskip("fastformer_kernels.linear_cross_entropy")
+    return pytest.importorskip("fastformer_kernels.linear_cross_entropy.kernels")
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer_kernels import (
-    attention,
-    attention_backward,
-    attention_bounds,
-    attention_decode,
-    attention_mask_gradient,
-    attention_weights,
-)
+from fastformer_kernels.attention import backward as attention_backward
+from fastformer_kernels.attention import decode as attention_decode
+from fastformer_kernels.attention import delta as attention_delta
+from fastformer_kernels.attention import forward as attention
+from fastformer_kernels.attention import mask_gradient as attention_mask_gradient
+from fastformer_kernels.attention import problem as attention_problem
+from fastformer_kernels.attention import weights as attention_weights
 
 B, H = 4, 8
 # Sizes of the tiles change at these lengths.
@@ -86,7 +85,7 @@ def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
         lse = lse_of(settings, T)
         match name:
             case "delta":
-                return attention_backward.delta(q, q, lse, *settings)
+                return attention_delta.delta(q, q, lse, *settings)
             case "weights":
                 return attention_weights.weights(q, k, lse, *settings)
             case "mask gradient":
@@ -144,7 +143,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     each = meta(B, dtype=torch.int64)
     yield (
         "bounds",
-        lambda: attention_bounds.bounds(each, each, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, each),
+        lambda: attention_problem.bounds(each, each, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, each),
     )
     offsets = meta(B + 1, dtype=torch.int64)
-    yield "bounds packed", lambda: attention_bounds.bounds(offsets, offsets, None, B, 512, 512, True, False, offsets)
+    yield "bounds packed", lambda: attention_problem.bounds(offsets, offsets, None, B, 512, 512, True, False, offsets)

@@ -95,40 +95,40 @@ def _bounds_fake(
 
 _forward = define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
-    "attention.forward",
+    "attention.forward.forward",
     _forward_fake,
 )
 _decode = define(
     f"attention_decode(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> Tensor",
-    "attention_decode.decode",
+    "attention.decode.decode",
     _decode_fake,
 )
 _weights = define(
     f"attention_weights(Tensor q, Tensor k, Tensor lse, {_SETTINGS}) -> Tensor",
-    "attention_weights.weights",
+    "attention.weights.weights",
     _weights_fake,
 )
 _delta = define(
     f"attention_delta(Tensor out, Tensor dout, Tensor lse, {_SETTINGS}) -> Tensor",
-    "attention_backward.delta",
+    "attention.delta.delta",
     _delta_fake,
 )
 _backward = define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor? dweights, "
     f"bool wants_q, bool wants_keys, bool fast, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-    "attention_backward.backward",
+    "attention.backward.backward",
     _backward_fake,
 )
 _mask_gradient = define(
     "attention_mask_gradient(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor? dweights, "
     f"{_SETTINGS}) -> Tensor",
-    "attention_mask_gradient.mask_gradient",
+    "attention.mask_gradient.mask_gradient",
     _mask_gradient_fake,
 )
 _bounds = define(
     "attention_bounds(Tensor? query_lengths, Tensor? key_lengths, Tensor? key_mask, SymInt batch, SymInt queries, "
     "SymInt keys, bool packed, bool bottom_right, Tensor like) -> Tensor",
-    "attention_bounds.bounds",
+    "attention.problem.bounds",
     _bounds_fake,
 )
 

@@ -52,14 +52,14 @@ def _backward_fake(
 _forward = define(
     "dropout_add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
     "float dropout_p, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "dropout_add_layer_norm.forward",
+    "norms.dropout_add_layer_norm.forward",
     _forward_fake,
 )
 _backward = define(
     "dropout_add_layer_norm_backward(Tensor? dy, Tensor? ds, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
     "Tensor? seed, float dropout_p, ScalarType? dresidual, ScalarType? dx, ScalarType? dw, ScalarType? db) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    "dropout_add_layer_norm.backward",
+    "norms.dropout_add_layer_norm.backward",
     _backward_fake,
 )
 

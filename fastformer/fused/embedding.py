@@ -34,12 +34,12 @@ def _scaled_gradient_fake(dout: Tensor, seed: Tensor | None, scale: float, dropo
 _embedding = define(
     "embedding(Tensor ids, Tensor weight, Tensor? positions, Tensor? table, Tensor? seed, float scale, "
     "float dropout_p) -> Tensor",
-    "embedding.embedding",
+    "embedding.kernels.embedding",
     _embedding_fake,
 )
 _scaled_gradient = define(
     "embedding_scaled_gradient(Tensor dout, Tensor? seed, float scale, float dropout_p) -> Tensor",
-    "embedding.scaled_gradient",
+    "embedding.kernels.scaled_gradient",
     _scaled_gradient_fake,
 )
 

@@ -46,18 +46,18 @@ def _relu_backward_fake(da: Tensor, a: Tensor, dropout_p: float, wants_bias: boo
 
 _activate = define(
     "feed_forward_activate(Tensor h, Tensor? seed, str activation, float dropout_p) -> Tensor",
-    "feed_forward.activate",
+    "feed_forward.kernels.activate",
     _activate_fake,
 )
 _activate_backward = define(
     "feed_forward_activate_backward(Tensor da, Tensor h, Tensor? seed, str activation, float dropout_p, "
     "bool wants_a, bool wants_bias) -> (Tensor, Tensor, Tensor)",
-    "feed_forward.activate_backward",
+    "feed_forward.kernels.activate_backward",
     _activate_backward_fake,
 )
 _relu_backward = define(
     "feed_forward_relu_backward(Tensor da, Tensor a, float dropout_p, bool wants_bias) -> (Tensor, Tensor)",
-    "feed_forward.relu_backward",
+    "feed_forward.kernels.relu_backward",
     _relu_backward_fake,
 )
 

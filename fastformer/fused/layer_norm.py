@@ -90,13 +90,13 @@ def _backward_fake(
 
 _forward = define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    "layer_norm.forward",
+    "norms.layer_norm.forward",
     _forward_fake,
 )
 _backward = define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
     "ScalarType? dx, ScalarType? dw, ScalarType? db) -> (Tensor, Tensor, Tensor)",
-    "layer_norm.backward",
+    "norms.layer_norm.backward",
     _backward_fake,
 )
 

@@ -54,12 +54,12 @@ def _fake_backward(
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float smoothing, bool[3] wanted"
 _forward = define(
     f"linear_cross_entropy({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    "linear_cross_entropy.forward",
+    "linear_cross_entropy.kernels.forward",
     _fake_forward,
 )
 _backward = define(
     f"linear_cross_entropy_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
-    "linear_cross_entropy.backward",
+    "linear_cross_entropy.kernels.backward",
     _fake_backward,
 )
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, torch.dtype}
-LAUNCHERS: dict[str, str] = {}  # op -> `FILE.FUNCTION` in fastformer_kernels
+LAUNCHERS: dict[str, str] = {}  # op -> `ROOM.FILE.FUNCTION` in fastformer_kernels
 _LIBRARY = torch.library.Library("fastformer", "DEF")  # type: ignore[no-untyped-call]
 
 
 @cache
 def _launcher(module: str, function: str) -> Callable[..., Any]:
-    from fastformer_kernels.plan import planned
+    from fastformer_kernels.host.plan import planned
 
     return planned(getattr(importlib.import_module(f"fastformer_kernels.{module}"), function))
 
@@ -33,14 +33,14 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
 
     Args:
         schema: `NAME(Tensor x, float eps) -> (Tensor, Tensor)`; what is written to is `Tensor(a!)`.
-        launcher: `FILE.FUNCTION` in fastformer_kernels, called with the op's arguments.
+        launcher: `ROOM.FILE.FUNCTION` in fastformer_kernels, called with the op's arguments.
         fake: takes the same arguments and returns empty tensors of the shapes, dtypes and strides of the results.
 
     Returns:
         A function of the op's arguments that calls it.
     """
     name = schema.split("(")[0]
-    module, function = launcher.split(".")
+    module, function = launcher.rsplit(".", 1)
     LAUNCHERS[name] = launcher
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]

@@ -23,13 +23,13 @@ def _backward_fake(
 
 _forward = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
-    "rms_norm.forward",
+    "norms.rms_norm.forward",
     _forward_fake,
 )
 _backward = define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, ScalarType? dx, ScalarType? dw) "
     "-> (Tensor, Tensor)",
-    "rms_norm.backward",
+    "norms.rms_norm.backward",
     _backward_fake,
 )
 

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import (
+from fastformer_kernels.attention.problem import (
     Problem,
     attends,
     lined_up,
@@ -20,7 +20,7 @@ from fastformer_kernels.attention_problem import (
     views,
     whole_lines,
 )
-from fastformer_kernels.attention_tiles import (
+from fastformer_kernels.attention.tiles import (
     load_bounds,
     load_lse,
     offset,
@@ -28,7 +28,7 @@ from fastformer_kernels.attention_tiles import (
     score_gradient,
     weight_gradient,
 )
-from fastformer_kernels.launch import guard, launch, noted
+from fastformer_kernels.host.launch import guard, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -36,9 +36,10 @@ from fastformer_kernels.random import row_keys
 def _attention_mask_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gt, stride_lb, stride_lh, stride_db, stride_dh, stride_dt,
-    stride_wb, stride_wh, stride_wt, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h,
+    stride_dmask_b, stride_dmask_h, stride_dmask_t, stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, key_tiles, B, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -60,36 +61,38 @@ def _attention_mask_gradient(
         _q, last_query, _k, first_key, last_key, moved, _gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
         for shared_h in tl.range(0, H if SUM_H else 1):
             h = shared_h if SUM_H else owner % mask_heads
-            q_head = q_ptr + offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh)
-            dout_head = dout_ptr + offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh)
-            k_head = k_ptr + offset(b, ALIGN, stride_kb) + offset(h // GROUP, ALIGN, stride_kh)
-            v_head = v_ptr + offset(b, ALIGN, stride_vb) + offset(h // GROUP, ALIGN, stride_vh)
-            row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh)
+            q_head = q_ptr + offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h)
+            dout_head = dout_ptr + offset(b, ALIGN, stride_dout_b) + offset(h, ALIGN, stride_dout_h)
+            k_head = k_ptr + offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h)
+            v_head = v_ptr + offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h)
+            row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h)
             real = (rows < last_query)[:, None] & in_head
-            its_key_mask = key_mask_ptr + offset(b, 1, stride_cb)
+            its_key_mask = key_mask_ptr + offset(b, 1, stride_key_mask_b)
             real_keys = real_columns(columns, first_key, last_key, its_key_mask, HAS_KEY_MASK)[:, None] & in_head
-            q = tl.load(q_head + wide_rows * stride_qt * ALIGN + dims[None, :], mask=real, other=0.0)
-            dout = tl.load(dout_head + wide_rows * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0)
-            k = tl.load(k_head + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
-            v = tl.load(v_head + wide_columns * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
+            dout = tl.load(dout_head + wide_rows * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
+            k = tl.load(k_head + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+            v = tl.load(v_head + wide_columns * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
             lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
             delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
             dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
             if HAS_DWEIGHTS:
-                dweights_head = dweights_ptr + offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
-                dp += weight_gradient(dweights_head, stride_wt, rows[:, None], columns[None, :], T, last_key)
+                dweights_head = dweights_ptr + offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
+                dp += weight_gradient(dweights_head, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             _kept, ds = score_gradient(
                 dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :],
                 keys[:, None], its_key_mask,
-                mask_ptr + offset(b, 1, stride_mb) + offset(h, 1, stride_mh), stride_mt, stride_ms,
+                mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h), stride_mask_t, stride_mask_s,
                 T, first_key, last_key, moved, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT,
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             total += ds
-    to = dmask_ptr + offset(owner // mask_heads, 1, stride_db) + offset(owner % mask_heads, 1, stride_dh)
-    tl.store(to + wide_rows * stride_dt + columns[None, :], total, mask=(rows < T)[:, None] & (columns < S)[None, :])
+    to = dmask_ptr + offset(owner // mask_heads, 1, stride_dmask_b) + offset(owner % mask_heads, 1, stride_dmask_h)
+    tl.store(
+        to + wide_rows * stride_dmask_t + columns[None, :], total, mask=(rows < T)[:, None] & (columns < S)[None, :]
+    )
 
 
 def mask_gradient(

@@ -9,8 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted, power_of_two
-from fastformer_kernels.random import keep_tile, threshold_and_scale
+from fastformer_kernels.host.launch import (
+    cdiv,
+    guard,
+    inner_contiguous,
+    kernel,
+    launch,
+    noted,
+    power_of_two,
+    threshold_and_scale,
+)
+from fastformer_kernels.random import keep_tile
 
 
 @triton.jit
@@ -21,7 +30,7 @@ def rows_of(matrix_ptr, ids, count, stride, columns, inside):
     return tl.load(matrix_ptr + at, mask=inside & there[:, None], other=float("nan")).to(tl.float32)
 
 
-@kernel("N", "weight_stride", "table_stride", anywhere=["ids_ptr", "positions_ptr", "seed_ptr"])
+@kernel("N", "stride_weight_v", "stride_table_p", anywhere=["ids_ptr", "positions_ptr", "seed_ptr"])
 def embedding_kernel(
     ids_ptr,
     weight_ptr,
@@ -33,8 +42,8 @@ def embedding_kernel(
     N,
     V,
     P,
-    weight_stride,
-    table_stride,
+    stride_weight_v,
+    stride_table_p,
     scale,
     threshold,
     dropout_scale,
@@ -47,10 +56,10 @@ def embedding_kernel(
     columns = first_column + tl.arange(0, BLOCK_N)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     ids = tl.load(ids_ptr + rows, mask=rows < M, other=0)
-    out = rows_of(weight_ptr, ids, V, weight_stride, columns, inside) * scale
+    out = rows_of(weight_ptr, ids, V, stride_weight_v, columns, inside) * scale
     if positions_ptr is not None:
         positions = tl.load(positions_ptr + rows, mask=rows < M, other=0)
-        out += rows_of(table_ptr, positions, P, table_stride, columns, inside)
+        out += rows_of(table_ptr, positions, P, stride_table_p, columns, inside)
     if seed_ptr is not None:
         keep = keep_tile(tl.load(seed_ptr), rows, first_column, 0, threshold, BLOCK_M, BLOCK_N)
         out = tl.where(keep, out * dropout_scale, 0.0)
@@ -114,12 +123,12 @@ def embedding(
     ids, weight = ids.contiguous(), inner_contiguous(weight)
     if positions is not None and table is not None:
         positions, table = positions.contiguous(), inner_contiguous(table)
-    P, table_stride = (0, 0) if table is None else (table.shape[0], table.stride(0))
+    P, stride_table_p = (0, 0) if table is None else (table.shape[0], table.stride(0))
     block = tile(N)
     grid = (cdiv(M, block["BLOCK_M"]), cdiv(N, block["BLOCK_N"]))
     tensors = (ids, weight, positions, table, seed, out)
     sizes = (M, N, weight.shape[0], P)
-    strides = (weight.stride(0), table_stride)
+    strides = (weight.stride(0), stride_table_p)
     dropout = threshold_and_scale(dropout_p)
     with guard(weight):
         launch(embedding_kernel, grid, *tensors, *sizes, *strides, scale, *dropout, **block)

@@ -1,21 +1,41 @@
-"""What the launchers of all attention kernels share: the arguments, as the kernels take them."""
+"""What the launchers of all attention kernels share: the settings as the kernels take them, and where sequences lie.
+
+The latter is worked out on the device: nothing waits for it on the host. Lengths, a bool key mask or the offsets of
+packed sequences become one int32 `[B, 8]` tensor that every attention kernel reads; its columns are named in `tiles`. A
+key mask is reduced to its first and last real key, for skipping tiles of padding on the left and on the right, and a
+flag for gaps in between.
+"""
 
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import as_bytes, device_of, inner_contiguous, kernel, power_of_two, precision
-from fastformer_kernels.random import threshold_and_scale
+from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.host.launch import (
+    as_bytes,
+    device_of,
+    guard,
+    inner_contiguous,
+    kernel,
+    launch,
+    noted,
+    power_of_two,
+    precision,
+    threshold_and_scale,
+)
 
 # What a kernel of heads is compiled for: rows of masks, of their gradient and of that of weights are `lined_up`. Not
 # every kernel has them all.
 attends = kernel(
-    *("stride_mb", "stride_mh", "stride_mt", "stride_ms", "stride_wb", "stride_wh", "stride_wt"),
-    *("stride_db", "stride_dh", "stride_dt"),
+    *("stride_mask_b", "stride_mask_h", "stride_mask_t", "stride_mask_s"),
+    *("stride_dmask_b", "stride_dmask_h", "stride_dmask_t"),
+    *("stride_dweights_b", "stride_dweights_h", "stride_dweights_t"),
     anywhere=["bounds_ptr", "key_mask_ptr", "seed_ptr"],
 )
 _LINE = 16  # elements
+_BLOCK = tl.constexpr(1024)  # keys that one row of the bounds looks at, at a time
 
 
 class View(NamedTuple):
@@ -68,21 +88,8 @@ def row_strides(x: Tensor) -> tuple[int, int]:
     return (0, x.stride(0)) if x.dim() == 2 else (x.stride(-3), x.stride(-2))
 
 
-class Problem(NamedTuple):
-    """What all attention kernels take besides the tensors of heads."""
-
-    bounds: Tensor | None  # int32 [B, 8] of `attention_bounds`
-    key_mask: Tensor | None  # bool [B, S]; needed where the bounds say that there are gaps
-    mask: Tensor | None  # bool or additive, broadcastable to [B, H, T, S]
-    seed: Tensor | None  # int64 [1]; dropout if given
-    queries: int  # T; of the longest sequence where packed
-    keys: int  # S; likewise
-    shift: int  # of the diagonal, where there are no bounds
-    left: int  # of the window, -1 = unlimited
-    right: int  # likewise; 0 = causal
-    scale: float
-    softcap: float  # 0 = none
-    dropout_p: float
+class Problem(Settings):
+    """The settings of a call, as launchers read them."""
 
     @classmethod
     def of(cls, *settings: Any) -> "Problem":
@@ -198,3 +205,82 @@ def score_tile(q: Tensor) -> dict[str, int]:
         if width > 128 and generation != 9:
             block = 16
     return {"BLOCK_T": block, "BLOCK_S": block, "num_warps": 8, "num_stages": 1}
+
+
+@kernel(anywhere=["query_lengths_ptr", "key_lengths_ptr", "key_mask_ptr"])
+def _attention_bounds(
+    bounds_ptr, query_lengths_ptr, key_lengths_ptr, key_mask_ptr, T, S,
+    PACKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_QUERY_LENGTHS: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+):  # fmt: skip
+    """Fill one row; where packed, the pointers of the lengths are those of offsets."""
+    b = tl.program_id(0)
+    q_base, k_base, queries, keys = b * 0, b * 0, b * 0 + T, b * 0 + S
+    if PACKED:
+        q_base = tl.load(query_lengths_ptr + b).to(tl.int32)
+        k_base = tl.load(key_lengths_ptr + b).to(tl.int32)
+        queries = tl.load(query_lengths_ptr + b + 1).to(tl.int32) - q_base
+        keys = tl.load(key_lengths_ptr + b + 1).to(tl.int32) - k_base
+    else:
+        # Lengths on a GPU are not checked on the host, which would wait for them; no kernel may leave its tensor.
+        if HAS_QUERY_LENGTHS:
+            queries = tl.minimum(tl.maximum(tl.load(query_lengths_ptr + b).to(tl.int32), 0), T)
+        if HAS_KEY_LENGTHS:
+            keys = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + b).to(tl.int32), 0), S)
+    first, last, gaps = b * 0, keys, b * 0
+    if HAS_KEY_MASK:
+        row = key_mask_ptr + b.to(tl.int64) * S
+        low = tl.full((_BLOCK,), 2147483647, tl.int32)
+        high = tl.zeros((_BLOCK,), tl.int32)
+        seen = tl.zeros((_BLOCK,), tl.int32)
+        for start in tl.range(0, S, _BLOCK):
+            at = start + tl.arange(0, _BLOCK)
+            real = tl.load(row + at, mask=at < keys, other=0) != 0
+            low = tl.where(real, tl.minimum(low, at), low)
+            high = tl.where(real, tl.maximum(high, at + 1), high)
+            seen += real.to(tl.int32)
+        last = tl.max(high, 0)
+        first = tl.minimum(tl.min(low, 0), last)
+        gaps = (last - first - tl.sum(seen, 0) != 0).to(tl.int32)
+    shift = keys - queries if BOTTOM_RIGHT else b * 0
+    to = bounds_ptr + b * 8
+    tl.store(to, q_base)
+    tl.store(to + 1, queries)
+    tl.store(to + 2, k_base)
+    tl.store(to + 3, first)
+    tl.store(to + 4, last)
+    tl.store(to + 5, shift)
+    tl.store(to + 6, gaps)
+    tl.store(to + 7, b * 0)
+
+
+def bounds(
+    query_lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    key_mask: Tensor | None,
+    batch: int,
+    queries: int,
+    keys: int,
+    packed: bool,
+    bottom_right: bool,
+    like: Tensor,
+) -> Tensor:
+    """Return the bounds, int32 `[B, 8]`, on the device of `like`.
+
+    Args:
+        query_lengths, key_lengths: integers `[B]`, or where packed the offsets `[B + 1]`.
+        key_mask: bool `[B, S]`, True = a real key.
+        batch, queries, keys: B, T and S.
+        packed: whether the lengths are offsets.
+        bottom_right: whether the last query of a sequence meets its last key.
+        like: any tensor on the device.
+    """
+    result = noted(like.new_empty((batch, 8), dtype=torch.int32))
+    if batch == 0:
+        return result
+    lengths = [like if x is None else x.contiguous() for x in (query_lengths, key_lengths)]
+    mask = like if key_mask is None else as_bytes(key_mask.contiguous())
+    constants = (packed, bottom_right, query_lengths is not None, key_lengths is not None, key_mask is not None)
+    with guard(like):
+        launch(_attention_bounds, (batch,), result, *lengths, mask, queries, keys, *constants, num_warps=4)
+    return result

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, attends, head_width, is_exact, row_strides, views
-from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted
+from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, row_strides, views
+from fastformer_kernels.attention.tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
+from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -26,7 +26,7 @@ from fastformer_kernels.random import row_keys
 def _dots(
     q,
     k_ptrs,
-    stride_ks,
+    stride_k_s,
     j,
     columns,
     last_key,
@@ -37,15 +37,16 @@ def _dots(
 ):
     """Multiply the queries with tile j of the keys: `[BLOCK_T, BLOCK_S]`. Keys beyond the last are zeros."""
     real = (j * BLOCK_S + columns < last_key)[:, None] & in_head
-    k = tl.load(k_ptrs + offset(j, BLOCK_S * ALIGN, stride_ks), mask=real, other=0.0)
+    k = tl.load(k_ptrs + offset(j, BLOCK_S * ALIGN, stride_k_s), mask=real, other=0.0)
     return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
 
 
 @attends
 def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_ot, stride_lb, stride_lh, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_out_b, stride_out_h, stride_out_t, stride_lse_b, stride_lse_h,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -61,14 +62,14 @@ def _attention(
     if first_row >= end_row:
         return
     rows, dims = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    q_ptr += offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh) + offset(q_base, ALIGN, stride_qt)
-    k_ptr += offset(b, ALIGN, stride_kb) + offset(h // GROUP, ALIGN, stride_kh) + offset(k_base, ALIGN, stride_ks)
-    v_ptr += offset(b, ALIGN, stride_vb) + offset(h // GROUP, ALIGN, stride_vh) + offset(k_base, ALIGN, stride_vs)
-    key_mask_ptr += offset(b, 1, stride_cb)
-    mask_ptr += offset(b, 1, stride_mb) + offset(h, 1, stride_mh)
+    q_ptr += offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
+    mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
     in_head = dims[None, :] < K
     real = (rows < last_query)[:, None]
-    q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * stride_qt * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
+    q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
 
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
@@ -84,21 +85,21 @@ def _attention(
     # Tiles in the order of work: first the whole ones, then those that need masks.
     whole, count = full_end - full_begin, end - begin
     columns = tl.arange(0, BLOCK_S)
-    k_ptrs = k_ptr + columns.to(tl.int64)[:, None] * stride_ks * ALIGN + dims[None, :]
-    v_ptrs = v_ptr + columns.to(tl.int64)[:, None] * stride_vs * ALIGN + dims[None, :]
+    k_ptrs = k_ptr + columns.to(tl.int64)[:, None] * stride_k_s * ALIGN + dims[None, :]
+    v_ptrs = v_ptr + columns.to(tl.int64)[:, None] * stride_v_s * ALIGN + dims[None, :]
     j = tl.where(whole > 0, full_begin, begin)
     next_dots = acc  # only for the name to exist
     if AHEAD:
-        next_dots = _dots(q, k_ptrs, stride_ks, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        next_dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
     for i in tl.range(0, whole):
         j = full_begin + i
         n = tl.where(i + 1 < whole, j + 1, begin + tl.where(begin < full_begin, 0, whole))
         dots = next_dots
         if AHEAD:
-            next_dots = _dots(q, k_ptrs, stride_ks, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+            next_dots = _dots(q, k_ptrs, stride_k_s, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
         else:
-            dots = _dots(q, k_ptrs, stride_ks, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
-        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_vs), mask=in_head, other=0.0)
+            dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=in_head, other=0.0)
         s = scores(dots, scale, softcap, HAS_SOFTCAP)
         at = j * BLOCK_S + columns
         acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
@@ -108,25 +109,25 @@ def _attention(
         n = tl.where(n < full_begin, n, n + whole)
         dots = next_dots
         if AHEAD:
-            next_dots = _dots(q, k_ptrs, stride_ks, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+            next_dots = _dots(q, k_ptrs, stride_k_s, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
         else:
-            dots = _dots(q, k_ptrs, stride_ks, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+            dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
         at = j * BLOCK_S + columns
         real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
-        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_vs), mask=real_keys & in_head, other=0.0)
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys & in_head, other=0.0)
         s = scores(dots, scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
-        s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mt, stride_ms, T, last_key,
+        s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
                  HAS_KEY_MASK, MASK)  # fmt: skip
         acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
 
     alive = (total != 0.0) & (rows < last_query)  # a NaN is alive, and shows
     scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
     out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
-    out_ptr += offset(b, ALIGN, stride_ob) + offset(h, ALIGN, stride_oh) + offset(q_base, ALIGN, stride_ot)
+    out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
     written = (rows < end_row)[:, None] & in_head
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * stride_ot * ALIGN + dims[None, :], out, mask=written)
-    lse_ptr += offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * stride_out_t * ALIGN + dims[None, :], out, mask=written)
+    lse_ptr += offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
     logarithm = tl.log2(tl.where(alive, total, 1.0))
     highest = tl.where(alive, peak, float("inf"))
     if MASK == 2:

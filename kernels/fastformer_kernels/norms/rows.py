@@ -1,92 +1,15 @@
-"""What the norm kernels share: their tiles, standardising one and back, and the weights' gradients.
+"""What the norm kernels share: loading tiles of rows, standardising one and back, and the weights' gradients.
 
-A tile is BLOCK_M whole rows where a row fits in one (N <= WIDEST). Longer rows take two passes over their columns, in
-tiles of a part of one row. N is a compile-time constant: a model has one or two widths, and where N is a power of two
-no column needs a mask.
+A tile is BLOCK_M whole rows where a row fits in one (`layer_norm.is_wide`), else a part of one row. N is a compile-time
+constant: a model has one or two widths, and where N is a power of two no column needs a mask.
 """
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, device_of, kernel, launch, noted, power_of_two
-
-# Elements of a tile at 16 elements a thread and 4 warps.
-TILE = 2048
-
-
-def aligned(N: int) -> bool:
-    """Whether rows of N elements all begin on 16 bytes, so that loads are wide and can run ahead: all but odd sizes."""
-    return N % 16 == 0
-
-
-def is_wide(N: int) -> bool:
-    """Whether rows are too long for one tile, which is held in registers: 16 elements a thread with 16 warps.
-
-    Where rows are not aligned, addresses need registers too, and the limit is half as much.
-    """
-    longest = 8192 if aligned(N) else 4096
-    return longest < N
-
-
-def forward_tile(N: int) -> dict[str, int]:
-    """Choose the tile of a kernel that reads rows once, which are not wide: about TILE elements, 16 a thread.
-
-    That is two 16-byte loads a thread in half precision, and several rows where they are short. Not measured on a GPU.
-    """
-    BLOCK_N = power_of_two(N, 16)
-    return {"BLOCK_M": max(TILE // BLOCK_N, 1), "BLOCK_N": BLOCK_N, "num_warps": max(BLOCK_N // 512, 4)}
-
-
-def wide_tile() -> dict[str, int]:
-    """Choose the tile of a kernel that passes over wide rows, one a program. Not measured on a GPU."""
-    return {"BLOCK_N": 4096, "STAGES": 3, "num_warps": 16}
-
-
-def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[tuple[int, int], dict[str, int]]:
-    """Choose the grid and the tile of a backward kernel for x `[M, N]`.
-
-    Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
-    over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
-    or 8 where rows are not aligned, which take more. For sm_100 Triton 3.9 needs more too: a thread holds half as much.
-    Loads run up to two tiles ahead, with 16 elements a thread 64 KB on their way in half precision. More and smaller
-    programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512 these are a
-    quarter of all bytes already. Not measured on a GPU.
-
-    Args:
-        x: decides on M, N and the device.
-        bytes_a_column: of what is read element by element, all tensors together.
-        elements: a thread holds; a power of two.
-    """
-    M, N = x.shape
-    device = device_of(x)
-    BLOCK_N = TILE if is_wide(N) else power_of_two(N, 16)
-    if device.capability >= 100 and BLOCK_N <= 4096:
-        elements = 8
-    BLOCK_M = max(4 * 32 * elements // BLOCK_N, 1)
-    num_warps = max(BLOCK_N // (32 * elements), 4)
-    ahead = 2 if 2 * BLOCK_M * BLOCK_N * bytes_a_column <= device.shared_memory - 4096 else 1
-    warps = max(16 if aligned(N) else 8, num_warps)
-    maxnreg = min((1 << 16) // (32 * warps), 255)
-    parts = cdiv(N, BLOCK_N)
-    programs = max(warps // num_warps * device.multiprocessors // parts, 1)
-    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps, "maxnreg": maxnreg}
-    return (min(cdiv(M, BLOCK_M), programs), parts), tile
-
-
-def row_strides(*matrices: Tensor | None) -> tuple[int, tuple[int, ...]]:
-    """Return what the strides of rows are multiples of, ALIGN in the kernels, and these in units of that; None: 0.
-
-    Up to 16 bytes, as far as the length of a row allows: multiplied in the kernel, it tells the compiler that rows load
-    in whole vectors, whatever their number and their distance.
-    """
-    given = [x for x in matrices if x is not None]
-    strides = [0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices]  # of one row: any
-    align = math.gcd(16 // min(x.element_size() for x in given), given[0].shape[1], *strides)
-    return align, tuple([stride // align for stride in strides])
+from fastformer_kernels.host.launch import cdiv, kernel, launch, noted
 
 
 @triton.jit

@@ -11,19 +11,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted
-from fastformer_kernels.norm import (
-    backward_tile,
-    forward_tile,
-    is_wide,
+from fastformer_kernels.host.launch import cdiv, guard, inner_contiguous, kernel, launch, noted
+from fastformer_kernels.norms.layer_norm import backward_tile, forward_tile, is_wide, row_strides, wide_tile
+from fastformer_kernels.norms.long_rows import rms_norm_gradient_mean_kernel, rms_norm_wide_forward_kernel
+from fastformer_kernels.norms.rows import (
     load_row,
     load_tile,
     new_partials,
-    row_strides,
     scale_and_shift,
     store_partials,
     sum_partials,
-    wide_tile,
 )
 
 
@@ -33,7 +30,7 @@ def rms_norm_forward_kernel(
     weight_ptr,
     y_ptr,
     rstd_ptr,
-    x_stride,
+    stride_x_m,
     M,
     eps,
     N: tl.constexpr,
@@ -46,67 +43,11 @@ def rms_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
+    x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     y = scale_and_shift(x * rstd[:, None], weight_ptr, None, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(rstd_ptr + rows, rstd, rows < M)
-
-
-@kernel("N")
-def rms_norm_wide_forward_kernel(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    rstd_ptr,
-    x_stride,
-    N,
-    eps,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Normalise one wide row: a pass for its mean square, a pass for y."""
-    row = tl.program_id(0).to(tl.int64)
-    squares = tl.zeros((1, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
-        squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
-        y = scale_and_shift(x * rstd, weight_ptr, None, cols, N, 1)
-        tl.store(y_ptr + row * N + cols, y, cols < N)
-    tl.store(rstd_ptr + row, rstd)
-
-
-@kernel("N")
-def rms_norm_gradient_mean_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    mean_ptr,
-    dy_stride,
-    x_stride,
-    N,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write mean(g x̂) of one wide row to `[M]`: the first pass of its backward."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((1, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N, ALIGN)
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
-        if weight_ptr is not None:
-            g *= load_row(weight_ptr, cols, N, 1)
-        total += g * x
-    tl.store(mean_ptr + row, tl.sum(total) * tl.load(rstd_ptr + row) / N)
 
 
 @kernel()
@@ -118,8 +59,8 @@ def rms_norm_backward_kernel(
     mean_ptr,
     dx_ptr,
     dw_ptr,
-    dy_stride,
-    x_stride,
+    stride_dy_m,
+    stride_x_m,
     M,
     N: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -141,8 +82,8 @@ def rms_norm_backward_kernel(
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask, ALIGN)
-        x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
+        dy = load_tile(dy_ptr, starts, stride_dy_m, cols, mask, ALIGN)
+        x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
         rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
         normal = x * rstd[:, None]
         g = dy

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from fastformer_kernels.launch import Launch, guard, precision, repeat, watched
+from fastformer_kernels.host.launch import Launch, guard, precision, repeat, watched
 
 _MOST = 1024  # plans of a launcher; where sizes never repeat, they are all forgotten now and then
 _NEVER = "does more than a plan can"

@@ -17,6 +17,7 @@ from triton.runtime import driver
 _ENABLE_FP_FUSION = True
 # Those whose binder `launch` calls by itself; tests/test_plan.py holds the one that is installed to it.
 _BINDS = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+_LEVELS = 1 << 16  # of a probability to drop
 _compiled: dict[tuple[Any, ...], Any] = {}
 _NOTHING = nullcontext()
 
@@ -102,6 +103,14 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(n: int, at_least: int = 1) -> int:
     """Return the smallest power of two that is not below `n` or `at_least`."""
     return max(1 << max(n - 1, 0).bit_length(), at_least)
+
+
+def threshold_and_scale(p: float) -> tuple[int, float]:
+    """Return what a dropout probability is in the kernels: numbers below the threshold drop; the rest are scaled."""
+    if p >= 1.0:
+        return _LEVELS, 0.0
+    threshold = min(round(p * _LEVELS), _LEVELS - 1)
+    return threshold, _LEVELS / (_LEVELS - threshold)
 
 
 def inner_contiguous(x: Tensor) -> Tensor:

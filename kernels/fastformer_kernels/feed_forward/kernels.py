@@ -19,8 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, device_of, guard, kernel, launch, noted, power_of_two
-from fastformer_kernels.random import keep_tile, threshold_and_scale
+from fastformer_kernels.host.launch import (
+    cdiv,
+    device_of,
+    guard,
+    kernel,
+    launch,
+    noted,
+    power_of_two,
+    threshold_and_scale,
+)
+from fastformer_kernels.random import keep_tile
 
 # The function f of each activation, and whether a second half of h is multiplied with it.
 FORMS = {

@@ -137,8 +137,8 @@ def hide(
     columns,
     key_mask_ptr,
     mask_ptr,
-    stride_mt,
-    stride_ms,
+    stride_mask_t,
+    stride_mask_s,
     T,
     last_key,
     HAS_KEY_MASK: tl.constexpr,
@@ -151,7 +151,7 @@ def hide(
     if HAS_KEY_MASK:
         seen = seen & (tl.load(key_mask_ptr + columns, mask=columns < last_key, other=0) != 0)
     if MASK != 0:
-        where = mask_ptr + rows.to(tl.int64) * stride_mt + columns.to(tl.int64) * stride_ms
+        where = mask_ptr + rows.to(tl.int64) * stride_mask_t + columns.to(tl.int64) * stride_mask_s
         value = tl.load(where, mask=seen & (rows < T), other=0)
         if MASK == 1:
             seen = seen & (value != 0)
@@ -199,23 +199,25 @@ def exponentials(s, lse, logarithm, MASK: tl.constexpr):
 
 
 @triton.jit
-def weight_gradient(dweights_ptr, stride_wt, rows, columns, T, last_key):
+def weight_gradient(dweights_ptr, stride_dweights_t, rows, columns, T, last_key):
     """Load a tile of dW, fp32, where weights were returned."""
-    where = dweights_ptr + rows.to(tl.int64) * stride_wt + columns
+    where = dweights_ptr + rows.to(tl.int64) * stride_dweights_t + columns
     return tl.load(where, mask=(rows < T) & (columns < last_key), other=0.0)
 
 
 @triton.jit
 def score_gradient(
     dots, dp, lse, logarithm, delta, rows, columns, keys, key_mask_ptr, mask_ptr,
-    stride_mt, stride_ms, T, first_key, last_key, shift, left, right, scale, softcap, threshold, keep_scale,
+    stride_mask_t, stride_mask_s, T, first_key, last_key, shift, left, right, scale, softcap, threshold, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Return the weights after dropout, without its scale, and the gradient of the (capped) scores, of dots' shape."""
     s = scores(dots, scale, softcap, HAS_SOFTCAP)
     seen = visible(rows, columns, first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
-    s = hide(s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mt, stride_ms, T, last_key, HAS_KEY_MASK, MASK)
+    s = hide(
+        s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, HAS_KEY_MASK, MASK
+    )
     p = exponentials(s, lse, logarithm, MASK)
     kept = p
     if HAS_DROPOUT:

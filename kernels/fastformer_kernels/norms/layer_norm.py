@@ -7,31 +7,103 @@ The gradient with g = dy w (means over the row, sums over the rows):
 Forward reads x once and writes y: 4 bytes an element in half precision. Backward reads dy and x once and writes dx, 6
 bytes: its programs stay and walk over the rows, keep the sums of dw and db in registers, and leave one row each for a
 second kernel to add up. The variance is the mean of squared deviations, for rows whose mean is large. Rows longer than
-`norm.is_wide` allows take two passes, and a backward pass of 10 bytes.
+`is_wide` allows take two passes, and a backward pass of 10 bytes.
 """
+
+import math
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted
-from fastformer_kernels.norm import (
-    backward_tile,
-    forward_tile,
-    is_wide,
+from fastformer_kernels.host.launch import cdiv, device_of, guard, inner_contiguous, kernel, launch, noted, power_of_two
+from fastformer_kernels.norms.long_rows import layer_norm_gradient_means_kernel, layer_norm_wide_forward_kernel
+from fastformer_kernels.norms.rows import (
     load_row,
     load_standardised,
     load_tile,
     new_partials,
-    row_strides,
     scale_and_shift,
     standardise,
     standardise_gradient,
     store_partials,
     sum_partials,
     two_sums,
-    wide_tile,
 )
+
+# Elements of a tile at 16 elements a thread and 4 warps.
+TILE = 2048
+
+
+def aligned(N: int) -> bool:
+    """Whether rows of N elements all begin on 16 bytes, so that loads are wide and can run ahead: all but odd sizes."""
+    return N % 16 == 0
+
+
+def is_wide(N: int) -> bool:
+    """Whether rows are too long for one tile, which is held in registers: 16 elements a thread with 16 warps.
+
+    Where rows are not aligned, addresses need registers too, and the limit is half as much.
+    """
+    longest = 8192 if aligned(N) else 4096
+    return longest < N
+
+
+def forward_tile(N: int) -> dict[str, int]:
+    """Choose the tile of a kernel that reads rows once, which are not wide: about TILE elements, 16 a thread.
+
+    That is two 16-byte loads a thread in half precision, and several rows where they are short. Not measured on a GPU.
+    """
+    BLOCK_N = power_of_two(N, 16)
+    return {"BLOCK_M": max(TILE // BLOCK_N, 1), "BLOCK_N": BLOCK_N, "num_warps": max(BLOCK_N // 512, 4)}
+
+
+def wide_tile() -> dict[str, int]:
+    """Choose the tile of a kernel that passes over wide rows, one a program. Not measured on a GPU."""
+    return {"BLOCK_N": 4096, "STAGES": 3, "num_warps": 16}
+
+
+def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[tuple[int, int], dict[str, int]]:
+    """Choose the grid and the tile of a backward kernel for x `[M, N]`.
+
+    Tiles are as in `forward_tile`; a wide row is cut into columns, each program keeping to its own. The programs walk
+    over all tiles, as many as run at once: 16 warps a multiprocessor, whose registers just hold them at 128 a thread,
+    or 8 where rows are not aligned, which take more. For sm_100 Triton 3.9 needs more too: a thread holds half as much.
+    Loads run up to two tiles ahead, with 16 elements a thread 64 KB on their way in half precision. More and smaller
+    programs would cost more than they hide, since each leaves a row of partial sums: for 4096 rows of 512 these are a
+    quarter of all bytes already. Not measured on a GPU.
+
+    Args:
+        x: decides on M, N and the device.
+        bytes_a_column: of what is read element by element, all tensors together.
+        elements: a thread holds; a power of two.
+    """
+    M, N = x.shape
+    device = device_of(x)
+    BLOCK_N = TILE if is_wide(N) else power_of_two(N, 16)
+    if device.capability >= 100 and BLOCK_N <= 4096:
+        elements = 8
+    BLOCK_M = max(4 * 32 * elements // BLOCK_N, 1)
+    num_warps = max(BLOCK_N // (32 * elements), 4)
+    ahead = 2 if 2 * BLOCK_M * BLOCK_N * bytes_a_column <= device.shared_memory - 4096 else 1
+    warps = max(16 if aligned(N) else 8, num_warps)
+    maxnreg = min((1 << 16) // (32 * warps), 255)
+    parts = cdiv(N, BLOCK_N)
+    programs = max(warps // num_warps * device.multiprocessors // parts, 1)
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps, "maxnreg": maxnreg}
+    return (min(cdiv(M, BLOCK_M), programs), parts), tile
+
+
+def row_strides(*matrices: Tensor | None) -> tuple[int, tuple[int, ...]]:
+    """Return what the strides of rows are multiples of, ALIGN in the kernels, and these in units of that; None: 0.
+
+    Up to 16 bytes, as far as the length of a row allows: multiplied in the kernel, it tells the compiler that rows load
+    in whole vectors, whatever their number and their distance.
+    """
+    given = [x for x in matrices if x is not None]
+    strides = [0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1] for x in matrices]  # of one row: any
+    align = math.gcd(16 // min(x.element_size() for x in given), given[0].shape[1], *strides)
+    return align, tuple([stride // align for stride in strides])
 
 
 @kernel()
@@ -42,7 +114,7 @@ def layer_norm_forward_kernel(
     y_ptr,
     mean_ptr,
     rstd_ptr,
-    x_stride,
+    stride_x_m,
     M,
     eps,
     N: tl.constexpr,
@@ -55,86 +127,12 @@ def layer_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
+    x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
     normal, mean, rstd = standardise(x, cols, eps, N)
     y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(mean_ptr + rows, mean, rows < M)
     tl.store(rstd_ptr + rows, rstd, rows < M)
-
-
-@kernel("N")
-def layer_norm_wide_forward_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_stride,
-    N,
-    eps,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Normalise one long row: a pass for the statistics, a pass for y.
-
-    Every column of the tile keeps the mean and the squared deviations of what it has met (Welford 1962); at the end
-    those of the columns are combined (Chan et al. 1979).
-    """
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK_N)[None, :]
-    means = tl.zeros((1, BLOCK_N), tl.float32)
-    squares = tl.zeros((1, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + lanes
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
-        change = tl.where(cols < N, x - means, 0.0)
-        means += change * (1.0 / (first // BLOCK_N + 1))
-        squares += change * (x - means)
-    counts = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
-    mean = tl.sum(means * counts) / N
-    rstd = tl.rsqrt(tl.sum(squares + counts * (means - mean) * (means - mean)) / N + eps)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + lanes
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
-        y = scale_and_shift((x - mean) * rstd, weight_ptr, bias_ptr, cols, N, 1)
-        tl.store(y_ptr + row * N + cols, y, cols < N)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
-
-
-@kernel("N")
-def layer_norm_gradient_means_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    dy_stride,
-    x_stride,
-    N,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write mean(g x̂) and mean(g) of one long row to `[2, M]`: the first pass of its backward."""
-    row = tl.program_id(0).to(tl.int64)
-    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
-    sum_gx = tl.zeros((1, BLOCK_N), tl.float32)
-    sum_g = tl.zeros((1, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = first + tl.arange(0, BLOCK_N)[None, :]
-        g = load_tile(dy_ptr, row, dy_stride, cols, cols < N, ALIGN)
-        x = load_tile(x_ptr, row, x_stride, cols, cols < N, ALIGN)
-        if weight_ptr is not None:
-            g *= load_row(weight_ptr, cols, N, 1)
-        sum_gx += g * (x - mean) * rstd
-        sum_g += g
-    tl.store(means_ptr + row, tl.sum(sum_gx) / N)
-    tl.store(means_ptr + tl.num_programs(0) + row, tl.sum(sum_g) / N)
 
 
 @kernel()
@@ -148,8 +146,8 @@ def layer_norm_backward_kernel(
     dx_ptr,
     dw_ptr,
     db_ptr,
-    dy_stride,
-    x_stride,
+    stride_dy_m,
+    stride_x_m,
     M,
     N: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -172,8 +170,8 @@ def layer_norm_backward_kernel(
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask, ALIGN)
-        normal, rstd = load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, x_stride, cols, mask, M, ALIGN)
+        dy = load_tile(dy_ptr, starts, stride_dy_m, cols, mask, ALIGN)
+        normal, rstd = load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride_x_m, cols, mask, M, ALIGN)
         g = dy
         if weight_ptr is not None:
             g = dy * weight

@@ -13,18 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels import layer_norm
-from fastformer_kernels.launch import cdiv, guard, inner_contiguous, kernel, launch, noted, power_of_two
-from fastformer_kernels.norm import (
-    TILE,
-    backward_tile,
-    forward_tile,
-    is_wide,
+from fastformer_kernels.host.launch import (
+    cdiv,
+    guard,
+    inner_contiguous,
+    kernel,
+    launch,
+    noted,
+    power_of_two,
+    threshold_and_scale,
+)
+from fastformer_kernels.norms import layer_norm
+from fastformer_kernels.norms.layer_norm import TILE, backward_tile, forward_tile, is_wide, row_strides
+from fastformer_kernels.norms.rows import (
     load_row,
     load_standardised,
     load_tile,
     new_partials,
-    row_strides,
     scale_and_shift,
     standardise,
     standardise_gradient,
@@ -32,7 +37,7 @@ from fastformer_kernels.norm import (
     sum_partials,
     two_sums,
 )
-from fastformer_kernels.random import keep_tile, threshold_and_scale
+from fastformer_kernels.random import keep_tile
 
 
 @triton.jit
@@ -55,8 +60,8 @@ def dropout_add_layer_norm_forward_kernel(
     s_ptr,
     mean_ptr,
     rstd_ptr,
-    x_stride,
-    residual_stride,
+    stride_x_m,
+    stride_residual_m,
     M,
     threshold,
     scale,
@@ -71,8 +76,8 @@ def dropout_add_layer_norm_forward_kernel(
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
-    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask, ALIGN)
+    x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
+    residual = load_tile(residual_ptr, starts, stride_residual_m, cols, mask, ALIGN)
     s = (residual + dropped(x, seed_ptr, rows, 0, threshold, scale)).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + starts * N + cols, s, mask)
     s = s.to(tl.float32)
@@ -96,9 +101,9 @@ def dropout_add_layer_norm_backward_kernel(
     dx_ptr,
     dw_ptr,
     db_ptr,
-    dy_stride,
-    ds_stride,
-    s_stride,
+    stride_dy_m,
+    stride_ds_m,
+    stride_s_m,
     M,
     threshold,
     scale,
@@ -118,15 +123,15 @@ def dropout_add_layer_norm_backward_kernel(
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
-        dy = load_tile(dy_ptr, starts, dy_stride, cols, mask, ALIGN)
-        normal, rstd = load_standardised(s_ptr, mean_ptr, rstd_ptr, rows, starts, s_stride, cols, mask, M, ALIGN)
+        dy = load_tile(dy_ptr, starts, stride_dy_m, cols, mask, ALIGN)
+        normal, rstd = load_standardised(s_ptr, mean_ptr, rstd_ptr, rows, starts, stride_s_m, cols, mask, M, ALIGN)
         g = dy
         if weight_ptr is not None:
             g = dy * weight
         mean_gs, mean_g = two_sums(g * normal, g)
         total = standardise_gradient(g, normal, mean_gs / N, mean_g / N, rstd)
         if ds_ptr is not None:
-            total += load_tile(ds_ptr, starts, ds_stride, cols, mask, ALIGN)
+            total += load_tile(ds_ptr, starts, stride_ds_m, cols, mask, ALIGN)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + starts * N + cols, total, mask)
         if dx_ptr is not None:
@@ -142,8 +147,8 @@ def dropout_add_kernel(
     residual_ptr,
     seed_ptr,
     s_ptr,
-    x_stride,
-    residual_stride,
+    stride_x_m,
+    stride_residual_m,
     M,
     threshold,
     scale,
@@ -158,8 +163,8 @@ def dropout_add_kernel(
     first_column = tl.program_id(1) * BLOCK_N
     cols = first_column + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
-    x = load_tile(x_ptr, starts, x_stride, cols, mask, ALIGN)
-    residual = load_tile(residual_ptr, starts, residual_stride, cols, mask, ALIGN)
+    x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
+    residual = load_tile(residual_ptr, starts, stride_residual_m, cols, mask, ALIGN)
     s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)
     tl.store(s_ptr + starts * N + cols, s, mask)
 
@@ -171,7 +176,7 @@ def dropout_add_backward_kernel(
     seed_ptr,
     dresidual_ptr,
     dx_ptr,
-    ds_stride,
+    stride_ds_m,
     M,
     threshold,
     scale,
@@ -190,7 +195,7 @@ def dropout_add_backward_kernel(
     if dnorm_ptr is not None:
         total += load_tile(dnorm_ptr, starts, N, cols, mask, 1)
     if ds_ptr is not None:
-        total += load_tile(ds_ptr, starts, ds_stride, cols, mask, ALIGN)
+        total += load_tile(ds_ptr, starts, stride_ds_m, cols, mask, ALIGN)
     if dresidual_ptr is not None:
         tl.store(dresidual_ptr + starts * N + cols, total, mask)
     if dx_ptr is not None:
@@ -307,8 +312,8 @@ def backward(
         dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)
     if written != (None, None):
         grid, tile = elementwise(s)
-        align, (_, ds_stride) = row_strides(s, ds)
+        align, (_, stride_ds_m) = row_strides(s, ds)
         sizes = (M, *dropout, N, align)
         with guard(s):
-            launch(dropout_add_backward_kernel, grid, dnorm, ds, seed, *written, ds_stride, *sizes, **tile)
+            launch(dropout_add_backward_kernel, grid, dnorm, ds, seed, *written, stride_ds_m, *sizes, **tile)
     return residual_grad, x_grad, w_grad, b_grad

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.constants import LOG2E, LOWEST
-from fastformer_kernels.launch import cdiv, guard, kernel, launch, power_of_two
+from fastformer_kernels.host.launch import cdiv, guard, kernel, launch, power_of_two
 
 CHUNK_ROWS = 4096  # enough for full matrix products
 CHUNK_BYTES = 256 << 20
@@ -116,34 +116,34 @@ def _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS: tl.con
 
 
 # A chunk's targets, losses and gradients of rows begin anywhere.
-_kernel = kernel("V", "stride", anywhere=["target_ptr", "grad_ptr", "loss_ptr"])
+_kernel = kernel("V", "stride_logits_m", anywhere=["target_ptr", "grad_ptr", "loss_ptr"])
 
 
 @_kernel
 def cross_entropy_kernel(
-    logits_ptr, bias_ptr, target_ptr, loss_ptr, V, stride, ignore_index, smoothing,
+    logits_ptr, bias_ptr, target_ptr, loss_ptr, V, stride_logits_m, ignore_index, smoothing,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its loss."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
+    row_ptr = logits_ptr + row * stride_logits_m
     _, counts, _, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
-    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride, BLOCK, HAS_BIAS, SMOOTH)
+    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH)
     loss = _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
 
 
 @_kernel
 def cross_entropy_gradients_kernel(
-    logits_ptr, bias_ptr, target_ptr, grad_ptr, loss_ptr, V, stride, ignore_index, smoothing, scale,
+    logits_ptr, bias_ptr, target_ptr, grad_ptr, loss_ptr, V, stride_logits_m, ignore_index, smoothing, scale,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr, HAS_GRAD: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its loss; its logits become scale * grad * d loss / d z."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
+    row_ptr = logits_ptr + row * stride_logits_m
     # Read by all threads before any overwrites it: the sums over the row, in between, bring them together.
     label, counts, valid, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
-    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride, BLOCK, HAS_BIAS, SMOOTH)
+    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH)
     loss = _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
 
@@ -156,12 +156,12 @@ def cross_entropy_gradients_kernel(
     everywhere = smoothing / V * factor
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS)
+        z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride_logits_m, HAS_BIAS)
         dz = tl.exp2((z - largest) * LOG2E) * inverse
         if SMOOTH:
             dz -= everywhere
         dz = tl.where(columns == label, dz - at_label, dz)
-        tl.store(row_ptr + columns, dz.to(row_ptr.dtype.element_ty), mask=columns < stride)
+        tl.store(row_ptr + columns, dz.to(row_ptr.dtype.element_ty), mask=columns < stride_logits_m)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:

@@ -12,16 +12,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, attends, head_width, is_exact, views
-from fastformer_kernels.attention_tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
-from fastformer_kernels.launch import device_of, guard, launch, noted, power_of_two
+from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, views
+from fastformer_kernels.attention.tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
+from fastformer_kernels.host.launch import device_of, guard, launch, noted, power_of_two
 
 
 @attends
 def _attention_split(
     q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_cb,
-    T, S, splits, shift, left, right, scale, softcap,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_key_mask_b, T, S, splits, shift, left, right, scale, softcap,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -35,11 +35,11 @@ def _attention_split(
     rows = r // GROUP  # row r is query r // GROUP of the key head's query head r % GROUP
     in_head = dims[None, :] < K
     real = (rows < last_query)[:, None] & in_head
-    q_row = (rows.to(tl.int64) * stride_qt + (hk * GROUP + r % GROUP).to(tl.int64) * stride_qh) * ALIGN
-    q = tl.load(q_ptr + offset(b, ALIGN, stride_qb) + q_row[:, None] + dims[None, :], mask=real, other=0.0)
-    k_ptr += offset(b, ALIGN, stride_kb) + offset(hk, ALIGN, stride_kh)
-    v_ptr += offset(b, ALIGN, stride_vb) + offset(hk, ALIGN, stride_vh)
-    key_mask_ptr += offset(b, 1, stride_cb)
+    q_row = (rows.to(tl.int64) * stride_q_t + (hk * GROUP + r % GROUP).to(tl.int64) * stride_q_h) * ALIGN
+    q = tl.load(q_ptr + offset(b, ALIGN, stride_q_b) + q_row[:, None] + dims[None, :], mask=real, other=0.0)
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(hk, ALIGN, stride_k_h)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(hk, ALIGN, stride_v_h)
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
     begin, _full, _whole, end = key_tiles(
         0,
         tl.minimum(T, last_query) - 1,
@@ -64,8 +64,8 @@ def _attention_split(
         columns = j * BLOCK_S + steps
         wide = columns.to(tl.int64)[:, None]
         real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
-        k = tl.load(k_ptr + wide * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
-        v = tl.load(v_ptr + wide * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        v = tl.load(v_ptr + wide * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
         s = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32), scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], columns[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = hide(
@@ -82,7 +82,7 @@ def _attention_split(
 
 @attends
 def _attention_combine(
-    part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, stride_ob, stride_oh, stride_ot, T, splits,
+    part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, stride_out_b, stride_out_h, stride_out_t, T, splits,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def _attention_combine(
     alive = (total != 0.0) & (r // GROUP < last_query)
     out = tl.where(alive, acc / tl.where(alive, total, 1.0), 0.0)
     h = hk * GROUP + r % GROUP
-    out_ptr += offset(b, ALIGN, stride_ob) + offset(h, ALIGN, stride_oh) + offset(r // GROUP, ALIGN, stride_ot)
+    out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(r // GROUP, ALIGN, stride_out_t)
     tl.store(out_ptr + dims, out, mask=dims < K)
 
 

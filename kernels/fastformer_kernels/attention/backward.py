@@ -1,6 +1,6 @@
 """Fused attention, backward: gradients of queries, keys and values, weights recomputed tile by tile.
 
-With P = exp2(s - lse), D the dropout mask times its scale, and delta = rowsum(out * dout) (FlashAttention-2, Dao 2023,
+With P = exp2(s - lse), D the dropout mask times its scale, and delta of `delta` (FlashAttention-2, Dao 2023,
 algorithm 2):
 
     dV = (P D)^T dout      dP = (dout V^T + dW) D      dS = P (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
@@ -17,8 +17,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention_problem import Problem, attends, head_width, is_exact, lined_up, row_strides, views
-from fastformer_kernels.attention_tiles import (
+from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, lined_up, row_strides, views
+from fastformer_kernels.attention.tiles import (
     key_tiles,
     load_bounds,
     load_lse,
@@ -28,42 +28,18 @@ from fastformer_kernels.attention_tiles import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.launch import device_of, guard, has_small_memory, launch, noted
+from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
 from fastformer_kernels.random import row_keys
-
-
-@attends
-def _attention_delta(
-    out_ptr, dout_ptr, delta_ptr, bounds_ptr,
-    stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, stride_lb, stride_lh,
-    T, tiles, H: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(out * dout), 0 for padded queries: `[BLOCK_T]` rows of one head."""
-    tile, b, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
-    q_base, last_query, _, _, _, _, _ = load_bounds(bounds_ptr, b, T, T, 0, HAS_BOUNDS)
-    end_row = last_query if PACKED else T
-    if tile * BLOCK_T >= end_row:
-        return
-    rows, dims = tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    real = (rows < last_query)[:, None] & (dims[None, :] < K)
-    wide = rows.to(tl.int64)[:, None]
-    out_ptr += offset(b, ALIGN, stride_ob) + offset(h, ALIGN, stride_oh) + offset(q_base, ALIGN, stride_ot)
-    dout_ptr += offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh) + offset(q_base, ALIGN, stride_gt)
-    out = tl.load(out_ptr + wide * stride_ot * ALIGN + dims[None, :], mask=real, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + wide * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0).to(tl.float32)
-    delta_ptr += offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
-    tl.store(delta_ptr + rows, tl.sum(out * dout, 1), mask=rows < end_row)
 
 
 @attends
 def _attention_keys_values(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gt, stride_lb, stride_lh, stride_ab, stride_ah, stride_at,
-    stride_xb, stride_xh, stride_xs, stride_wb, stride_wh, stride_wt,
-    stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
+    stride_dk_b, stride_dk_h, stride_dk_s, stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -82,12 +58,12 @@ def _attention_keys_values(
     columns, dims, steps = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
     in_head = dims[None, :] < K
     wide = columns.to(tl.int64)[:, None]
-    key_mask_ptr += offset(b, 1, stride_cb)
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
     real = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
-    k_ptr += offset(b, ALIGN, stride_kb) + offset(hk, ALIGN, stride_kh) + offset(k_base, ALIGN, stride_ks)
-    v_ptr += offset(b, ALIGN, stride_vb) + offset(hk, ALIGN, stride_vh) + offset(k_base, ALIGN, stride_vs)
-    k = tl.load(k_ptr + wide * stride_ks * ALIGN + dims[None, :], mask=real, other=0.0)
-    v = tl.load(v_ptr + wide * stride_vs * ALIGN + dims[None, :], mask=real, other=0.0)
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(hk, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(hk, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
+    k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real, other=0.0)
+    v = tl.load(v_ptr + wide * stride_v_s * ALIGN + dims[None, :], mask=real, other=0.0)
     dk = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
 
@@ -98,31 +74,36 @@ def _attention_keys_values(
     end = tl.where((first >= last_key) | (first + BLOCK_S <= first_key), begin, end)  # a tile of padding sees nothing
     for group in tl.range(0, GROUP):
         h = hk * GROUP + group
-        q_head = q_ptr + offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh) + offset(q_base, ALIGN, stride_qt)
+        q_head = q_ptr + offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
         dout_head = (
-            dout_ptr + offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh) + offset(q_base, ALIGN, stride_gt)
+            dout_ptr
+            + offset(b, ALIGN, stride_dout_b)
+            + offset(h, ALIGN, stride_dout_h)
+            + offset(q_base, ALIGN, stride_dout_t)
         )
-        dq_head = dq_ptr + offset(b, ALIGN, stride_ab) + offset(h, ALIGN, stride_ah) + offset(q_base, ALIGN, stride_at)
-        lse_head = lse_ptr + offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
-        delta_head = delta_ptr + offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
-        dweights_head = dweights_ptr + offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
-        mask_head = mask_ptr + offset(b, 1, stride_mb) + offset(h, 1, stride_mh)
+        dq_head = (
+            dq_ptr + offset(b, ALIGN, stride_dq_b) + offset(h, ALIGN, stride_dq_h) + offset(q_base, ALIGN, stride_dq_t)
+        )
+        lse_head = lse_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+        delta_head = delta_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+        dweights_head = dweights_ptr + offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
+        mask_head = mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
         for j in tl.range(begin, end):
             rows = j * BLOCK_T + steps
             wide_rows = rows.to(tl.int64)[:, None]
             real_rows = (rows < last_query)[:, None] & in_head
-            q = tl.load(q_head + wide_rows * stride_qt * ALIGN + dims[None, :], mask=real_rows, other=0.0)
-            dout = tl.load(dout_head + wide_rows * stride_gt * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            dout = tl.load(dout_head + wide_rows * stride_dout_t * ALIGN + dims[None, :], mask=real_rows, other=0.0)
             lse, logarithm = load_lse(lse_head, second_part, rows, last_query, MASK)
             delta = tl.load(delta_head + rows, mask=rows < last_query, other=0.0)
             dots = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=tl.float32)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=tl.float32)
             if HAS_DWEIGHTS:
-                dp += weight_gradient(dweights_head, stride_wt, rows[None, :], columns[:, None], T, last_key)
+                dp += weight_gradient(dweights_head, stride_dweights_t, rows[None, :], columns[:, None], T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             kept, ds = score_gradient(
                 dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], columns[:, None],
-                keys[None, :], key_mask_ptr, mask_head, stride_mt, stride_ms, T, first_key,
+                keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, first_key,
                 last_key, shift, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK,
                 MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
@@ -132,22 +113,23 @@ def _attention_keys_values(
             if ADD_DQ:
                 dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=PRECISION, out_dtype=tl.float32)
                 tl.atomic_add(
-                    dq_head + wide_rows * stride_at * ALIGN + dims[None, :], dq * scale, mask=real_rows, sem="relaxed"
+                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, mask=real_rows, sem="relaxed"
                 )
-    dk_ptr += offset(b, ALIGN, stride_xb) + offset(hk, ALIGN, stride_xh) + offset(k_base, ALIGN, stride_xs)
-    dv_ptr += offset(b, ALIGN, stride_xb) + offset(hk, ALIGN, stride_xh) + offset(k_base, ALIGN, stride_xs)
+    dk_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
+    dv_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
     written = (columns < end_column)[:, None] & in_head
-    tl.store(dk_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dk * scale, 0.0), mask=written)
-    tl.store(dv_ptr + wide * stride_xs * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
+    tl.store(dk_ptr + wide * stride_dk_s * ALIGN + dims[None, :], tl.where(real, dk * scale, 0.0), mask=written)
+    tl.store(dv_ptr + wide * stride_dk_s * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
 
 
 @attends
 def _attention_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gt, stride_lb, stride_lh, stride_ab, stride_ah, stride_at,
-    stride_wb, stride_wh, stride_wt, stride_cb, stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
+    stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -167,16 +149,16 @@ def _attention_queries(
     in_head = dims[None, :] < K
     wide = rows.to(tl.int64)[:, None]
     real = (rows < last_query)[:, None] & in_head
-    q_ptr += offset(b, ALIGN, stride_qb) + offset(h, ALIGN, stride_qh) + offset(q_base, ALIGN, stride_qt)
-    dout_ptr += offset(b, ALIGN, stride_gb) + offset(h, ALIGN, stride_gh) + offset(q_base, ALIGN, stride_gt)
-    k_ptr += offset(b, ALIGN, stride_kb) + offset(h // GROUP, ALIGN, stride_kh) + offset(k_base, ALIGN, stride_ks)
-    v_ptr += offset(b, ALIGN, stride_vb) + offset(h // GROUP, ALIGN, stride_vh) + offset(k_base, ALIGN, stride_vs)
-    row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base
-    key_mask_ptr += offset(b, 1, stride_cb)
-    mask_ptr += offset(b, 1, stride_mb) + offset(h, 1, stride_mh)
-    dweights_ptr += offset(b, 1, stride_wb) + offset(h, 1, stride_wh)
-    q = tl.load(q_ptr + wide * stride_qt * ALIGN + dims[None, :], mask=real, other=0.0)
-    dout = tl.load(dout_ptr + wide * stride_gt * ALIGN + dims[None, :], mask=real, other=0.0)
+    q_ptr += offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
+    dout_ptr += offset(b, ALIGN, stride_dout_b) + offset(h, ALIGN, stride_dout_h) + offset(q_base, ALIGN, stride_dout_t)
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
+    row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
+    mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+    dweights_ptr += offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
+    q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
     lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
     delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
     dq = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -190,23 +172,23 @@ def _attention_queries(
         columns = j * BLOCK_S + steps
         wide_columns = columns.to(tl.int64)[:, None]
         real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
-        k = tl.load(k_ptr + wide_columns * stride_ks * ALIGN + dims[None, :], mask=real_keys, other=0.0)
-        v = tl.load(v_ptr + wide_columns * stride_vs * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        k = tl.load(k_ptr + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        v = tl.load(v_ptr + wide_columns * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
         dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
         if HAS_DWEIGHTS:
-            dp += weight_gradient(dweights_ptr, stride_wt, rows[:, None], columns[None, :], T, last_key)
+            dp += weight_gradient(dweights_ptr, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
         _kept, ds = score_gradient(
             dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :], keys[:, None],
-            key_mask_ptr, mask_ptr, stride_mt, stride_ms, T, first_key, last_key, shift, left,
+            key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, first_key, last_key, shift, left,
             right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP,
             HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
-    dq_ptr += offset(b, ALIGN, stride_ab) + offset(h, ALIGN, stride_ah) + offset(q_base, ALIGN, stride_at)
+    dq_ptr += offset(b, ALIGN, stride_dq_b) + offset(h, ALIGN, stride_dq_h) + offset(q_base, ALIGN, stride_dq_t)
     written = (rows < end_row)[:, None] & in_head
-    tl.store(dq_ptr + wide * stride_at * ALIGN + dims[None, :], tl.where(real, dq * scale, 0.0), mask=written)
+    tl.store(dq_ptr + wide * stride_dq_t * ALIGN + dims[None, :], tl.where(real, dq * scale, 0.0), mask=written)
 
 
 def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
@@ -265,24 +247,6 @@ def _like(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return noted(x.new_empty(x.shape))
     return noted(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2))
-
-
-def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
-    """Compute rowsum(out * dout), fp32 `[B, H, T]` or packed `[H, T]`; arguments as in `backward`."""
-    problem = Problem(*settings)
-    B, H, T, _ = problem.sizes(out)
-    result = noted(lse.new_empty(lse.shape[-3:]))
-    if out.numel() == 0:
-        return result.zero_()
-    align, (out_view, dout_view) = views(out, dout)
-    tile = {"BLOCK_T": 64, "num_warps": 4}
-    tiles = -(-T // tile["BLOCK_T"])
-    tensors = (out_view.data, dout_view.data, result, out if problem.bounds is None else problem.bounds)
-    strides = (*out_view.strides, *dout_view.strides, *row_strides(result))
-    constants = {**problem.head_switches(out), "PACKED": out.dim() == 3, "ALIGN": align}
-    with guard(out):
-        launch(_attention_delta, (B * H * tiles,), *tensors, *strides, T, tiles, **constants, **tile)
-    return result
 
 
 def backward(

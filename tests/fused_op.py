@@ -20,15 +20,16 @@ from noise import DEVIATIONS, noise
 from torch import Tensor, nn
 
 import fastformer
-from fastformer import fused
+from fastformer.functional import choice
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
-    DEVICE == "cpu" and not (fused._TRITON and fused._INTERPRETED), reason="needs a GPU, or Triton and its interpreter"
+    DEVICE == "cpu" and not (choice._TRITON and choice._INTERPRETED),
+    reason="needs a GPU, or Triton and its interpreter",
 )
-if fused._TRITON and fused._INTERPRETED:
+if choice._TRITON and choice._INTERPRETED:
     replace_once_a_launch()
 
 

@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 
 def _faults() -> Iterator[Fault]:
-    kernels, fused = "kernels/fastformer_kernels", "fastformer/fused"
+    kernels, ops = "kernels/fastformer_kernels", "fastformer/functional"
 
     def at(file: str, test: str, name: str, old: str, new: str, failure: str = "") -> Fault:
         return Fault(name, f"{file}.py", old, new, f"tests/test_fused_{test}", failure)
@@ -329,13 +329,13 @@ def _faults() -> Iterator[Fault]:
         "offset(r % T, ALIGN, stride_out_t)",
     )
 
-    file, masks = f"{fused}/attention", "attention.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
+    file, masks = f"{ops}/attention/fused", "attention.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
     yield at(
         file,
         masks,
         "attention: seed drawn anew in backward",
-        "settings = (bounds, key_mask, mask, seed, *ctx.numbers)",
-        "settings = (bounds, key_mask, mask, None if seed is None else dropout_seed(q), *ctx.numbers)",
+        "settings = Settings(*tensors, *ctx.numbers)",
+        "settings = Settings(*tensors, *ctx.numbers)._replace(seed=dropout_seed(q))",
     )
     yield at(
         file,
@@ -355,8 +355,8 @@ def _faults() -> Iterator[Fault]:
         file,
         wanted(0),
         "attention: gradients that nobody wants",
-        "wants_q, wants_keys = wanted[0], wanted[1] or wanted[2]",
-        "wants_q, wants_keys = True, True",
+        "wants_q, wants_k or wants_v, ctx.fast",
+        "True, True, ctx.fast",
     )
     yield at(
         file,
@@ -435,36 +435,36 @@ def _faults() -> Iterator[Fault]:
         "tl.range(0, BLOCK_P, BLOCK_P, num_stages=3)",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         values,
         "layer norm: statistics saved in the wrong order",
         "ctx.save_for_backward(*tensors, mean, rstd)",
         "ctx.save_for_backward(*tensors, rstd, mean)",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         "layer_norm.py::test_second_derivative",
         "layer norm: second derivative without the formula",
-        "if twice(ctx.formula):",
+        'if twice("layer_norm", ctx.formula):',
         "if False:",
         "RuntimeError: element 0 of tensors does not require grad",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         "layer_norm.py::test_only_wanted_gradients",
         "norms: gradients that nobody wants",
         "x.dtype if needed and x is not None else None",
         "x.dtype if x is not None else None",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         "layer_norm.py::test_autocast_on_a_gpu_gives_fp32_as_in_torch[torch.float16]",
         "norms: autocast skipped",
         'if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):',
         "if False:",
     )
     yield at(
-        f"{fused}/differentiation",
+        "fastformer/autograd_function",
         "contract.py::test_gradients_that_are_differentiable_are_the_same_gradients"
         "[one tensor in several places-triton-attention]",
         "second derivative: one tensor in several places counted in each",
@@ -516,7 +516,7 @@ def _faults() -> Iterator[Fault]:
         "s = residual + dropped(x, seed_ptr, rows, 0, threshold, scale)",
     )
     yield at(
-        f"{fused}/dropout_add_layer_norm",
+        f"{ops}/norms/dropout_add_layer_norm",
         f"{one_mask}[both-131-40-0.25]",
         "dropout, add, norm: dx taken for dresidual",
         "one = seed is None and x_dtype == residual_dtype",
@@ -566,7 +566,7 @@ def _faults() -> Iterator[Fault]:
         "g = tl.where(a == 0, 0.0, g)",
     )
     yield at(
-        f"{fused}/feed_forward",
+        f"{ops}/feed_forward/op",
         feed_forward.format("relu"),
         "feed-forward: wrong tensor saved",
         'kept = (a if activation == "relu" else h) if keeps else None',
@@ -606,7 +606,7 @@ def _faults() -> Iterator[Fault]:
     )  # fmt: skip
     yield at(file, options, "cross entropy: chunks not added up", "beta=float(start > 0)", "beta=0.0")
     yield at(
-        f"{fused}/linear_cross_entropy",
+        f"{ops}/linear_cross_entropy/op",
         options,
         "cross entropy: gradient of the loss ignored",
         "(dy.float() * grad).to(y.dtype)",
@@ -632,7 +632,7 @@ def _faults() -> Iterator[Fault]:
         "dx = tl.where(keep, dx, dx)",
     )
     yield at(
-        f"{fused}/embedding",
+        f"{ops}/embedding/op",
         "embedding.py::test_only_wanted_gradients",
         "embedding: gradients that nobody wants",
         "ctx.dropout_p) if needs_weight else None",

@@ -17,7 +17,7 @@ from triton.compiler import CompiledKernel
 
 import fastformer.functional  # noqa: F401  defines the ops
 from benchmarks.codegen_compile import find_cases
-from fastformer.fused.registration import LAUNCHERS
+from fastformer.autograd_function import LAUNCHERS
 
 sys.setrecursionlimit(10_000)
 aten = torch.ops.aten

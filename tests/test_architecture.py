@@ -10,17 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fastformer"
+KERNELS = ROOT / "kernels" / "fastformer_kernels"
 
 # From the ground up; what is named together may import one another.
 FLOORS = (
     {"atomic", "autograd_function", "cuda_graphs", "devices", "guarded", "run_lock", "terminal", "torch_calls"},
     {"row_map"},
-    {"packing", "backend", "plots", "chunked_cross_entropy"},
-    {"arguments", "text"},
-    {"blank_padding", "query_blocks"},
-    {"reference"},
-    {"packed_reference"},
-    {"fused"},
+    {"packing", "backend", "plots"},
+    {"text"},
     {"functional"},
     {"modules", "multihead_attention"},
     {"layers"},
@@ -92,17 +89,41 @@ def test_a_file_imports_only_from_floors_below(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_fused_knows_no_reference_and_nothing_knows_the_command_line(path):
+def test_nothing_knows_the_command_line(path):
     module, is_package = name_of(path)
-    imported = {part(name) for _, name in imports(path, module, is_package)}
-    if part(module) == "fused":
-        assert "reference" not in imported
     if part(module) not in ("cli", "__main__"):
-        assert "cli" not in imported
+        assert "cli" not in {part(name) for _, name in imports(path, module, is_package)}
+
+
+ROOMS = sorted(path.parent for path in (PACKAGE / "functional").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_stands_by_itself(room):
+    """It has kernels under its name, knows no other room, and its way to them knows no reference."""
+    assert (KERNELS / room.name / "__init__.py").is_file()
+    for path in room.glob("*.py"):
+        for line, imported in imports(path, *name_of(path)):
+            inside = re.match(r"fastformer\.functional\.(\w+)", imported)
+            other = inside is not None and inside[1] != room.name and (PACKAGE / "functional" / inside[1]).is_dir()
+            assert not other, f"{path.name}:{line} imports {imported}"
+            assert path.name != "fused.py" or "reference" not in imported, f"{path.name}:{line} imports {imported}"
+
+
+@pytest.mark.parametrize("first", ["attention.rules", "norms.rms_norm", "linear_cross_entropy.reference", "dropout"])
+def test_an_op_hides_the_room_of_its_name(first):
+    """Whatever is imported first or later: the function is what people mean by the name."""
+    inside = [f"{room.name}.{path.stem}" for room in ROOMS for path in room.glob("[a-z]*.py")]
+    names = [room.name for room in ROOMS if room.name != "norms"]
+    lines = [f"import fastformer.functional.{name}" for name in (first, *inside)]
+    lines += ["from fastformer.functional.attention import packed_reference"]
+    lines += [f"assert callable(fastformer.functional.{name}), '{name}'" for name in (*names, "layer_norm", "dropout")]
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_kernels_import_nothing_of_the_package():
-    for path in (ROOT / "kernels").rglob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         assert not imports(path, "fastformer_kernels", False), path
 
 
@@ -178,9 +199,6 @@ def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
     assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr
 
 
-KERNELS = sorted(path for path in (ROOT / "kernels" / "fastformer_kernels").glob("*/*.py") if path.stem != "__init__")
-
-
 def kernel_parameters(path: Path) -> dict[str, list[str]]:
     """The parameters of each kernel of a file: the functions that `launch` starts, and those that they call."""
     found = {}
@@ -191,7 +209,7 @@ def kernel_parameters(path: Path) -> dict[str, list[str]]:
 
 
 def unexplained(parameters: list[str], legend: str, launched: bool) -> list[str]:
-    """The parameters whose letters a legend does not have, or, of a kernel, that are strides of no tensor of its own."""
+    """The parameters whose letters a legend does not have, and, of a kernel, the strides of no tensor of its own."""
     letters = set(re.findall(r"\b([A-Za-z]) \w{2}", legend.split("Letters:", 1)[-1].split("\n\n")[0]))
     wrong = []
     for name in parameters:
@@ -206,7 +224,9 @@ def unexplained(parameters: list[str], legend: str, launched: bool) -> list[str]
     return wrong
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize(
+    "path", sorted(KERNELS.glob("*/[a-z]*.py")), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_every_letter_of_a_kernel_is_in_the_legend_of_its_room(path):
     legend = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text(encoding="utf-8"))) or ""
     text = path.read_text(encoding="utf-8")

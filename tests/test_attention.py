@@ -11,8 +11,9 @@ from closeness import assert_close, gradients, random
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastformer.arguments import AttentionRules, check_attention
 from fastformer.functional import attention, attention_with_weights
+from fastformer.functional.attention.op import check_attention
+from fastformer.functional.attention.rules import AttentionRules
 
 INF = math.inf
 

@@ -9,7 +9,7 @@ from closeness import assert_close, gradients, random
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.functional import dropout_add_layer_norm
-from fastformer.reference import dropout
+from fastformer.functional.dropout import drop as dropout
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3, 7), (0, 4)])

@@ -12,9 +12,9 @@ from fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poi
 from torch import Tensor
 
 import fastformer
-import fastformer.fused.attention as fused_attention
 from fastformer.backend import BackendError
 from fastformer.functional import attention, attention_with_weights, packed_attention
+from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
 
 pytestmark = needs_kernels

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import embedding
-from fastformer.fused import embedding as fused
+from fastformer.functional.embedding import op as fused
 
 pytestmark = needs_kernels
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import feed_forward
-from fastformer.fused import feed_forward as fused
+from fastformer.functional.feed_forward import op as fused
 
 pytestmark = needs_kernels
 
@@ -103,7 +103,7 @@ def test_the_activation_everywhere(activation, dtype):
     x = torch.linspace(-12, 12, 4096).to(DEVICE, dtype)
     h = torch.stack([x, x.flip(0)], 1) if activation.endswith("glu") else x[:, None]
     exact = h.double().requires_grad_()
-    expected = fastformer.reference.activate(exact, activation)
+    expected = fused.activate(exact, activation)
     (slope,) = torch.autograd.grad(expected.sum(), exact)
     a = kernels.activate(h, None, activation, 0.0)
     dh, again, _ = kernels.activate_backward(torch.ones_like(a), h, None, activation, 0.0, True, False)
@@ -170,7 +170,7 @@ def test_dropout_forward_and_backward_agree(activation, recompute):
     n = out.numel()
     assert abs(int(kept.sum()) - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
     h = torch.ones(1, wide(activation, 1), dtype=torch.float64, device=DEVICE).requires_grad_()
-    value = fastformer.reference.activate(h, activation).sum()
+    value = fused.activate(h, activation).sum()
     (slope,) = torch.autograd.grad(value, h)
     assert_close(out.detach(), kept * (value / (1 - p)).float())
     # Another direction for each element, so that a mask of the right rate in the wrong places shows.
@@ -194,7 +194,7 @@ def test_dropout_in_the_gradients_of_weights_and_biases(activation, recompute):
     out = feed_forward(*ours, activation=activation, dropout_p=p, recompute=recompute)
     mask = (out - ours[4]).abs() > 1e-5
     x, w1, b1, w2, b2 = plain = leaves([t.double() for t in tensors])
-    hidden = fastformer.reference.activate(F.linear(x, w1, b1), activation) * mask / (1 - p)
+    hidden = fused.activate(F.linear(x, w1, b1), activation) * mask / (1 - p)
     for a, b in zip(gradients(out, ours), gradients(F.linear(hidden, w2, b2), plain), strict=True):
         assert_close(a, b.float())
 
@@ -266,7 +266,7 @@ def test_kept_bytes():
 
     def eager(x, w1, b1, w2, b2, activation):
         # The op behind F.dropout on a GPU, with its mask of bytes.
-        a = fastformer.reference.activate(F.linear(x, w1, b1), activation)
+        a = fused.activate(F.linear(x, w1, b1), activation)
         return F.linear(torch.native_dropout(a, 0.1, True)[0], w2, b2)
 
     for activation, plain, default in [("relu", 22, 10), ("gelu", 22, 10), ("gelu_tanh", 22, 10), ("swiglu", 38, 18)]:
@@ -338,7 +338,7 @@ def test_one_vector_is_an_input_too():
     tensors = inputs_of((5,), 8, 4, "relu", dtype=torch.float32)
     out = feed_forward(*tensors)
     assert out.shape == (4,)
-    assert_close(out, fastformer.reference.feed_forward(*tensors, activation="relu", dropout_p=0.0))
+    assert_close(out, fused.reference(*tensors, activation="relu", dropout_p=0.0))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "reglu"])

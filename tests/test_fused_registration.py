@@ -7,9 +7,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
-from fastformer import functional, fused
+from fastformer import functional
+from fastformer.functional import choice
 
-pytestmark = pytest.mark.skipif(not fused._TRITON, reason="needs Triton")
+pytestmark = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
 OP = torch.ops.fastformer.layer_norm.default
 ARGUMENTS = (torch.randn(4, 16), torch.ones(16), torch.zeros(16), 1e-5, torch.float32)
 
@@ -32,7 +33,7 @@ def normalise(x: Tensor = ARGUMENTS[0]) -> Tensor:
 @pytest.fixture
 def dispatched(monkeypatch):
     """The calls that reach the dispatcher."""
-    from fastformer.fused import layer_norm
+    from fastformer.functional.norms import layer_norm
 
     found = []
     run = layer_norm._forward
@@ -71,7 +72,7 @@ def test_a_trace_keeps_the_op():
 def test_a_subclass_sees_the_op(dispatched):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(ARGUMENTS[0])
-    from fastformer.fused.layer_norm import _forward
+    from fastformer.functional.norms.layer_norm import _forward
 
     assert _forward(x, None, None, 1e-5, torch.float32)[0].shape == (4, 16)
     assert dispatched

@@ -8,8 +8,8 @@ from closeness import assert_close, gradients, random
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastformer import packed_reference
 from fastformer.functional import attention, packed_attention
+from fastformer.functional.attention import packed_reference
 from fastformer.packing import Layout
 
 # Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.

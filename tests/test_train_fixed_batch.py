@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_steps import read_nothing
 from translation_task import IDS, random_batch, random_model
 
-from fastformer import arguments
 from fastformer.models import language_model_loss, translation_loss
 from fastformer.packing import Layout
 from fastformer.text import (
@@ -64,7 +64,7 @@ class Weighted(LanguageBatch):
 @pytest.fixture(autouse=True)
 def unread(monkeypatch):
     """The targets of padding are no classes, and nothing looks at values, as on a GPU."""
-    monkeypatch.setattr(arguments, "readable", lambda x: False)
+    read_nothing(monkeypatch)
 
 
 def smoothed(model, batch):

@@ -5,7 +5,6 @@ Here "meta" is the device: the transfers are counted as the operations that have
 
 import copy
 import pickle
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from translation_task import random_batch, random_model
 
 from fastformer.devices import send
+from fastformer.functional.attention import packed_reference
 from fastformer.models import (
     ClassifierConfig,
     SequenceClassifier,
@@ -89,7 +89,7 @@ def case(request):
 
 def test_a_training_step_takes_one_transfer(case, monkeypatch):
     """The kernels of attention need no more than the layout; the reference makes groups of its own on the CPU."""
-    monkeypatch.setattr(sys.modules["fastformer.functional.attention"], "packed_attention_reference", attends_nothing)
+    monkeypatch.setattr(packed_reference, "packed_attention", attends_nothing)
     model, batch, loss = case
     model.to("meta")
     with Transfers() as transfers:

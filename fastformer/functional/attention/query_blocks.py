@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.arguments import AttentionRules, readable
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.checks import readable
 
 # Masks or weights of more elements than this (0.5 GiB in fp32) are not made whole: 11,585 positions of one sequence ...
 _LARGEST = 1 << 27

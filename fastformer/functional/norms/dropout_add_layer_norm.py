@@ -1,52 +1,92 @@
-"""The fused step between two sublayers: s = residual + dropout(x), y = layer_norm(s).
+"""s = residual + dropout(x) and y = layer_norm(s), the step between two sublayers: op, registration, Function.
 
 Kept for backward, beside the weight: s, its mean and 1 / sqrt(var + eps) of each row in fp32, and the seed of the
 dropout mask; neither x nor the residual nor a mask.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.autograd_function import call
-from fastformer.fused.differentiation import Formula, distinct, twice
-from fastformer.fused.layer_norm import as_row, as_rows, gradient_dtypes, norm_gradients, output_dtype
-from fastformer.fused.registration import define, dropout_seed
+from fastformer.autograd_function import call, define, dropout_seed, eager_formula, twice
+from fastformer.devices import check_tensors
+from fastformer.functional.checks import check_probability
+from fastformer.functional.choice import runs_fused
+from fastformer.functional.dropout import drop
+from fastformer.functional.norms.layer_norm import (
+    as_row,
+    as_rows,
+    as_shape,
+    fits,
+    gradient,
+    gradient_dtypes,
+    norm_gradients,
+    norm_limit,
+    output_dtype,
+    plain_rows,
+)
+
+_NAME = "dropout_add_layer_norm"
 
 
-def _forward_fake(
+def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The step between two sublayers: s = residual + dropout(x), and its layer norm.
+
+    Args:
+        x: `[..., *normalized_shape]`, the output of a sublayer.
+        residual: of x's shape.
+        normalized_shape, weight, bias, eps: as in `layer_norm`.
+        dropout_p: applied to x whenever it is not 0.
+
+    Returns:
+        (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
+    """
+    parameters = weight, bias
+    check_tensors(("x", "residual", "weight", "bias"), x, (residual,), parameters)
+    if x.shape != residual.shape:
+        raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
+    check_probability("dropout_p", dropout_p)
+    shape = as_shape(normalized_shape)
+    takes_kernel = runs_fused(_NAME, x, lambda: norm_limit(_NAME, residual, *parameters))
+    if not (takes_kernel and fits(x, shape, *parameters)):
+        s = residual + drop(x, dropout_p)
+        return F.layer_norm(s, shape, *parameters, eps), s
+    formula = eager_formula(partial(plain_rows, eps))
+    tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)
+    seed = dropout_seed(x) if dropout_p > 0.0 else None
+    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, output_dtype(x, residual), formula)
+    return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))
+
+
+def _forward_fake(x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=dtype)
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    return y, s, x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32)
+    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return y, s, mean, rstd
 
 
 def _backward_fake(
-    dy: Tensor | None,
-    ds: Tensor | None,
     s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    seed: Tensor | None,
-    dropout_p: float,
     dresidual: torch.dtype | None,
     dx: torch.dtype | None,
     dw: torch.dtype | None,
     db: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    residual_grad, x_grad = (s.new_empty(0 if dtype is None else s.shape, dtype=dtype) for dtype in (dresidual, dx))
-    w_grad, b_grad = (s.new_empty(0 if dtype is None else s.shape[1], dtype=dtype) for dtype in (dw, db))
-    return residual_grad, x_grad, w_grad, b_grad
+    row = s.shape[1:]
+    return gradient(s, s.shape, dresidual), gradient(s, s.shape, dx), gradient(s, row, dw), gradient(s, row, db)
 
 
 _forward = define(
@@ -65,21 +105,11 @@ _backward = define(
 
 
 class _DropoutAddLayerNorm(torch.autograd.Function):
-    """x, residual `[M, N]` -> (y `[M, N]`, s `[M, N]`, mean `[M]`, rstd `[M]`)."""
+    """x, residual `[M, N]`, weight, bias, seed, eps, dropout_p, dtype, formula -> (y, s `[M, N]`, mean, rstd `[M]`)."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        seed: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        dtype: torch.dtype,
-        formula: Formula | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _forward(x, residual, weight, bias, seed, eps, dropout_p, dtype)  # type: ignore[no-any-return]
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _forward(*inputs[:-1])  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -98,11 +128,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         rest = (None,) * 5
         if dy is None and ds is None:
             return *(None,) * 4, *rest
-        if twice(ctx.formula):
-            if seed is not None:
-                raise RuntimeError(
-                    "a second derivative of dropout_add_layer_norm with dropout needs backend 'reference'"
-                )
+        if twice(_NAME, ctx.formula, seed):
             total, dw, db = ds, None, None
             if dy is not None:
                 wanted = (needs_x or needs_residual, needs_weight, needs_bias)
@@ -114,14 +140,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         # Without dropout both gradients are the same tensor.
         one = seed is None and x_dtype == residual_dtype
         dresidual, dx, dw, db = _backward(
-            dy,
-            ds,
-            s,
-            weight,
-            mean,
-            rstd,
-            seed,
-            ctx.dropout_p,
+            *(dy, ds, s, weight, mean, rstd, seed, ctx.dropout_p),
             residual_dtype if needs_residual or (one and needs_x) else None,
             x_dtype if needs_x and not one else None,
             *gradient_dtypes((needs_weight and dy is not None, needs_bias and dy is not None), weight, bias),
@@ -133,27 +152,3 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
             db if needs_bias and dy is not None else None,
             *rest,
         )
-
-
-def dropout_add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dropout_p: float,
-    formula: Formula | None,
-) -> tuple[Tensor, Tensor]:
-    """Run `functional.dropout_add_layer_norm` with the kernels.
-
-    Args:
-        x, residual, weight, bias, eps, dropout_p: as in `functional.dropout_add_layer_norm`; shape: the normalised one.
-        formula: layer norm in plain PyTorch, a function of s `[M, N]`, weight and bias `[N]`, for second derivatives.
-    """
-    seed = dropout_seed(x) if dropout_p > 0.0 else None
-    dtype = output_dtype(x, residual)
-    tensors = distinct(as_rows(x, shape), as_rows(residual, shape), as_row(weight), as_row(bias))
-    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, dtype, formula)
-    return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))

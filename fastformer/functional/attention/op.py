@@ -1,152 +1,156 @@
-"""What the ops' arguments may be: the named choices, the rules of one attention call, and the checks.
+"""Attention: over padded batches, with its weights, and within packed sequences.
 
-A check raises ValueError or TypeError, naming the argument, what it was and what is allowed, before anything runs.
-
-Letters: B batch, H heads, T queries, S keys, K head size, D model width, F feed-forward width, V vocabulary.
+Letters: B batch, H heads, T queries, S keys, K head size.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
+from fastformer.autograd_function import Formula, eager_formula
 from fastformer.devices import DeviceError, autocasts, check_tensors
+from fastformer.functional.attention import fused, packed_reference, reference
+from fastformer.functional.attention.rules import ALIGNMENTS, Alignment, AttentionRules, Window
+from fastformer.functional.checks import check_choice, check_probability, readable
+from fastformer.functional.choice import runs_fused
 from fastformer.packing import Layout, offsets_of
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
-Alignment = Literal["top_left", "bottom_right"]
-Reduction = Literal["mean", "sum", "none"]
-Window = tuple[int | None, int | None]
 
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
-REDUCTIONS: tuple[str, ...] = get_args(Reduction)
-GATED = ("geglu", "swiglu", "reglu")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
+    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0.
 
-@dataclass(frozen=True, eq=False)
-class AttentionRules:
-    """One attention call but for q, k and v; the fields mean what `functional.attention` says.
+    Args:
+        q: `[B, H, T, K]`, floating point.
+        k: `[B, Hkv, S, K]`; H is a multiple of Hkv (grouped-query attention).
+        v: `[B, Hkv, S, Kv]`.
+        mask: as in SDPA: bool (True = may attend) or additive, broadcastable to `[B, H, T, S]`; an additive mask may
+            require a gradient.
+        causal: query t attends to keys s <= t + shift.
+        alignment: "top_left": shift 0, as SDPA's `is_causal`; "bottom_right": the last query of a sequence meets its
+            last key, shift = key length - query length (S - T without lengths).
+        window: (left, right): query t attends to keys t + shift - left <= s <= t + shift + right, None: no limit on
+            that side (Beltagy et al. 2020).
+        query_lengths: integers `[B]`; outputs of later queries are 0.
+        key_lengths: integers `[B]`; later keys are padding.
+        key_mask: bool `[B, S]`, True = a real key; for padding on the left or with gaps.
+        softcap: scaled scores x become softcap * tanh(x / softcap) before the mask is added (Gemma 2, 2024).
+        dropout_p: dropout of the attention weights; applied whenever it is not 0.
+        scale: K ** -0.5 if None.
 
-    What `check_attention` and `check_packed_attention` return says each thing in one way only: mask has at least two
-    dimensions; lengths are int64 on q's device; a side of window is None where it reaches beyond all positions, its
-    right is 0 where `causal` is True, and window is None where nothing is left to say; `alignment` is "top_left" where
-    both alignments are the same; softcap is a float.
+    Returns:
+        `[B, H, T, Kv]`, of q's dtype (autocast: the autocast dtype).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, before anything runs.
+        fastformer.backend.BackendError: backend "triton" was asked for and cannot run this.
     """
-
-    mask: Tensor | None = None
-    causal: bool = False
-    alignment: Alignment = "top_left"
-    window: Window | None = None
-    query_lengths: Tensor | None = None
-    key_lengths: Tensor | None = None
-    key_mask: Tensor | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    scale: float | None = None
-
-    @property
-    def band(self) -> Window:
-        """How far to the (left, right) of position t + shift query t attends; None: to the end."""
-        left, right = self.window or (None, None)
-        return left, 0 if self.causal else right
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of the caller: the mask, and what is not differentiable."""
-        return self.mask, self.query_lengths, self.key_lengths, self.key_mask
-
-    def with_tensors(self, *tensors: Tensor | None) -> "AttentionRules":
-        """Return the same rules with these in place of `tensors`."""
-        mask, query_lengths, key_lengths, key_mask = tensors
-        return replace(self, mask=mask, query_lengths=query_lengths, key_lengths=key_lengths, key_mask=key_mask)
+    rules = AttentionRules(
+        mask, causal, alignment, window, query_lengths, key_lengths, key_mask, softcap, dropout_p, scale
+    )
+    rules = check_attention(q, k, v, rules)
+    if runs_fused("attention", q, lambda: fused.limit(q, k, v)):
+        return fused.attention(q, k, v, rules, _formula(reference.attention, rules))[0]
+    return reference.attention(q, k, v, rules)
 
 
-def check_probability(name: str, p: float) -> None:
-    """Raise unless 0 <= p <= 1."""
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, not {p}")
+def attention_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Like `attention`, and the weights `[B, H, T, S]` that were applied, after dropout as in torch.
+
+    Costs memory for the weights; a query that may attend to nothing has weights 0.
+    """
+    rules = AttentionRules(
+        mask, causal, alignment, window, query_lengths, key_lengths, key_mask, softcap, dropout_p, scale
+    )
+    rules = check_attention(q, k, v, rules)
+    if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v)):
+        formula = _formula(reference.attention_with_weights, rules)
+        out, weights = fused.attention(q, k, v, rules, formula, wants_weights=True)
+        assert weights is not None
+        return out, weights
+    return reference.attention_with_weights(q, k, v, rules)
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    key_layout: Layout | None = None,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention within each of B packed sequences; none attends across sequences.
 
+    Args:
+        q: `[T, H, K]`, the queries of all sequences, one after another.
+        k: `[S, Hkv, K]`; H is a multiple of Hkv.
+        v: `[S, Hkv, Kv]`.
+        layout: where the sequences of q lie.
+        key_layout: where those of k and v lie; `layout` if None.
+        causal: query t of a sequence attends to its keys s <= t + shift.
+        alignment: "top_left": shift 0; "bottom_right": the last query of each sequence meets its last key.
+        window, softcap, dropout_p, scale: as in `attention`, within each sequence.
 
-def check_feed_forward(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, activation: str
-) -> None:
-    """Check the arguments of `feed_forward`, shapes included."""
-    check_choice("activation", activation, ACTIVATIONS)
-    if weight1.dim() != 2 or x.dim() == 0 or weight1.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight1 must be of shape [F, D] for x of shape {list(x.shape)}, not {list(weight1.shape)}")
-    gated = activation in GATED
-    width = weight1.shape[0] // 2 if gated else weight1.shape[0]
-    if weight2.dim() != 2 or weight2.shape[1] != width or (gated and weight1.shape[0] % 2):
-        raise ValueError(
-            f"weight2 must be of shape [out, {width}] for activation {activation!r} "
-            f"and weight1 of shape {list(weight1.shape)}, not {list(weight2.shape)}"
+    Returns:
+        `[T, H, Kv]`; zeros for a sequence without keys.
+    """
+    key_layout = layout if key_layout is None else key_layout
+    rules = AttentionRules(
+        causal=causal, alignment=alignment, window=window, softcap=softcap, dropout_p=dropout_p, scale=scale
+    )
+    rules = check_packed_attention(q, k, v, layout, key_layout, rules)
+    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v)):
+        formula = eager_formula(
+            lambda q, k, v, _: packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
         )
-    for name, bias, weight in (("bias1", bias1, weight1), ("bias2", bias2, weight2)):
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"{name} must be of shape [{weight.shape[0]}], not {list(bias.shape)}")
+        return fused.packed_attention(q, k, v, layout, key_layout, rules, formula)
+    return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
 
 
-def readable(x: Tensor) -> bool:
-    """Whether a tensor has values to look at, where that waits for no device."""
-    known = x.device.type == "cpu" and x.numel() > 0 and not torch.compiler.is_compiling()
-    return known and not isinstance(x, FakeTensor) and not stands_for_many(x)
-
-
-def stands_for_many(x: Tensor) -> bool:
-    """Whether x is one of many to vmap, be it inside other transforms of torch.func."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
-
-
-def _check_indices(name: str, indices: Tensor, of: str, matrix: Tensor) -> None:
-    """Raise unless indices are rows of a matrix; values are looked at on the CPU only, where that waits for nothing."""
-    if indices.dtype != torch.int64:
-        raise TypeError(f"{name} must be int64, not {indices.dtype}")
-    if matrix.dim() != 2:
-        raise ValueError(f"{of} must have two dimensions, not shape {list(matrix.shape)}")
-    if readable(indices):
-        low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= matrix.shape[0]:
-            wrong = low if low < 0 else high
-            raise IndexError(f"{name} must lie between 0 and {matrix.shape[0] - 1}, the last row of {of}, not {wrong}")
-
-
-def check_embedding(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:
-    """Check the arguments of `embedding`."""
-    _check_indices("ids", ids, "weight", weight)
-    if table is None or positions is None:
-        if table is not None or positions is not None:
-            raise ValueError(f"{'table' if table is None else 'positions'} is None, and the other is not")
-        return
-    _check_indices("positions", positions, "table", table)
-    if positions.shape != ids.shape:
-        raise ValueError(f"positions must be of the shape of ids, {list(ids.shape)}, not {list(positions.shape)}")
-    if table.shape[1] != weight.shape[1]:
-        raise ValueError(f"table must be of shape [P, {weight.shape[1]}], not {list(table.shape)}")
-
-
-def check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise unless target holds classes; values are checked on the CPU only, where that waits for no device."""
-    if target.dtype != torch.int64:
-        raise TypeError(f"target must be int64, not {target.dtype}")
-    if readable(target):
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        if wrong.numel():
-            raise IndexError(f"target must lie between 0 and {classes - 1} or be {ignore_index}, not {int(wrong[0])}")
+def _formula(plain: Formula, rules: AttentionRules) -> Formula | None:
+    """Hand over a reference as a function of q, k, v and the mask."""
+    others = rules.query_lengths, rules.key_lengths, rules.key_mask
+    return eager_formula(lambda q, k, v, mask: plain(q, k, v, replace(rules, mask=mask)), *others)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -244,37 +248,10 @@ def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alig
     return "top_left" if same or not (rules.causal or window is not None) else rules.alignment
 
 
-def _restated(
-    rules: AttentionRules,
-    mask: Tensor | None,
-    alignment: Alignment,
-    window: Window | None,
-    query_lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    softcap: float | None,
-) -> AttentionRules:
+def _restated(rules: AttentionRules, **found: Any) -> AttentionRules:
     """Return the rules with these fields; the rules themselves, which saves 2 us, where that changes nothing."""
-    if (
-        mask is rules.mask
-        and alignment == rules.alignment
-        and window is rules.window
-        and query_lengths is rules.query_lengths
-        and key_lengths is rules.key_lengths
-        and softcap == rules.softcap
-    ):
-        return rules
-    return AttentionRules(
-        mask,
-        rules.causal,
-        alignment,
-        window,
-        query_lengths,
-        key_lengths,
-        rules.key_mask,
-        softcap,
-        rules.dropout_p,
-        rules.scale,
-    )
+    changed = {name: value for name, value in found.items() if value is not getattr(rules, name)}
+    return replace(rules, **changed) if changed else rules
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
@@ -300,8 +277,15 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
     window = _check_window(rules.window, rules.causal, max(q.shape[2], k.shape[2]))
     same = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
-    found = (mask, _alignment(rules, window, same), window, query_lengths, key_lengths, _check_softcap(rules.softcap))
-    return _restated(rules, *found)
+    return _restated(
+        rules,
+        mask=mask,
+        alignment=_alignment(rules, window, same),
+        window=window,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        softcap=_check_softcap(rules.softcap),
+    )
 
 
 def check_packed_attention(
@@ -319,4 +303,4 @@ def check_packed_attention(
     check_probability("dropout_p", rules.dropout_p)
     window = _check_window(rules.window, rules.causal, max(layout.max_length, key_layout.max_length))
     alignment = _alignment(rules, window, layout is key_layout)
-    return _restated(rules, None, alignment, window, None, None, _check_softcap(rules.softcap))
+    return _restated(rules, alignment=alignment, window=window, softcap=_check_softcap(rules.softcap))

@@ -1,7 +1,8 @@
-"""Fused attention: registration of its kernels, the autograd Function, and the three ops that `functional` calls.
+"""Fused attention: registration of its kernels, the autograd Function, and what the public ops call.
 
 Dense and packed attention are one Function: the kernels tell them apart by the number of dimensions. Kept for backward:
-q, k, v, the output and the log-sum-exp of each row, no scores; the weights only where they were asked for.
+q, k, v, the output and the log-sum-exp of each row, no scores; the weights only where they were asked for. What a
+kernel is told besides is one record, `Settings`: its fields are in every schema, and the fakes take them by name.
 """
 
 from collections.abc import Sequence
@@ -10,23 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.arguments import AttentionRules
-from fastformer.autograd_function import call
-from fastformer.backend import allows_nondeterminism
-from fastformer.fused.differentiation import Formula, distinct, plain_gradients, to_autocast, twice
-from fastformer.fused.registration import define, dropout_seed
+from fastformer.autograd_function import Formula, call, define, dropout_seed, plain_gradients, to_autocast, twice
+from fastformer.backend import process
+from fastformer.functional.attention.rules import AttentionRules
 from fastformer.packing import Layout
+from fastformer_kernels.attention.settings import SCHEMA, TENSORS, Settings
 
 LARGEST_HEAD = 256
 # Queries times query heads a key head: one tile of rows. More fill the matrix units in the kernel for training, too.
 LARGEST_DECODED_ROWS = 16
 _UNLIMITED = -1  # a side of the window, in the kernels
-
-# The fields of `fastformer_kernels.attention_problem.Problem`.
-_SETTINGS = (
-    "Tensor? bounds, Tensor? key_mask, Tensor? mask, Tensor? seed, SymInt queries, SymInt keys, "
-    "SymInt shift, SymInt left, SymInt right, float scale, float softcap, float dropout_p"
-)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -36,92 +30,54 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    mask = settings[2]
+def _forward_fake(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     additive = mask is not None and mask.dtype != torch.bool
     rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (2, *q.shape[:3]) if additive else q.shape[:3]
     return _like(q), q.new_empty(rows, dtype=torch.float32)
 
 
-def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    return _like(q)
-
-
-def _weights_fake(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
+def _weights_fake(q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 
-def _delta_fake(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
+def _delta_fake(lse: Tensor) -> Tensor:
     return lse.new_empty(lse.shape[-3:])
 
 
-def _backward_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dweights: Tensor | None,
-    wants_q: bool,
-    wants_keys: bool,
-    fast: bool,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(q: Tensor, k: Tensor, v: Tensor, wants_q: bool, wants_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
     none = q.new_empty(0)
     return _like(q) if wants_q else none, *((_like(k), _like(v)) if wants_keys else (none.clone(), none.clone()))
 
 
-def _mask_gradient_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dweights: Tensor | None, *settings: Any
-) -> Tensor:
-    B, H = (1, 1, *settings[2].shape)[-4:][:2] if settings[2].dim() < 4 else settings[2].shape[:2]
+def _mask_gradient_fake(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    B, H = (1, 1, *mask.shape)[-4:][:2] if mask.dim() < 4 else mask.shape[:2]
     return q.new_empty((B, H, q.shape[2], -(-k.shape[2] // 16) * 16), dtype=torch.float32)
 
 
-def _bounds_fake(
-    query_lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    key_mask: Tensor | None,
-    batch: int,
-    queries: int,
-    keys: int,
-    packed: bool,
-    bottom_right: bool,
-    like: Tensor,
-) -> Tensor:
+def _bounds_fake(batch: int, like: Tensor) -> Tensor:
     return like.new_empty((batch, 8), dtype=torch.int32)
 
 
+_HEADS = "Tensor q, Tensor k, Tensor v"
+_GIVEN = f"Tensor dout, {_HEADS}, Tensor lse, Tensor delta, Tensor? dweights"  # what backward begins with
+
 _forward = define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
-    "attention.forward.forward",
-    _forward_fake,
+    f"attention_forward({_HEADS}, {SCHEMA}) -> (Tensor, Tensor)", "attention.forward.forward", _forward_fake
 )
-_decode = define(
-    f"attention_decode(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> Tensor",
-    "attention.decode.decode",
-    _decode_fake,
-)
+_decode = define(f"attention_decode({_HEADS}, {SCHEMA}) -> Tensor", "attention.decode.decode", lambda q: _like(q))
 _weights = define(
-    f"attention_weights(Tensor q, Tensor k, Tensor lse, {_SETTINGS}) -> Tensor",
-    "attention.weights.weights",
-    _weights_fake,
+    f"attention_weights(Tensor q, Tensor k, Tensor lse, {SCHEMA}) -> Tensor", "attention.weights.weights", _weights_fake
 )
 _delta = define(
-    f"attention_delta(Tensor out, Tensor dout, Tensor lse, {_SETTINGS}) -> Tensor",
-    "attention.delta.delta",
-    _delta_fake,
+    f"attention_delta(Tensor out, Tensor dout, Tensor lse, {SCHEMA}) -> Tensor", "attention.delta.delta", _delta_fake
 )
 _backward = define(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor? dweights, "
-    f"bool wants_q, bool wants_keys, bool fast, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward({_GIVEN}, bool wants_q, bool wants_keys, bool fast, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
     "attention.backward.backward",
     _backward_fake,
 )
 _mask_gradient = define(
-    "attention_mask_gradient(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor? dweights, "
-    f"{_SETTINGS}) -> Tensor",
+    f"attention_mask_gradient({_GIVEN}, {SCHEMA}) -> Tensor",
     "attention.mask_gradient.mask_gradient",
     _mask_gradient_fake,
 )
@@ -134,25 +90,16 @@ _bounds = define(
 
 
 class _Attention(torch.autograd.Function):
-    """(q, k, v, mask) -> (output, weights or None, log-sum-exp); the last is not differentiable."""
+    """q, k, v, the tensors of the settings, the numbers of them, whether weights are wanted, fast, formula.
+
+    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the settings the mask alone is.
+    """
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        bounds: Tensor | None,
-        key_mask: Tensor | None,
-        seed: Tensor | None,
-        numbers: tuple[Any, ...],
-        wants_weights: bool,
-        fast: bool,
-        formula: Formula | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        settings = (bounds, key_mask, mask, seed, *numbers)
-        out, lse = _forward(q, k, v, *settings)
-        return out, _weights(q, k, lse, *settings) if wants_weights else None, lse
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        *tensors, numbers, wants_weights, _, _ = rest
+        out, lse = _forward(q, k, v, *tensors, *numbers)
+        return out, _weights(q, k, lse, *tensors, *numbers) if wants_weights else None, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -164,30 +111,36 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, bounds, key_mask, seed, out, weights, lse = ctx.saved_tensors
-        rest = (None,) * 7
-        wanted = ctx.needs_input_grad[:4]
+        q, k, v, *tensors, out, weights, lse = ctx.saved_tensors
+        settings = Settings(*tensors, *ctx.numbers)
+        mask = settings.mask
+        wants_q, wants_k, wants_v, wants_mask = wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_MASK])
         if dout is None and dweights is None:
-            return None, None, None, None, *rest
-        if twice(ctx.formula):
-            if seed is not None:
-                raise RuntimeError("a second derivative of attention with dropout needs backend 'reference'")
+            return _placed(None, None, None, None)
+        if twice("attention", ctx.formula, settings.seed):
             grads = (dout,) if weights is None else (dout, dweights)
-            return *plain_gradients(ctx.formula, (q, k, v, mask), wanted, grads), *rest
-        settings = (bounds, key_mask, mask, seed, *ctx.numbers)
+            return _placed(*plain_gradients(ctx.formula, (q, k, v, mask), wanted, grads))
         if dout is None:
             dout = out.new_zeros(out.shape)
         delta = _delta(out, dout, lse, *settings)
         if dweights is not None:
             delta = delta + (weights * dweights).sum(-1, dtype=torch.float32)
         given = (dout, q, k, v, lse, delta, dweights)
-        wants_q, wants_keys = wanted[0], wanted[1] or wanted[2]
-        dq, dk, dv = _backward(*given, wants_q, wants_keys, ctx.fast, *settings)
+        dq, dk, dv = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *settings)
         dmask = None
-        if wanted[3]:
+        if wants_mask and mask is not None:
             dmask = _mask_gradient(*given, *settings)[..., : k.shape[2]]  # [B or 1, H or 1, T, S]
             dmask = dmask.sum_to_size((1,) * (4 - mask.dim()) + mask.shape).reshape(mask.shape).to(mask.dtype)
-        return dq if wants_q else None, dk if wanted[1] else None, dv if wanted[2] else None, dmask, *rest
+        return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask)
+
+
+_MASK = 3 + Settings._fields.index("mask")  # its place among the inputs of the Function
+
+
+def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v and mask at the places of the Function's inputs."""
+    *heads, dmask = gradients
+    return *heads, *(None,) * (_MASK - 3), dmask, *(None,) * (3 + TENSORS - _MASK - 1 + 4)
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -222,16 +175,29 @@ def _apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the Function; sizes: queries, keys and the shift of the diagonal where there are no bounds."""
     q, k, v = to_autocast(q, k, v)  # type: ignore[assignment]
-    left, right = (_UNLIMITED if side is None else side for side in rules.band)
-    scale = q.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-    seed = dropout_seed(q) if rules.dropout_p > 0.0 else None
-    numbers = (*sizes, left, right, float(scale), rules.softcap or 0.0, rules.dropout_p)
-    if mask is None and seed is None and not wants_weights and _decodes(q, k, v):
-        return _decode(q, k, v, bounds, key_mask, None, None, *numbers), None
-    fast = allows_nondeterminism() and not torch.are_deterministic_algorithms_enabled()
-    out, weights, _ = call(
-        _Attention, *distinct(q, k, v, mask), bounds, key_mask, seed, numbers, wants_weights, fast, formula
+    # `check_attention` has put causality into the window, if there is one.
+    sides = rules.window or (None, 0 if rules.causal else None)
+    left, right = (_UNLIMITED if side is None else side for side in sides)
+    queries, keys, shift = sizes
+    settings = Settings(
+        bounds=bounds,
+        key_mask=key_mask,
+        mask=mask,
+        seed=dropout_seed(q) if rules.dropout_p > 0.0 else None,
+        queries=queries,
+        keys=keys,
+        shift=shift,
+        left=left,
+        right=right,
+        scale=float(q.shape[-1] ** -0.5 if rules.scale is None else rules.scale),
+        softcap=rules.softcap or 0.0,
+        dropout_p=rules.dropout_p,
     )
+    if mask is None and settings.seed is None and not wants_weights and _decodes(q, k, v):
+        return _decode(q, k, v, *settings), None
+    fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
+    tensors, numbers = settings[:TENSORS], tuple(settings[TENSORS:])
+    out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
     return out, weights
 
 
@@ -252,7 +218,7 @@ def attention(
     """Run `functional.attention` with the kernels; the weights are None unless they are wanted.
 
     Args:
-        q, k, v, rules: as `arguments.check_attention` left them.
+        q, k, v, rules: as `check_attention` left them.
         formula: the op in plain PyTorch, a function of q, k, v and the mask, for second derivatives.
         wants_weights: also return the weights `[B, H, T, S]`.
     """
@@ -272,8 +238,8 @@ def packed_attention(
     """Run `functional.packed_attention` with the kernels.
 
     Args:
-        q, k, v, layout, key_layout, rules: as `arguments.check_packed_attention` left them.
-        formula: the op in plain PyTorch, a function of q, k and v, for second derivatives.
+        q, k, v, layout, key_layout, rules: as `check_packed_attention` left them.
+        formula: the op in plain PyTorch, a function of q, k, v and None, for second derivatives.
     """
     T, S, batch = layout.max_length, key_layout.max_length, layout.batch
     bottom_right = rules.alignment == "bottom_right"
@@ -283,10 +249,5 @@ def packed_attention(
         return bounds
 
     bounds = layout.once(("bounds", bottom_right), make_bounds, key_layout)
-    formula = None if formula is None else _no_mask(formula)
     out, _ = _apply(q, k, v, rules, bounds, None, None, (T, S, 0), False, formula)
     return out
-
-
-def _no_mask(formula: Formula) -> Formula:
-    return lambda q, k, v, mask: formula(q, k, v)

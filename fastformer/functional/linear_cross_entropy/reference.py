@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.devices import autocasts
+from fastformer.functional.checks import transformed
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
 # Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of
@@ -233,3 +234,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         triples = zip(found, (x, weight, bias), wanted, strict=True)
         scaled = [(d.to(grad.dtype) * grad).to(t.dtype) if needed else None for d, t, needed in triples]
         return *scaled, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    rows: bool,
+) -> Tensor:
+    """Cross entropy of softmax(x weight^T + bias), x `[M, D]`, weight `[V, D]`, target `[M]`: the sum, or all rows."""
+    if autocasts(x):
+        # Custom Functions do not see autocast; F.linear, inside, obeys it.
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    # What torch.func takes is plain, and so is what keeps the classes of tensors.
+    if rows or transformed() or torch.overrides.has_torch_function(given):
+        losses = plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
+        return losses if rows else losses.sum()
+    loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    return loss

@@ -18,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastformer.arguments import AttentionRules
 from fastformer.devices import send
+from fastformer.functional.attention.reference import attention
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.dropout import drop
 from fastformer.packing import Layout
-from fastformer.reference import attention, dropout
 from fastformer.row_map import RowMap
 
 # A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
@@ -158,7 +159,7 @@ def _attend(
             scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
         if group.key_bias is not None and not alone:
             scores = (scores.view(H, N, T, S) + group.key_bias.to(q.dtype)).flatten(0, 1)
-        return torch.bmm(dropout(scores.softmax(-1), rules.dropout_p), v).flatten(0, 1)
+        return torch.bmm(drop(scores.softmax(-1), rules.dropout_p), v).flatten(0, 1)
     forms = ((q, H, T), (k, Hkv, S), (v, Hkv, S))
     q, k, v = (x.view(h, N, length, x.shape[1]).transpose(0, 1) for x, h, length in forms)  # [N, H, L, K]
     padded = AttentionRules(

@@ -334,8 +334,8 @@ def _faults() -> Iterator[Fault]:
         file,
         masks,
         "attention: seed drawn anew in backward",
-        "settings = Settings(*tensors, *ctx.numbers)",
-        "settings = Settings(*tensors, *ctx.numbers)._replace(seed=dropout_seed(q))",
+        "settings = Settings(*ctx.numbers, *tensors)",
+        "settings = Settings(*ctx.numbers, *tensors)._replace(seed=dropout_seed(q))",
     )
     yield at(
         file,

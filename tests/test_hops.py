@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def files_to(kernel: str, call) -> list[str]:
-    """The files of the package and of the kernels whose functions are entered until the kernel is launched, in order."""
+    """The files of the package and of the kernels whose functions run until the kernel is launched, in order."""
     found: list[str] = []
     launched = []
 
@@ -49,7 +49,6 @@ def test_layer_norm():
     norm, x = fastformer.LayerNorm(32), torch.randn(2, 8, 32)
     files = files_to("layer_norm_forward_kernel", lambda: norm(x))
     assert files[0] == "fastformer/modules.py"
-    assert files[-1] == "kernels/fastformer_kernels/host/launch.py"
     assert len(files) <= 8, files
 
 

@@ -15,7 +15,7 @@ from fastformer.autograd_function import Formula, call, define, dropout_seed, pl
 from fastformer.backend import process
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.packing import Layout
-from fastformer_kernels.attention.settings import SCHEMA, TENSORS, Settings
+from fastformer_kernels.attention.settings import NUMBERS, SCHEMA, Settings
 
 LARGEST_HEAD = 256
 # Queries times query heads a key head: one tile of rows. More fill the matrix units in the kernel for training, too.
@@ -90,7 +90,7 @@ _bounds = define(
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v, the tensors of the settings, the numbers of them, whether weights are wanted, fast, formula.
+    """q, k, v, the tensors of the settings, their numbers, whether weights are wanted, fast, formula.
 
     -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the settings the mask alone is.
     """
@@ -98,8 +98,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         *tensors, numbers, wants_weights, _, _ = rest
-        out, lse = _forward(q, k, v, *tensors, *numbers)
-        return out, _weights(q, k, lse, *tensors, *numbers) if wants_weights else None, lse
+        out, lse = _forward(q, k, v, *numbers, *tensors)
+        return out, _weights(q, k, lse, *numbers, *tensors) if wants_weights else None, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, *tensors, out, weights, lse = ctx.saved_tensors
-        settings = Settings(*tensors, *ctx.numbers)
+        settings = Settings(*ctx.numbers, *tensors)
         mask = settings.mask
         wants_q, wants_k, wants_v, wants_mask = wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_MASK])
         if dout is None and dweights is None:
@@ -134,13 +134,14 @@ class _Attention(torch.autograd.Function):
         return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask)
 
 
-_MASK = 3 + Settings._fields.index("mask")  # its place among the inputs of the Function
+_TENSORS = Settings._fields[NUMBERS:]
+_MASK = 3 + _TENSORS.index("mask")  # its place among the inputs of the Function
 
 
 def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     """Those of q, k, v and mask at the places of the Function's inputs."""
     *heads, dmask = gradients
-    return *heads, *(None,) * (_MASK - 3), dmask, *(None,) * (3 + TENSORS - _MASK - 1 + 4)
+    return *heads, *(dmask if name == "mask" else None for name in _TENSORS), *(None,) * 4
 
 
 def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -180,23 +181,23 @@ def _apply(
     left, right = (_UNLIMITED if side is None else side for side in sides)
     queries, keys, shift = sizes
     settings = Settings(
+        queries=queries,
+        keys=keys,
+        scale=float(q.shape[-1] ** -0.5 if rules.scale is None else rules.scale),
+        shift=shift,
+        left=left,
+        right=right,
+        softcap=rules.softcap or 0.0,
+        dropout_p=rules.dropout_p,
         bounds=bounds,
         key_mask=key_mask,
         mask=mask,
         seed=dropout_seed(q) if rules.dropout_p > 0.0 else None,
-        queries=queries,
-        keys=keys,
-        shift=shift,
-        left=left,
-        right=right,
-        scale=float(q.shape[-1] ** -0.5 if rules.scale is None else rules.scale),
-        softcap=rules.softcap or 0.0,
-        dropout_p=rules.dropout_p,
     )
     if mask is None and settings.seed is None and not wants_weights and _decodes(q, k, v):
         return _decode(q, k, v, *settings), None
     fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
-    tensors, numbers = settings[:TENSORS], tuple(settings[TENSORS:])
+    numbers, tensors = settings[:NUMBERS], settings[NUMBERS:]
     out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
     return out, weights
 

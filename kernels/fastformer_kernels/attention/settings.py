@@ -10,23 +10,23 @@ from torch import Tensor
 
 
 class Settings(NamedTuple):
-    """The tensors come first, then the numbers: autograd keeps the former."""
+    """The numbers come first, then the tensors, which autograd keeps."""
 
-    bounds: Tensor | None  # int32 [B, 8] of `problem.bounds`
-    key_mask: Tensor | None  # bool [B, S]; needed where the bounds say that there are gaps
-    mask: Tensor | None  # bool or additive, broadcastable to [B, H, T, S]
-    seed: Tensor | None  # int64 [1]; dropout if given
     queries: int  # T; of the longest sequence where packed
     keys: int  # S; likewise
-    shift: int  # of the diagonal, where there are no bounds
-    left: int  # of the window, -1 = unlimited
-    right: int  # likewise; 0 = causal
     scale: float
-    softcap: float  # 0 = none
-    dropout_p: float
+    shift: int = 0  # of the diagonal, where there are no bounds
+    left: int = -1  # of the window, -1 = unlimited
+    right: int = -1  # likewise; 0 = causal
+    softcap: float = 0.0  # 0 = none
+    dropout_p: float = 0.0
+    bounds: Tensor | None = None  # int32 [B, 8] of `problem.bounds`
+    key_mask: Tensor | None = None  # bool [B, S]; needed where the bounds say that there are gaps
+    mask: Tensor | None = None  # bool or additive, broadcastable to [B, H, T, S]
+    seed: Tensor | None = None  # int64 [1]; dropout if given
 
 
 _TYPES = {Tensor | None: "Tensor?", int: "SymInt", float: "float"}
 _FIELDS = get_type_hints(Settings)
-TENSORS = sum(kind == Tensor | None for kind in _FIELDS.values())  # how many of the fields are tensors
+NUMBERS = sum(kind != Tensor | None for kind in _FIELDS.values())  # how many of the fields are numbers
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in _FIELDS.items())

@@ -53,6 +53,8 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
     """
     name, rest = schema.split("(", 1)
     module, function = launcher.rsplit(".", 1)
+    names = [argument.split()[-1] for argument in rest.split(") -> ")[0].split(", ")]
+    places = [names.index(parameter) for parameter in inspect.signature(fake).parameters]
     LAUNCHERS[name] = launcher
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]
@@ -63,8 +65,6 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
     # On CPU tensors a launcher runs in Triton's interpreter, or raises; `choice.unsupported` keeps others away from it.
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
-    names = [argument.split()[-1] for argument in rest.split(") -> ")[0].split(", ")]
-    places = [names.index(parameter) for parameter in inspect.signature(fake).parameters]
     torch.library.register_fake(f"fastformer::{name}", lambda *args: fake(*[args[i] for i in places]), lib=_LIBRARY)
     op = getattr(torch.ops.fastformer, name).default
 

@@ -427,6 +427,20 @@ def test_compiled_is_eager(activation, recompute):
         assert_close(a, b)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_with_one_tensor_in_two_places(recompute):
+    """torch.compile takes no Function that is given a tensor twice: `call` gives it a view."""
+    x, weight, bias = leaves(inputs_of((2, 3, 4), 4, 4, "gelu", dtype=torch.float32))[:3]
+
+    def layer(x, weight, bias):
+        return feed_forward(x, weight, bias, weight, bias, activation="gelu", recompute=recompute)
+
+    torch._dynamo.reset()
+    out, expected = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight, bias), layer(x, weight, bias)
+    for a, b in zip(gradients(out, [x, weight, bias]), gradients(expected, [x, weight, bias]), strict=True):
+        assert_close(a, b)
+
+
 @pytest.mark.parametrize(("recompute", "kept"), [(False, 5), (True, 1)])
 def test_compiled_keeps_as_little(recompute, kept):
     """x and four times its width, or x alone: a compiler may take what is recomputed for what it has already."""

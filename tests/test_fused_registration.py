@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 from fastformer import functional
+from fastformer.autograd_function import define
 from fastformer.functional import choice
+from fastformer_kernels.attention.settings import Settings
 
 pytestmark = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
 OP = torch.ops.fastformer.layer_norm.default
@@ -76,3 +78,20 @@ def test_a_subclass_sees_the_op(dispatched):
 
     assert _forward(x, None, None, 1e-5, torch.float32)[0].shape == (4, 16)
     assert dispatched
+
+
+def test_a_fake_may_name_only_what_the_schema_has():
+    with pytest.raises(ValueError, match="'z' is not in list"):
+        define("unknown(Tensor x) -> Tensor", "norms.layer_norm.forward", lambda z: z)
+    assert not hasattr(torch.ops.fastformer, "unknown")
+
+
+@pytest.mark.parametrize("op", ["forward", "decode", "weights", "delta", "backward", "mask_gradient"])
+def test_the_ops_of_attention_take_the_settings_as_the_record_has_them(op):
+    """A field is written once: in the record, of which kernels make their arguments."""
+    arguments = getattr(torch.ops.fastformer, f"attention_{op}").default._schema.arguments
+    assert tuple(argument.name for argument in arguments[-len(Settings._fields) :]) == Settings._fields
+    from fastformer_kernels.attention.problem import Problem
+
+    assert issubclass(Problem, Settings)
+    assert Problem._fields == Settings._fields

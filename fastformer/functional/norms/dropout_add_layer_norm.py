@@ -27,7 +27,6 @@ from fastformer.functional.norms.layer_norm import (
     norm_gradients,
     norm_limit,
     output_dtype,
-    plain_rows,
 )
 
 _NAME = "dropout_add_layer_norm"
@@ -64,7 +63,8 @@ def dropout_add_layer_norm(
     if not (takes_kernel and fits(x, shape, *parameters)):
         s = residual + drop(x, dropout_p)
         return F.layer_norm(s, shape, *parameters, eps), s
-    formula = eager_formula(partial(plain_rows, eps))
+    plain: Any = partial(F.layer_norm, eps=eps)
+    formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
     tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)
     seed = dropout_seed(x) if dropout_p > 0.0 else None
     y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, output_dtype(x, residual), formula)

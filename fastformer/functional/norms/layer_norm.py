@@ -43,7 +43,8 @@ def layer_norm(
     takes_kernel = runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):  # what does not fit raises in torch
         return F.layer_norm(x, shape, *parameters, eps)
-    formula = eager_formula(partial(plain_rows, eps))
+    plain: Any = partial(F.layer_norm, eps=eps)
+    formula = eager_formula(lambda rows, *parameters: plain(rows, rows.shape[-1:], *parameters))
     y, _, _ = call(_LayerNorm, as_rows(x, shape), *as_row(*parameters), eps, output_dtype(x), formula)
     return y if y.shape == x.shape else y.view(x.shape)  # type: ignore[no-any-return]
 
@@ -97,11 +98,6 @@ class _LayerNorm(torch.autograd.Function):
             return *norm_gradients(ctx.formula, (x, weight, bias), wanted, dy), None, None, None
         found = _backward(dy, x, weight, mean, rstd, *gradient_dtypes(wanted, x, weight, bias))
         return *(grad if needed else None for grad, needed in zip(found, wanted, strict=True)), None, None, None
-
-
-def plain_rows(eps: float, rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Layer norm of rows `[M, N]`, the formula of second derivatives."""
-    return F.layer_norm(rows, rows.shape[-1:], weight, bias, eps)
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -3,38 +3,57 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: check test quick lowest codegen notebook dist
+.PHONY: help check test quick fuzz lowest codegen lock notebook docs dist
+help:  ## what can be made
+	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
 check:  ## formatter, linter, types, import order; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest tests/test_architecture.py
+	$(PYTHON) -m pytest tests/project/test_architecture.py
 
-test:
+test:  ## every test, on all cores
 	$(PYTHON) -m pytest -n auto --dist worksteal
 
 quick:  ## is anything broken? the first case of every test that is not slow
 	$(PYTHON) -m pytest -n auto --dist worksteal --quick
+
+fuzz:  ## 10,000 inputs of every generator of bad input: hours; `make quick` and CI have few
+	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60
 
 # The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
 # version; differences to the budget are printed).
-triton-%:
+triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 	$(PYTHON) -m pip install -q --no-deps --target .triton/$* triton==$*
-	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/test_fused_attention.py \
-	  tests/test_fused_layer_norm.py tests/test_fused_feed_forward.py tests/test_fused_linear_cross_entropy.py \
-	  tests/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
+	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=3 tests/kernels/test_fused_attention.py \
+	  tests/kernels/test_fused_layer_norm.py tests/kernels/test_fused_feed_forward.py tests/kernels/test_fused_linear_cross_entropy.py \
+	  tests/kernels/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.codegen --arch 90 --only " light" --jobs 1 | tail -n 60
 
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
-	  tests/test_noise.py tests/test_fused_*.py tests/test_layers.py tests/test_stacks.py tests/test_multihead_attention.py \
+	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
 	  -k "noise or modules or layers or stacks or multihead or values or rules or infinity or curve"
+
+# TORCH says where a build of torch for CPUs is: those of the registry bring the CUDA libraries, for Linux.
+TORCH ?= --torch-backend cpu
+lock:  ## requirements.lock: what CI installs before the package, at the versions of constraints.txt, with hashes
+	$(PYTHON) -m pip install -q --target .lock uv==0.13.9
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'])" | \
+	  PYTHONPATH=.lock UV_CUSTOM_COMPILE_COMMAND="make lock" $(PYTHON) -m uv pip compile -q --generate-hashes \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 $(TORCH) --no-emit-package torch --no-annotate \
+	  --extra dev -c constraints.txt pyproject.toml - -o requirements.lock
 
 notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py
 
+docs:  ## the documentation site, in build/site: strict, and without a network
+	rm -rf build/site
+	$(PYTHON) -m sphinx -E -W --keep-going -n -q -d build/doctrees docs build/site
+
 dist:  ## build sdist and wheel, look into both, use the wheel in a clean environment
-	$(PYTHON) tests/check_distribution.py
+	$(PYTHON) tests/project/check_distribution.py

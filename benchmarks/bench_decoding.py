@@ -24,10 +24,10 @@ from benchmarks.lengths import VOCABULARY, typical_batch
 from benchmarks.marian import marian
 from benchmarks.race import Race, Side
 from benchmarks.tutorials import FixedLengthTranslation
-from fastformer.export import export_ctranslate2
-from fastformer.generate import Hypothesis, SearchOptions, beam_search, greedy_search
-from fastformer.models import TranslationConfig, TranslationModel
-from fastformer.text import WordTokenizer
+from fastformer.apps.export import export_ctranslate2
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 
 TOKENS = 25
 POSITIONS = 256

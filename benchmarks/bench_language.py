@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.race import Memory, Race, Side, flat_gradients
-from fastformer.models import LanguageConfig, LanguageModel, language_model_loss, sinusoidal_positions
-from fastformer.text import LanguageBatch
+from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.models.embeddings import sinusoidal_positions
+from fastformer.apps.text import LanguageBatch
 
 COLUMNS, BPTT, CLIP, LR = 20, 35, 0.25, 1e-3
 CONFIG = LanguageConfig(
@@ -120,7 +121,7 @@ def _gate(race: Race, losses: Sequence[Tensor], model: LanguageModel, competitor
 
 
 def _our_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """As `fastformer.train.Trainer` does it."""
+    """As `fastformer.apps.train.Trainer` does it."""
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR, fused=True)
 

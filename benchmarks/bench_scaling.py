@@ -14,8 +14,8 @@ import pytest
 from benchmarks.lengths import SPECIAL, VOCABULARY, random_pairs, random_sequences
 from benchmarks.race import Race
 from benchmarks.training import race_training
-from fastformer.models import TranslationConfig
-from fastformer.text import EncodedPairs
+from fastformer.apps.text import EncodedPairs
+from fastformer.apps.translation.model import TranslationConfig
 
 MODEL = TranslationConfig(
     VOCABULARY, VOCABULARY, d_model=256, heads=4, encoder_layers=3, decoder_layers=3, feed_forward=1024

@@ -21,7 +21,7 @@ from benchmarks.lengths import VOCABULARY, first_pairs, random_pairs, typical_pa
 from benchmarks.race import Race
 from benchmarks.training import race_training
 from benchmarks.training_graphs import race_graphs
-from fastformer.models import TranslationConfig
+from fastformer.apps.translation.model import TranslationConfig
 
 Size = Literal["quick", "usual", "full"]
 

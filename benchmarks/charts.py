@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.record import Row
 from benchmarks.runs import Result, grouped, rounded
 from benchmarks.tables import geometric_mean
-from fastformer.plots import figure as frames
+from fastformer.apps.plots import figure as frames
 
 PREFIX = "benchmarks-"
 _BARS = 40  # rows, up to which each has its own bar; beyond, a bar a competitor

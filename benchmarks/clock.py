@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.cuda_graphs import capture
+from fastformer.host.cuda_graphs import capture
 
 _FLUSHED_BYTES = 1 << 28  # several times the 50 to 60 MB of a Hopper GPU's L2
 _FLUSHES = 4  # takes the GPU a quarter of a millisecond, longer than the host needs to queue a short call

@@ -24,13 +24,13 @@ from benchmarks.lengths import VOCABULARY, random_pairs
 from benchmarks.training import training_step
 from benchmarks.tutorials import TorchTranslation
 from fastformer import functional
-from fastformer.cuda_graphs import Recorder
-from fastformer.models import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.text import Batch, collate
+from fastformer.apps.train import Processes, TrainConfig
+from fastformer.apps.train.graphs import GraphedUpdate
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.host.cuda_graphs import Recorder
 from fastformer.packing import Layout
-from fastformer.text import Batch, collate
-from fastformer.train import Processes, TrainConfig
-from fastformer.train.graphs import GraphedUpdate
-from fastformer.train.update import Update
 
 Run = Callable[[], object]
 _ROUNDS = 40

@@ -115,9 +115,9 @@ def step_of(name: str, seconds: float, out: Path, part: Path, dry: bool) -> Step
 def _tests(name: str, dry: bool) -> tuple[str, ...]:
     """Files of tests, on all cores."""
     if name == "fused-tests" and dry:
-        return "tests/test_fused_layer_norm.py", "-k", "value"
+        return "tests/kernels/test_fused_layer_norm.py", "-k", "value"
     pattern = _TESTS[name == "fused-tests"]
-    files = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob(pattern))
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob(pattern))
     jobs = ("-n", str(min(os.cpu_count() or 1, _MOST_WORKERS))) if has("xdist") and not dry else ()
     return *jobs, *(("-m", "gpu") if name == "gpu-tests" else ()), *files
 

@@ -26,10 +26,12 @@ from benchmarks.floors import Ceilings
 from benchmarks.lengths import VOCABULARY, typical_batch
 from benchmarks.training import training_step
 from fastformer import functional
-from fastformer.models import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 
 _CALLS = 100
-_TINY = TranslationConfig(VOCABULARY, VOCABULARY, 32, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=64)
+_TINY = TranslationConfig(
+    VOCABULARY, VOCABULARY, d_model=32, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=64
+)
 
 
 def write_facts(folder: Path, device: torch.device, tiny: bool) -> None:

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from fastformer.text import Batch, Batches, EncodedPairs, Sequences, SpecialIds, collate
+from fastformer.apps.text import Batch, Batches, EncodedPairs, Sequences, SpecialIds, collate
 
 Lengths = NDArray[np.int64]
 HISTOGRAM = Path(__file__).with_name("multi30k_lengths.json")
@@ -29,7 +29,7 @@ def count(folder: Path) -> dict[str, object]:
     Args:
         folder: with train.en and train.de, plain or .gz.
     """
-    from fastformer.text import encode_pairs, read_parallel, train_sentencepiece
+    from fastformer.apps.text import encode_pairs, read_parallel, train_sentencepiece
 
     source, target = (
         next(path for path in (folder / f"train.{side}", folder / f"train.{side}.gz") if path.is_file())

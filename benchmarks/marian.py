@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.models import TranslationModel, sinusoidal_positions
+from fastformer.apps.models.embeddings import sinusoidal_positions
+from fastformer.apps.translation.model import TranslationModel
 
 
 @torch.no_grad()

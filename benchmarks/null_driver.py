@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.codegen_compile import Driver
 from benchmarks.codegen_read import ARCHITECTURES
-from fastformer.cuda_graphs import Recorded, Step
+from fastformer.host.cuda_graphs import Recorded, Step
 
 _ARCH = 90
 

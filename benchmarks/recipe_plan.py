@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.recipe_run import Job, kind_of
 from benchmarks.recipe_table import DONE, GOALS, RECORD, heading, key_of, read_rows
-from fastformer.text import prepare
-from fastformer.train import save_toml
+from fastformer.apps.runs.toml import save_toml
+from fastformer.apps.text import prepare
 
 _MARGIN = 25.0  # seconds of a seed beside its budget: start of the process, data, evaluation
 _WARM_UP_STEPS = 30

@@ -25,14 +25,14 @@ import torch
 import fastformer
 from benchmarks import environment
 from benchmarks.recipe_table import CUT, DONE, TRAINED, Goal, judged
-from fastformer.generate import SearchOptions
-from fastformer.language_modelling import LanguageRun, evaluate_text
-from fastformer.runs import Run
-from fastformer.text import ParallelCorpus
-from fastformer.text.scores import score_translations
-from fastformer.train import Result, read_metrics
-from fastformer.train.config import read_toml
-from fastformer.translation import TranslationRun, evaluate, load_translator
+from fastformer.apps.language.run import LanguageRun, evaluate_text
+from fastformer.apps.runs.run import Run
+from fastformer.apps.runs.toml import read_toml
+from fastformer.apps.text import ParallelCorpus
+from fastformer.apps.text.scores import score_translations
+from fastformer.apps.train import Result, read_metrics
+from fastformer.apps.translation.run import TranslationRun, evaluate, load_translator
+from fastformer.apps.translation.search import SearchOptions
 
 _PACKAGES = ("numpy", "sentencepiece", "sacrebleu", "sacremoses")
 _SHOWN = ("kind", "step", "seconds", "loss", "perplexity", "bleu", "chrf")  # of a validation

@@ -10,8 +10,8 @@ from benchmarks.competitors import compiled, require
 from benchmarks.floors import Work
 from benchmarks.race import Memory, Race, Side, flat_gradients
 from benchmarks.tutorials import FixedLengthTranslation, TorchTranslation
-from fastformer.models import TranslationConfig, TranslationModel, translation_loss
-from fastformer.text import Batch, EncodedPairs, collate
+from fastformer.apps.text import Batch, EncodedPairs, collate
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 
 SMOOTHING = 0.1
 # bf16: matrix products round to 4e-3, which averages out over thousands of tokens.

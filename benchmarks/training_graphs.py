@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.race import Race, Side
 from benchmarks.training import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NAMES, SMOOTHING
 from benchmarks.tutorials import TorchTranslation
-from fastformer.models import TranslationConfig, TranslationModel, translation_loss
-from fastformer.text import Batch, EncodedPairs, collate
-from fastformer.train import Processes, TrainConfig
-from fastformer.train.graphs import new_update
-from fastformer.train.update import Update
+from fastformer.apps.text import Batch, EncodedPairs, collate
+from fastformer.apps.train import Processes, TrainConfig
+from fastformer.apps.train.graphs import new_update
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 
 _RATE = 1e-4
 

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.models import TranslationConfig, TranslationModel, sinusoidal_positions
-from fastformer.text import Batch
+from fastformer.apps.models.embeddings import sinusoidal_positions
+from fastformer.apps.text import Batch
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 
 
 class _Embeddings(nn.Module):

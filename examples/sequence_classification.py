@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastformer.models import ClassifierConfig, SequenceClassifier, sequence_classification_loss
-from fastformer.text import LabelledBatches, Sequences, WordTokenizer, english
-from fastformer.train import TrainConfig, Trainer
+from fastformer.apps.classification import ClassifierConfig, SequenceClassifier, sequence_classification_loss
+from fastformer.apps.text import LabelledBatches, Sequences, WordTokenizer, english
+from fastformer.apps.train import TrainConfig, Trainer
 
 DIGITS = 6
 

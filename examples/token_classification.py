@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from fastformer.models import ClassifierConfig, TokenClassifier, token_classification_loss
-from fastformer.text import LabelledBatches, Sequences, WordTokenizer, english
-from fastformer.train import TrainConfig, Trainer
+from fastformer.apps.classification import ClassifierConfig, TokenClassifier, token_classification_loss
+from fastformer.apps.text import LabelledBatches, Sequences, WordTokenizer, english
+from fastformer.apps.train import TrainConfig, Trainer
 
 IGNORED = -100
 TAGS = ["10^0", "10^1", "10^2", "10^3", "10^4", "10^5", "times"]

@@ -17,9 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.generate import SearchOptions, greedy_search
-from fastformer.models import TranslationConfig, TranslationModel, sinusoidal_positions, translation_loss
-from fastformer.text import Batches, ParallelCorpus, WordTokenizer, collate, encode_pairs, number_corpus
+from fastformer.apps.models import sinusoidal_positions
+from fastformer.apps.text import Batches, ParallelCorpus, WordTokenizer, collate, encode_pairs, number_corpus
+from fastformer.apps.translation import (
+    SearchOptions,
+    TranslationConfig,
+    TranslationModel,
+    greedy_search,
+    translation_loss,
+)
 
 torch.manual_seed(1)
 torch.set_printoptions(precision=2, sci_mode=False, linewidth=120)

@@ -13,32 +13,21 @@ from fastformer.backend import allow_nondeterminism, backend, get_backend, set_b
 __version__ = "0.1.0"
 
 _HOME = {
-    "convert": "fastformer.conversion",
+    "convert": "fastformer.nn.conversion",
     "explain": "fastformer.functional",
-    "revert": "fastformer.conversion",
-    "FeedForward": "fastformer.modules",
-    "LayerNorm": "fastformer.modules",
-    "LinearCrossEntropy": "fastformer.modules",
-    "RMSNorm": "fastformer.modules",
-    "MultiheadAttention": "fastformer.multihead_attention",
-    "Transformer": "fastformer.stacks",
-    "TransformerDecoder": "fastformer.stacks",
-    "TransformerDecoderLayer": "fastformer.layers",
-    "TransformerEncoder": "fastformer.stacks",
-    "TransformerEncoderLayer": "fastformer.layers",
+    "revert": "fastformer.nn.conversion",
+    "FeedForward": "fastformer.nn.modules",
+    "LayerNorm": "fastformer.nn.modules",
+    "LinearCrossEntropy": "fastformer.nn.modules",
+    "RMSNorm": "fastformer.nn.modules",
+    "MultiheadAttention": "fastformer.nn.multihead_attention",
+    "Transformer": "fastformer.nn.stacks",
+    "TransformerDecoder": "fastformer.nn.stacks",
+    "TransformerDecoderLayer": "fastformer.nn.layers",
+    "TransformerEncoder": "fastformer.nn.stacks",
+    "TransformerEncoderLayer": "fastformer.nn.layers",
 }
-_SUBMODULES = (
-    "functional",
-    "generate",
-    "integrations",
-    "layers",
-    "models",
-    "modules",
-    "packing",
-    "plots",
-    "text",
-    "train",
-)
+_SUBMODULES = ("apps", "functional", "integrations", "nn", "packing")
 
 __all__ = [
     "FeedForward",
@@ -52,32 +41,27 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "allow_nondeterminism",
+    "apps",
     "backend",
     "convert",
     "explain",
     "functional",
-    "generate",
     "get_backend",
     "integrations",
-    "layers",
-    "models",
-    "modules",
+    "nn",
     "packing",
-    "plots",
     "revert",
     "set_backend",
-    "text",
-    "train",
 ]
 
 if TYPE_CHECKING:
-    from fastformer import functional, generate, integrations, layers, models, modules, packing, plots, text, train
-    from fastformer.conversion import convert, revert
+    from fastformer import apps, functional, integrations, nn, packing
     from fastformer.functional import explain
-    from fastformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
-    from fastformer.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
-    from fastformer.multihead_attention import MultiheadAttention
-    from fastformer.stacks import Transformer, TransformerDecoder, TransformerEncoder
+    from fastformer.nn.conversion import convert, revert
+    from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+    from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
+    from fastformer.nn.multihead_attention import MultiheadAttention
+    from fastformer.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m fastformer`, and `torchrun … -m fastformer`."""
 
-from fastformer.cli import main
+from fastformer.apps.cli import main
 
 main()

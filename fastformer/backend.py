@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast, get_args
 
+__all__ = ["BackendError", "allow_nondeterminism", "backend", "get_backend", "set_backend"]
+
 Backend = Literal["auto", "triton", "reference"]
 CHOICES: tuple[str, ...] = get_args(Backend)
 ENVIRONMENT_VARIABLE = "FASTFORMER_BACKEND"

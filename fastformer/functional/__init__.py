@@ -1,13 +1,14 @@
-"""The public ops, a room an op or a family: signature, checks, reference, registration and autograd Function.
+"""The public ops.
 
 Every op checks its arguments, then runs its fused kernel or the reference: `auto` takes the kernel where it applies,
-`triton` raises with the reason where it does not. `choice` decides; `explain` says which it would be, and why. The
-kernels are in the room of the same name in `fastformer_kernels`.
-
-An op hides the room of its name: `functional.attention` is the function. All rooms are loaded here, at once, because
-loading one later would put the room in the function's place; what is inside is imported by its full name, as in
-`from fastformer.functional.attention.rules import AttentionRules`.
+`triton` raises with the reason where it does not. `explain` says which it would be, and why.
 """
+
+# A room an op, or a family: signature, checks, reference, registration and autograd Function; the kernels are in the
+# room of the same name in `fastformer_kernels`. `choice` alone decides between implementations.
+# An op hides the room of its name: `functional.attention` is the function. All rooms are loaded here, at once, because
+# loading one later would put the room in the function's place; what is inside is imported by its full name, as in
+# `from fastformer.functional.attention.rules import AttentionRules`.
 
 from fastformer.functional.attention.op import attention, attention_with_weights, packed_attention
 from fastformer.functional.choice import OPS, check_backend, explain

@@ -1,16 +1,16 @@
 """Dropout by itself, which has no kernel of its own: where the work is, the other ops have it inside.
 
-It draws from torch's generators. On a CPU it takes 16 random bits an element instead of torch's Bernoulli sampling,
-which costs as much as the matrix product beside it (3000 x 2048 elements: 59 ms against 6 ms of random bits, one core);
-the keep probability is quantised to 1/65536 and the quantised value is used in the scale.
+It draws from torch's generators; on a CPU 16 random bits an element, as torch's Bernoulli sampling costs as much as the
+matrix product beside it (docs/kernels/shared.md). The keep probability is quantised to 1/65536, and the quantised value
+is used in the scale.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.devices import check_tensors
 from fastformer.functional.checks import check_probability, transformed
+from fastformer.host.devices import check_tensors
 
 _LEVELS = 1 << 16
 

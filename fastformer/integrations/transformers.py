@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from fastformer import functional
 
+__all__ = ["register"]
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils.output_capturing import _active_collector

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import Formula, call, define, dropout_seed, plain_gradients, to_autocast, twice
 from fastformer.backend import process
 from fastformer.functional.attention.rules import AttentionRules
+from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, to_autocast, twice
 from fastformer.packing import Layout
 from fastformer_kernels.attention.settings import NUMBERS, SCHEMA, Settings
 

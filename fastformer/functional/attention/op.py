@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import Formula, eager_formula
-from fastformer.devices import DeviceError, autocasts, check_tensors
 from fastformer.functional.attention import fused, packed_reference, reference
 from fastformer.functional.attention.rules import ALIGNMENTS, Alignment, AttentionRules, Window
 from fastformer.functional.checks import check_choice, check_probability, readable
 from fastformer.functional.choice import runs_fused
+from fastformer.host.autograd_function import Formula, eager_formula
+from fastformer.host.devices import DeviceError, autocasts, check_tensors
 from fastformer.packing import Layout, offsets_of
 
 
@@ -58,7 +58,7 @@ def attention(
         scale: K ** -0.5 if None.
 
     Returns:
-        `[B, H, T, Kv]`, of q's dtype (autocast: the autocast dtype).
+        `[B, H, T, Kv]`, of q's dtype, under autocast of autocast's.
 
     Raises:
         ValueError, TypeError: an argument does not fit, before anything runs.
@@ -175,11 +175,13 @@ def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
         raise TypeError(f"{name} must be integers, not {lengths.dtype}")
     if lengths.shape != (x.shape[0],):
         raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
+    unsigned = lengths.dtype == torch.uint64
     lengths = lengths.to(torch.int64)  # of unsigned ones, torch has no lowest
     if readable(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > x.shape[2]:
             wrong = low if low < 0 else high
+            wrong += 2**64 if low < 0 and unsigned else 0
             raise ValueError(f"{name} must lie between 0 and the length of {of}, {x.shape[2]}: {wrong}")
     return lengths.to(x.device, torch.int64)
 

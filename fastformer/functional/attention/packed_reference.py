@@ -1,10 +1,7 @@
 """Attention within packed sequences, in plain PyTorch: the specification, and what runs without a GPU.
 
 A batch of scores is one matrix product, so sequences attend in groups of about the same length, each padded to its
-longest; without a gradient and with one, on one CPU core:
-
-    128 sequences of 5 to 32 tokens, 4 heads of 64:  8 and 17 ms in five groups, 9 and 25 in one
-    16 sequences of 20 to 255 tokens, 8 heads of 64: 21 and 60 ms in seven groups, 68 and 162 in one (SDPA, masked)
+longest. What that gains on a CPU stands in docs/kernels/attention.md.
 
 Letters: B sequences, H heads, T queries, S keys, K head size; of a group: N sequences.
 """
@@ -18,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastformer.devices import send
 from fastformer.functional.attention.reference import attention
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
+from fastformer.host.devices import send
 from fastformer.packing import Layout
-from fastformer.row_map import RowMap
+from fastformer.packing.row_map import RowMap
 
 # A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
 _SHRINK = 0.7

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.autograd_function import call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.devices import check_tensors
 from fastformer.functional.checks import check_probability, readable
 from fastformer.functional.choice import DTYPES, runs_fused
 from fastformer.functional.dropout import drop
+from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, plain_gradients, twice
+from fastformer.host.devices import check_tensors
 
 
 def embedding(

@@ -23,7 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.autograd_function import (
+from fastformer.functional.checks import check_choice, check_probability
+from fastformer.functional.choice import runs_fused
+from fastformer.functional.dropout import drop
+from fastformer.host.autograd_function import (
     Formula,
     call,
     define,
@@ -33,10 +36,7 @@ from fastformer.autograd_function import (
     to_autocast,
     twice,
 )
-from fastformer.devices import check_tensors
-from fastformer.functional.checks import check_choice, check_probability
-from fastformer.functional.choice import runs_fused
-from fastformer.functional.dropout import drop
+from fastformer.host.devices import check_tensors
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)

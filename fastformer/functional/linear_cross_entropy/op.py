@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fastformer.autograd_function import call, define, eager_formula, plain_gradients, to_autocast, twice
-from fastformer.devices import check_tensors
 from fastformer.functional.checks import check_choice, check_probability, readable
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
+from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, to_autocast, twice
+from fastformer.host.devices import check_tensors
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -68,7 +68,8 @@ def linear_cross_entropy(
     else:
         loss = reference.linear_cross_entropy(x, weight, bias, *how, rows)
     if reduction == "mean":
-        return loss / (target != ignore_index).sum()
+        count = (target != ignore_index).sum()
+        return torch.where(count > 0, loss / count.clamp(min=1), math.nan)  # of none NaN, with gradients 0, as in torch
     return loss.view(shape) if rows else loss
 
 

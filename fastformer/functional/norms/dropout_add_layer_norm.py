@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.autograd_function import call, define, dropout_seed, eager_formula, twice
-from fastformer.devices import check_tensors
 from fastformer.functional.checks import check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
@@ -28,6 +26,8 @@ from fastformer.functional.norms.layer_norm import (
     norm_limit,
     output_dtype,
 )
+from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, twice
+from fastformer.host.devices import check_tensors
 
 _NAME = "dropout_add_layer_norm"
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
-from fastformer.devices import check_tensors
 from fastformer.functional.choice import DTYPES, runs_fused
+from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
+from fastformer.host.devices import check_tensors
 
 
 def layer_norm(
@@ -34,7 +34,7 @@ def layer_norm(
         eps: added to the variance.
 
     Raises:
-        fastformer.devices.DeviceError: a tensor is on another device than x; every op refuses that.
+        fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
         TypeError: one is no tensor.
     """
     parameters = weight, bias

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.autograd_function import call, define, eager_formula, twice
-from fastformer.devices import check_tensors
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.norms.layer_norm import (
     as_row,
@@ -24,6 +22,8 @@ from fastformer.functional.norms.layer_norm import (
     norm_limit,
     output_dtype,
 )
+from fastformer.host.autograd_function import call, define, eager_formula, twice
+from fastformer.host.devices import check_tensors
 
 
 def rms_norm(

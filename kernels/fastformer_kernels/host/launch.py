@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 # Fused multiply-add, which Triton 3.10 turns off unless asked for; every version from 3.6 on takes the option.
 _ENABLE_FP_FUSION = True
-# Those whose binder `launch` calls by itself; tests/test_plan.py holds the one that is installed to it.
+# Those whose binder `launch` calls by itself; tests/kernels/test_plan.py holds the one that is installed to it.
 _BINDS = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 _LEVELS = 1 << 16  # of a probability to drop
 _compiled: dict[tuple[Any, ...], Any] = {}

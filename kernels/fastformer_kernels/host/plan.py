@@ -3,7 +3,8 @@
 What a launcher does follows from shapes, strides, dtypes, alignments and numbers: it chooses tiles, allocates, and
 binds up to 70 arguments. The first call of a description is watched; those after it, such as those of a model's other
 layers, do what was seen, and nothing else. A call that launches with or returns a tensor which is neither an argument
-nor `noted` has no plan and always runs as it is; tests/test_plan.py looks for launchers that do more than they note.
+nor `noted` has no plan and always runs as it is; tests/kernels/test_plan.py looks for launchers that do more than they
+note.
 
 One core, fp32, microseconds of a launcher, watched, by plan: layer norm 21, 44, 14; packed attention 60, 90, 17.
 """

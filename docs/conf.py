@@ -1,0 +1,162 @@
+"""The documentation site: Markdown pages, and the API reference from docstrings; `make docs` builds it, offline.
+
+A name between single backticks in a docstring is a link where it names something of ours, and code elsewhere.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
+import fastformer
+from benchmarks.codegen import BUDGET
+from benchmarks.report import BEGIN, END
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+
+PAGES_OF_FILES = {
+    "contributing": "CONTRIBUTING.md",
+    "design": "DESIGN.md",
+    "changelog": "CHANGELOG.md",
+    "security": "SECURITY.md",
+    "conduct": "CODE_OF_CONDUCT.md",
+    "results": "benchmarks/RESULTS.md",
+    "gpu-todo": "benchmarks/GPU_TODO.md",
+}
+
+project = "fastformer"
+author = copyright = "The fastformer authors"
+release = version = fastformer.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+default_role = "py:obj"
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+
+autodoc_inherit_docstrings = False  # torch documents its own methods
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 88
+
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", r".*"),  # the default role: code, where it names nothing of ours
+    ("py:class", r"Tensor|Figure|.*\.[VM]|.*\.(Value|Model)|dict\[object"),  # of type checking only; type variables
+    ("py:.*", r"(torch|np|numpy|pathlib|collections|typing|rich|matplotlib|sentencepiece|safetensors)\b.*"),
+]
+
+html_math_renderer = "mathml"
+html_theme = "furo"
+html_title = "fastformer"
+html_show_sourcelink = False
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"footer_icons": []}
+
+
+def visit_math(self: HTML5Translator, node: nodes.Element) -> None:
+    """A formula as MathML, which browsers draw themselves: no script, no font from elsewhere."""
+    block = isinstance(node, nodes.math_block)
+    formula = tex2mathml(node.astext(), as_block=block)
+    self.body.append(f'<div class="formula">{formula}</div>' if block else formula)
+    raise nodes.SkipNode
+
+
+def from_repository(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put files of the repository, and what is generated, where pages have a comment that asks for it."""
+    if page in PAGES_OF_FILES:
+        file = ROOT / PAGES_OF_FILES[page]
+        source[0] = with_links(file.read_text(encoding="utf-8"), file.parent)
+    elif page == "benchmarks":
+        file = ROOT / "README.md"
+        generated = file.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+        source[0] = source[0].replace("% README: benchmarks", with_links(generated, ROOT))
+    elif page.startswith("kernels/"):
+        file = BUDGET
+        source[0] = re.sub(r"^% compiled: (.*)$", lambda found: compiled(found[1].split()), source[0], flags=re.M)
+    else:
+        return
+    app.env.note_dependency(str(file))
+
+
+def compiled(ops: list[str]) -> str:
+    """A table of what the kernels of some ops compile to, from the committed budget."""
+    rows = json.loads(BUDGET.read_text(encoding="utf-8"))["triton"]
+    version = max(rows, key=lambda text: [int(part) for part in text.split(".")])
+    found: dict[str, dict[str, list[dict[str, int]]]] = {}
+    for name, row in rows[version].items():
+        case, kernel, architecture = name.split(" | ")
+        if case.partition("/")[0] in ops:
+            found.setdefault(kernel, {}).setdefault(architecture, []).append(row)
+    lines = [
+        f"What Triton {version} makes of it, of all configurations of a kernel the least and the most: registers a"
+    ]
+    lines += ["thread, bytes of stack (spilled registers), KB of shared memory, blocks a multiprocessor.", ""]
+    lines += ["| kernel | for | configurations | registers | stack | shared | blocks |", "|---" * 7 + "|"]
+    for kernel, architectures in sorted(found.items()):
+        for architecture, each in sorted(architectures.items(), key=lambda entry: int(entry[0][3:])):
+            columns = (between(each, name) for name in ("registers", "stack", "shared", "ctas"))
+            lines.append(f"| `{kernel.rpartition('.')[2]}` | {architecture} | {len(each)} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def between(rows: list[dict[str, int]], name: str) -> str:
+    """The least and the most of a column; shared memory in KB."""
+    values = sorted({row[name] >> 10 if name == "shared" else row[name] for row in rows})
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def with_links(markdown: str, folder: Path) -> str:
+    """Lead relative links of a file in `folder` to the page that holds their target, or to the file."""
+
+    def from_here(match: re.Match[str]) -> str:
+        target = (folder / match[1]).resolve()
+        page = {(ROOT / file).resolve(): f"{page}.md" for page, file in PAGES_OF_FILES.items()}.get(target)
+        return f"]({page or os.path.relpath(target, DOCS)}"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^)#\s]+)", from_here, markdown)
+
+
+def say_settings(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Write down the settings of a dataclass, whose help lines and rules live in its fields."""
+    if what == "class" and dataclasses.is_dataclass(thing):
+        fields = [field for field in dataclasses.fields(thing) if "help" in field.metadata]
+        if fields:
+            lines += ["", "Attributes:", *(f"    {field.name}: {field.metadata['help']}." for field in fields), ""]
+    elif what in ("attribute", "property"):
+        lines[:0] = [
+            "..",
+            "",
+        ]  # an empty comment: Napoleon takes what stands before a colon in the first line for a type
+
+
+def say_signature(
+    app: Sphinx, what: str, name: str, thing: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Leave out the constructor of a protocol, which nobody calls; a default that is made anew each time is `...`."""
+    if getattr(thing, "_is_protocol", False):
+        return "", returns
+    return signature and signature.replace("<factory>", "..."), returns
+
+
+def setup(app: Sphinx) -> None:
+    """Pages of files; formulas are drawn by the browser; settings are documented where they are declared."""
+    app.connect("autodoc-process-signature", say_signature)
+    app.connect("source-read", from_repository)
+    app.connect("autodoc-process-docstring", say_settings, priority=400)  # before Napoleon's 500
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))

@@ -1,0 +1,195 @@
+"""Transformer encoders that classify: every token (names, tags) or the whole sequence (topics, sentiments).
+
+    hidden = encoder(embedding(ids))                 [T, D], each token sees its whole sequence
+    tokens:    logits = output(dropout(hidden))      [T, C]
+    sequences: logits = output(dropout(pooled))      [B, C], pooled [B, D] over the real tokens of each
+
+As in the other models, ids are packed, so that no result depends on padding, and `forward` returns what the output
+layer projects, not logits: the loss projects where it needs to (Devlin et al. 2019, sections 4.1 and 5.3, for the two
+heads).
+
+Letters: B sequences, T tokens (packed: of all sequences together), L longest, D model width, C classes.
+"""
+
+from dataclasses import KW_ONLY, MISSING, dataclass
+from typing import Literal, get_args, overload
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.apps.models.common import (
+    ModelSettings,
+    layouts_of,
+    packed_ids,
+    self_attention_maps,
+    sequences_of,
+    summed_cross_entropy,
+)
+from fastformer.apps.models.embeddings import Embedding, Positions
+from fastformer.apps.models.initialisation import initialise
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
+from fastformer.apps.text import LabelledBatch
+from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.nn.modules import LayerNorm
+from fastformer.nn.stacks import TransformerEncoder
+from fastformer.packing import Layout
+from fastformer.packing.row_map import RowMap
+from fastformer.settings import inherited, setting
+
+Pooling = Literal["mean", "first", "max"]
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(ModelSettings):
+    """Everything that decides the shape of a classifier; stored with every checkpoint."""
+
+    vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
+    classes: int = setting(MISSING, "number of classes", at_least=2, at_most=LARGEST, derived="the labels")
+    _: KW_ONLY
+    d_model: int = inherited(ModelSettings, "d_model", default=256)
+    heads: int = inherited(ModelSettings, "heads", default=4)
+    layers: int = setting(4, "layers of the encoder", at_least=1, at_most=MOST_LAYERS)
+    feed_forward: int = inherited(ModelSettings, "feed_forward", default=1024)
+    dropout: float = inherited(ModelSettings, "dropout", help="dropout everywhere, before the output layer too")
+    pooling: str = setting(
+        "mean", "SequenceClassifier: what stands for the sequence, of its real tokens", choices=get_args(Pooling)
+    )
+
+    @property
+    def matrix_numbers(self) -> int:
+        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        rows = self.vocabulary + self.classes + (self.max_positions if self.positions == "learned" else 0)
+        return rows * self.d_model + numbers_in_layers(self, self.layers)
+
+
+class _Classifier(nn.Module):
+    """Embedding, encoder, dropout and output layer."""
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        c = config
+        positions: Positions = c.positions  # type: ignore[assignment]
+        layer = (c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias)
+        norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
+        self.embedding = Embedding(c.vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, c.dropout)
+        self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.layers, norm)
+        self.dropout = nn.Dropout(c.dropout)
+        self.output = nn.Linear(c.d_model, c.classes)
+        initialise(self, c, output_is_over_vocabulary=False)
+
+    def encode(self, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
+        """Encode ids, packed `[T]` or padded `[B, L]`: hidden states `[T, D]` and their layout."""
+        ids, layout = packed_ids("ids", ids, lengths)
+        x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
+        return self.encoder.packed(x, layout), layout
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
+        return self.output(hidden)  # type: ignore[no-any-return]
+
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
+
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
+
+    @torch.no_grad()
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
+        """Compute every attention weight for one sequence, or for each of several; call `.eval()` first.
+
+        In training, dropout takes some of them away.
+
+        Args:
+            ids: int64 `[T]`, one sequence; or several, as `forward` takes them.
+            lengths: of several, as `forward` takes them.
+
+        Returns:
+            `[layers, H, T, T]`: row t is how token t spreads over all tokens. With lengths,
+            a list of one such tensor for each of the B sequences, of its own T.
+
+        Raises:
+            ValueError: T is beyond what learned positions hold, or ids are of another shape.
+        """
+        packed, layout = sequences_of("ids", ids, lengths)
+        x = self.embedding(packed, layout.positions, layout.max_length)
+        maps = self_attention_maps(self.encoder.layers, x, layout)[1]
+        return maps[0] if lengths is None else maps
+
+
+class TokenClassifier(_Classifier):
+    """A class for every token; `logits(model(ids, lengths))` are the scores of the classes."""
+
+    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
+        """Compute what the output layer projects for each real token, packed in order: `[T, D]`.
+
+        Args:
+            ids: int64, packed `[T]` or padded at the end `[B, L]`.
+            lengths: int64 `[B]`, on the CPU, so that nothing waits for the device. Zero is allowed, and so is B = 0.
+                Or their layout, which torch.compile needs.
+
+        Raises:
+            ValueError: ids is of another shape, or a length is beyond what learned positions hold.
+        """
+        hidden, _ = self.encode(ids, lengths)
+        return self.dropout(hidden)  # type: ignore[no-any-return]
+
+
+class SequenceClassifier(_Classifier):
+    """A class for every sequence; `logits(model(ids, lengths))` are the scores of the classes.
+
+    `pooling` makes one vector of a sequence's hidden states: "mean" or "max" over its real tokens, for each of the D
+    features, or "first", that of its first token (put a token there that stands for the sequence, as Devlin et al. do).
+    A sequence without tokens is pooled to 0, so that its logits are the output layer's bias.
+    """
+
+    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
+        """Compute what the output layer projects for each sequence: `[B, D]`. Arguments as for `TokenClassifier`."""
+        hidden, layout = self.encode(ids, lengths)
+        return self.dropout(self._pool(hidden, layout))  # type: ignore[no-any-return]
+
+    def _pool(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """One vector of each sequence: `[T, D]` -> `[B, D]`."""
+        B, L = layout.batch, layout.max_length
+        rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
+        padded = rows.spread(hidden).view(B, L, hidden.shape[1])  # [B, L, D], 0 after each sequence
+        lengths = layout.offsets.diff()[:, None]  # [B, 1]
+        if self.config.pooling == "mean" or L == 0:
+            wide = torch.promote_types(hidden.dtype, torch.float32)  # fp16 could not hold the sum of a long sequence
+            return (padded.sum(1, dtype=wide) / lengths.clamp(min=1)).to(hidden.dtype)
+        if self.config.pooling == "first":
+            return padded[:, 0]
+        after = torch.arange(L, device=hidden.device) >= lengths  # [B, L]
+        return padded.masked_fill(after[..., None], -torch.inf).amax(1).masked_fill(lengths == 0, 0.0)
+
+
+def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, label_smoothing: float = 0.0) -> Tensor:
+    """Sum of the cross entropy over the tokens whose label is not -100, fp32, in nats; padding never takes part.
+
+    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
+
+    Raises:
+        ValueError: labels are not of the shape of the ids.
+        IndexError: a label on the CPU is no class.
+    """
+    (layout,) = layouts_of(batch, "lengths")
+    hidden = model(batch.ids, layout)
+    return summed_cross_entropy(model.output, hidden, batch.labels, layout, label_smoothing)
+
+
+def sequence_classification_loss(
+    model: SequenceClassifier, batch: LabelledBatch, label_smoothing: float = 0.0
+) -> Tensor:
+    """Sum of the cross entropy over the sequences whose label is not -100, fp32, in nats.
+
+    `model` may be wrapped (torch.compile, DistributedDataParallel), as long as `model.output` is reachable.
+
+    Raises:
+        ValueError: labels are not `[B]`.
+        IndexError: a label on the CPU is no class.
+    """
+    (layout,) = layouts_of(batch, "lengths")
+    pooled = model(batch.ids, layout)
+    if batch.labels.dim() != 1:
+        raise ValueError(f"labels must be [{len(pooled)}], one a sequence, not {list(batch.labels.shape)}")
+    return summed_cross_entropy(model.output, pooled, batch.labels, layout, label_smoothing)

@@ -1,0 +1,100 @@
+"""The command line: `fastformer demo | data | train | translate | score | generate | evaluate | plot | compare |
+export | info`.
+
+A user's mistake ends in one line on standard error and exit code 2; anything else is a bug and shows its traceback.
+Commands register with `common.app` in the order in which their modules are imported here.
+"""
+
+import os
+
+# Before torch is imported: spinning OpenMP threads turn a busy machine's seconds into minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import logging
+import sys
+from typing import NoReturn, TextIO, cast
+
+import torch
+
+try:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    from fastformer.apps.cli.common import app
+except ModuleNotFoundError as error:  # the core installs no command-line library
+    if error.name not in ("rich", "typer"):
+        raise
+    sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
+
+from fastformer.apps.cli import evaluation, export, inspection, project
+from fastformer.apps.language import commands as language
+from fastformer.apps.language import generation
+from fastformer.apps.system.terminal import Terminal, escaped, give_up_on
+from fastformer.apps.text.files import encode_text
+from fastformer.apps.train.processes import ProcessError, describe_process
+from fastformer.apps.translation import commands as translation
+from fastformer.backend import BackendError
+
+__all__ = ["evaluation", "export", "generation", "inspection", "language", "main", "project", "translation"]
+
+
+def main() -> None:
+    """Run the command line."""
+    _open_streams()
+    # The package's warnings, such as a vocabulary that was clamped, belong on standard error.
+    console = Console(file=cast("TextIO", Terminal(sys.stderr)))
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler.setFormatter(_Escaping())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    try:
+        for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
+            encode_text(argument, f"argument {argument!r}")
+        app()
+    except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
+        # TextError, CheckpointError and DivergedError are among these.
+        _fail(_one_line(error))
+    except OverflowError as error:  # a size that torch cannot count to
+        _fail(f"a number is too large ({_one_line(error)})")
+    except ProcessError as error:
+        _fail(None if error.reported else _one_line(error))
+    except (MemoryError, RuntimeError) as error:
+        # torch.OutOfMemoryError is a GPU's; a CPU's allocator raises a plain RuntimeError.
+        known = MemoryError, torch.OutOfMemoryError
+        if not isinstance(error, known) and "allocate memory" not in str(error):
+            raise
+        _fail(f"out of memory ({_one_line(error)[:200]})")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            give_up_on(stream)
+
+
+class _Escaping(logging.Formatter):
+    """Messages without the control characters of what they quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+def _open_streams() -> None:
+    """Give standard input, output and error, where they are closed, to nothing: no file must get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # what Python makes of one that was closed; click flushes it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+
+
+def _fail(message: str | None) -> NoReturn:
+    if message is not None:
+        Terminal(sys.stderr).line(f"error: {describe_process()}{message}")
+    sys.exit(2)
+
+
+def _one_line(error: Exception) -> str:
+    """The message of an error; names of files and what was typed may hold ends of lines."""
+    return escaped(" ".join(str(error).splitlines()))

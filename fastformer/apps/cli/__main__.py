@@ -1,0 +1,5 @@
+"""`python -m fastformer.apps.cli`."""
+
+from fastformer.apps.cli import main
+
+main()

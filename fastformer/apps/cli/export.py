@@ -1,0 +1,62 @@
+"""`fastformer export`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastformer.apps.cli.common import Checkpoint, RunFolder, app, console
+from fastformer.apps.export import Model, export_ctranslate2, export_safetensors
+from fastformer.apps.language.run import load_generator
+from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.translation.run import load_translator
+from fastformer.settings import check_value
+
+_POSITIONS = 2048
+FORMATS = ("ctranslate2", "safetensors")
+
+
+@app.command()
+def export(
+    to: Annotated[Path, typer.Option(help="folder to make")],
+    run: RunFolder = Path("runs/translation"),
+    format: Annotated[str, typer.Option(help="ctranslate2 or safetensors")] = "ctranslate2",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="of CTranslate2's weights: float32 (the default), float16, bfloat16, int16, int8, int8_float16, …"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="of safetensors: float32 (the default), float16 or bfloat16")
+    ] = None,
+    positions: Annotated[
+        int | None,
+        typer.Option(help=f"longest sequence in CTranslate2, where positions are sinusoidal; default: {_POSITIONS}"),
+    ] = None,
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Write a run's model and tokenizers for another program."""
+    if to.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
+    check_value("format", format, str, choices=FORMATS)
+    idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}
+    for name, value in idle.items():
+        if value is not None:
+            raise ValueError(f"--{name} is not for format {format}; leave it out")
+    if read_kind(run) == "translation":
+        translator = load_translator(run, checkpoint)
+        model: Model = translator.model
+        tokenizers = [translator.source_tokenizer, translator.target_tokenizer]
+    else:
+        generator = load_generator(run, checkpoint)
+        model, tokenizers = generator.model, [generator.tokenizer]
+    if positions is not None and model.config.longest is not None:
+        raise ValueError(f"--positions is for sinusoidal positions; this model learned {model.config.longest}")
+    if format == "ctranslate2":
+        kind: Any = quantization or "float32"
+        export_ctranslate2(to, model, tokenizers, kind, _POSITIONS if positions is None else positions)
+    else:
+        export_safetensors(to, model, tokenizers, dtype or "float32")  # type: ignore[arg-type]
+    files = ", ".join(sorted(path.name for path in to.iterdir()))
+    console.print(f"{to}: {files}")

@@ -1,0 +1,79 @@
+"""Command-line flags, made from what settings declare (`fastformer.settings`).
+
+A flag that is not given stays out, so that a file's values and then the defaults can fill in.
+"""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any
+
+import typer
+
+from fastformer.settings import Settings, declared, default_text, explained, refuse_idle
+
+
+def with_settings(**sections: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for every setting that is a user's.
+
+    The command receives what was given as one keyword argument a section: `model={"heads": 4}`.
+
+    Args:
+        sections: name of the keyword argument -> settings.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.name not in sections]
+        flags: list[inspect.Parameter] = []
+        homes: dict[str, str] = {}
+        for section, settings in sections.items():
+            for item, hint in declared(settings):
+                if not item.metadata["derived"]:
+                    homes[item.name] = section
+                    flags.append(_flag(section, item, hint, tuple(sections.values())))
+
+        def run(**given: Any) -> None:
+            values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+            for name in list(given):
+                if name in homes:
+                    value = given.pop(name)
+                    if value is not None:
+                        values[homes[name]][name] = value
+            command(**given, **values)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        parameters = [*own, *flags]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def made(settings: type[Settings], given: dict[str, Any]) -> Any:
+    """Settings with their defaults; what was given and has no effect beside the others is refused, by name."""
+    found = settings(**given)
+    refuse_idle({"": given}, {"": found})
+    return found
+
+
+def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...]) -> inspect.Parameter:
+    choices = item.metadata["choices"]  # checked by the settings themselves, so that a file gets the same message
+    option = typer.Option(
+        help=explained(item, settings),
+        rich_help_panel=f"Settings: {section}",
+        show_default=default_text(item),
+        metavar="|".join(choices) if 0 < len(choices) <= 4 else None,
+    )
+    annotation = typing.Annotated[_bare(hint) | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _bare(hint: Any) -> Any:
+    """The type without None."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+    return hint

@@ -1,0 +1,43 @@
+"""Language models: the model, sampling with a cache, the generator around it, perplexity, and runs that train one."""
+
+from fastformer.apps.language.attention_maps import attend_text
+from fastformer.apps.language.cache import LanguageState
+from fastformer.apps.language.evaluation import Perplexity, perplexity
+from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.run import (
+    LanguageDataConfig,
+    LanguageRun,
+    LanguageTrainConfig,
+    build_tokenizer,
+    complete_run,
+    evaluate_text,
+    load_generator,
+    load_language_model,
+    read_text_corpora,
+)
+from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
+from fastformer.apps.language.text_generator import TextGenerator
+
+__all__ = [
+    "LanguageConfig",
+    "LanguageDataConfig",
+    "LanguageModel",
+    "LanguageRun",
+    "LanguageState",
+    "LanguageTrainConfig",
+    "Perplexity",
+    "SamplingOptions",
+    "TextGenerator",
+    "attend_text",
+    "build_tokenizer",
+    "choose_ids",
+    "complete_run",
+    "evaluate_text",
+    "language_model_loss",
+    "load_generator",
+    "load_language_model",
+    "perplexity",
+    "random_streams",
+    "read_text_corpora",
+    "sample",
+]

@@ -1,0 +1,121 @@
+"""How well a language model predicts a text: every token once, in windows no longer than its context.
+
+Windows that begin where the one before ended leave a token half a context to look back on, on average. Windows that
+overlap, of stride context - overlap (sliding-window or strided evaluation), leave it `overlap` tokens at least, a
+document's first ones excepted, at context / stride times the work; what is predicted, and how often, stays the same.
+
+It gave up to 1 % on small models, measured in docs/language-models.md.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastformer.apps.language.model import LanguageModel, language_model_loss
+from fastformer.apps.text import (
+    EncodedDocuments,
+    Pieces,
+    TextCorpus,
+    Tokenizer,
+    collate_pieces,
+    counted_positions,
+    cut_documents,
+    cut_stream,
+    encode_lines,
+)
+from fastformer.host.devices import send
+
+_EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
+
+
+def encode_corpus(corpus: TextCorpus, tokenizer: Tokenizer, stream: str) -> EncodedDocuments:
+    """The documents of a corpus as ids; as a stream, its lines are one document."""
+    documents = [corpus.lines] if stream == "columns" else corpus.documents
+    try:
+        return encode_lines(documents, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{corpus.name}: {error}") from None
+
+
+def cut_corpus(documents: EncodedDocuments, context: int, stream: str, overlap: int = 0) -> Pieces:
+    """The pieces that predict every token of a text once."""
+    return (cut_stream if stream == "columns" else cut_documents)(documents, context, overlap)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a model makes of a text: `nats` is the sum of -log p over `tokens` predicted tokens, eos included.
+
+    `words` are those of the same text at spaces, and an <eos> a line; `unknown` tokens stood where <unk> was predicted.
+    `overlap` tokens before it, each window read again.
+    """
+
+    nats: float
+    tokens: int
+    words: int
+    unknown: int
+    overlap: int = 0
+
+    @property
+    def per_token(self) -> float:
+        """exp(nats / tokens)."""
+        return _perplexity(self.nats / self.tokens)
+
+    @property
+    def per_word(self) -> float:
+        """exp(nats / words): compares models of different tokenizers, where none of them has unknown tokens."""
+        return _perplexity(self.nats / self.words)
+
+    def __str__(self) -> str:
+        unknown = f", {self.unknown:,} of them <unk>" if self.unknown else ""
+        text = f"perplexity {self.per_token:.2f} per token ({self.tokens:,} predicted, <eos> counted{unknown})"
+        if self.tokens != self.words:
+            text += f"; {self.per_word:.2f} per word ({self.words:,} words, one <eos> a line counted)"
+        if self.overlap:
+            text += f"; each window rereads {self.overlap:,} tokens"
+        return text
+
+
+def _perplexity(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+@torch.no_grad()
+def perplexity(
+    model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0
+) -> Perplexity:
+    """The perplexity of a text, every token of it predicted once.
+
+    Args:
+        model: call `.eval()` first.
+        corpus: the text; documents without a token are left out.
+        tokenizer: of the model.
+        context: most tokens that a prediction looks back on.
+        stream: "documents" or "columns", as the model was trained.
+        overlap: how many of the tokens before it a window reads again, without predicting them.
+
+    Raises:
+        ValueError: context is below 1, overlap is below 0 or not below context, or no document has a token.
+    """
+    documents = encode_corpus(corpus, tokenizer, stream)
+    pieces = cut_corpus(documents, context, stream, overlap)
+    nats = _total_loss(model, pieces)
+    unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
+    # Lines that were left out as documents without a token are an <eos> each.
+    return Perplexity(nats, pieces.predictions, corpus.words - documents.dropped, unknown, overlap)
+
+
+def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
+    device = model.output.weight.device
+    total, overlapping = 0.0, bool(pieces.reread.any())
+    ends = np.cumsum(pieces.lengths)
+    # Whole pieces, about as many tokens a batch as asked for.
+    cuts = np.searchsorted(ends, np.arange(_EVALUATION_TOKENS, ends[-1], _EVALUATION_TOKENS), side="left") + 1
+    for indices in np.split(np.arange(len(pieces)), np.unique(cuts)):
+        if len(indices):
+            batch = collate_pieces(pieces, indices)
+            counted = send(device, counted_positions(pieces, indices))[0] if overlapping else None
+            total += float(language_model_loss(model, batch.to(device), counted=counted))
+    return total

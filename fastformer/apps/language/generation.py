@@ -1,0 +1,62 @@
+"""`fastformer generate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastformer.apps.cli.common import Checkpoint, Device, LanguageFolder, app, choose_device
+from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.language.run import load_generator
+from fastformer.apps.language.sampling import SamplingOptions
+from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.system.terminal import shown
+from fastformer.apps.text import read_lines, write_texts
+
+
+@app.command()
+@with_settings(sampling=SamplingOptions)
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="one prompt, or several; none: the model begins by itself")
+    ] = None,
+    run: LanguageFolder = Path("runs/language"),
+    prompt_file: Annotated[Path | None, typer.Option(help="file of prompts, one a line")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
+    batch_size: Annotated[int, typer.Option(help="texts written at a time")] = 32,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+    *,
+    sampling: dict[str, Any],
+) -> None:
+    """Let a language model go on from a prompt, word by word, or from several at a time.
+
+    Each text is printed, or written to --output, with its prompt, once it and those before it are finished. Where texts
+    have several lines (--no-stop-at-eos), an empty line ends each.
+    """
+    if prompts and prompt_file is not None:
+        raise ValueError("give prompts or --prompt-file, not both")
+    if output is not None and output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder")
+    if output is not None and not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}: no such folder")
+    refuse_output(output, prompt_file, runs=(run,))
+    options = made(SamplingOptions, sampling)
+    given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
+    generator = load_generator(run, checkpoint, choose_device(device))
+    given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
+    if output is None and len(given) == 1:
+        pieces = generator.stream(given[0], options)
+        print(shown(given[0]), end="", flush=True)
+        for piece in pieces:
+            print(shown(piece), end="", flush=True)
+        print()
+        return
+    found = generator.generate_each(given, options, batch_size)
+    end = "" if options.stop_at_eos else "\n"
+    texts = (f"{prompt}{text}{end}" for prompt, text in zip(given, found, strict=True))
+    if output is not None:
+        write_texts(output, texts)
+        return
+    for text in texts:
+        print(shown(text), flush=True)

@@ -1,0 +1,341 @@
+"""The language-model application: text, tokenizer, model, training and perplexity around one run folder.
+
+What a run folder is stands in `fastformer.apps.runs.folder`. Every line of text ends with eos, whatever the tokenizer,
+and is predicted like a word; so the tokens of WikiText-2 count 2,088,628, 217,646 and 245,569, as published. Its closed
+vocabulary of 33,278 (with `<unk>` and `<eos>`) has two entries more here, `<pad>` and `<bos>`, which never follow.
+
+The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
+stream: all lines one after another, in training as columns (`fastformer.apps.text.columns`), with no begin but the ends
+of lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them,
+unless the windows of evaluation are made to overlap (`fastformer.apps.language.evaluation`); those of validation in
+training never do.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from fastformer.apps.language.evaluation import Perplexity, encode_corpus, perplexity
+from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.runs.folder import Application, refuse_by_hand
+from fastformer.apps.runs.run import Run
+from fastformer.apps.text import (
+    DOCUMENT_KINDS,
+    SPLITTINGS,
+    ColumnBatches,
+    LanguageBatch,
+    LanguageBatches,
+    TextCorpus,
+    Tokenizer,
+    WordTokenizer,
+    docstring_corpora,
+    open_text_dataset,
+    read_text,
+    split_text,
+    train_sentencepiece,
+)
+from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.settings import SET, Settings, check_value, inherited, setting
+
+TOKENIZERS = ("bpe", "unigram", "char", "words")
+_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
+STREAMS = ("documents", "columns")
+Split = Literal["train", "valid", "test"]
+_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_TO_SPLIT = "a text file to split"
+_PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
+
+
+@dataclass(frozen=True)
+class LanguageDataConfig(Settings):
+    """Where the text comes from, and how it becomes ids and batches."""
+
+    texts: ClassVar[str] = "running text"  # what batches are made of, for conditions
+    dataset: str | None = setting(
+        "docstrings",
+        "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
+        only={"train_text": None},
+    )
+    train_text: Path | None = setting(None, "text file (plain or .gz), instead of a dataset")
+    valid_text: Path | None = setting(
+        None, "the same for validation; unset: split from training", only={"train_text": SET}
+    )
+    test_text: Path | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    held_out: float = setting(
+        0.05, "share of the documents split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
+    )
+    size: int = setting(2_000_000, "characters to collect", at_least=1, only={"corpus": "docstrings"})
+    document: str | None = setting(
+        None,
+        "where a document ends; article is WikiText's; unset: article for a dataset of articles, else line",
+        choices=DOCUMENT_KINDS,
+        only={"parts": "documents to tell apart"},
+    )
+    stream: str = setting(
+        "documents", "documents, none of which sees another; or columns of the whole text", choices=STREAMS
+    )
+    columns: int = setting(20, "how many columns", at_least=1, only={"stream": "columns"})
+    context: int = setting(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
+    tokenizer: str = setting(
+        "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
+    )
+    vocabulary: int | None = setting(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
+    splitting: str = setting("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    character_coverage: float = setting(
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
+    )
+    lowercase: bool = setting(False, "lower-case the text")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
+            raise ValueError("valid_text and test_text need train_text")
+        if self.dataset is None and self.train_text is None:
+            raise ValueError("no data: give dataset or train_text")
+
+    @property
+    def corpus(self) -> str:
+        """What kind of data it is, in words."""
+        if self.train_text is not None:
+            return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT
+        return "docstrings" if self.dataset == "docstrings" else "a dataset folder"
+
+    @property
+    def parts(self) -> str:
+        """Whether it matters where documents begin, in words: a docstring is a line, and columns know no documents."""
+        apart = self.corpus == _TO_SPLIT or (self.stream == "documents" and self.corpus != "docstrings")
+        return "documents to tell apart" if apart else "none"
+
+
+@dataclass(frozen=True)
+class LanguageTrainConfig(TrainConfig):
+    """`TrainConfig` with defaults for language models.
+
+    No smoothing, which perplexity punishes, and a rate that falls to its minimum at the end of the budget.
+    What other settings gave stands in docs/language-models.md.
+    """
+
+    schedule: str = inherited(TrainConfig, "schedule", default="cosine")
+    warmup_steps: int = inherited(TrainConfig, "warmup_steps", default=50)
+    label_smoothing: float = inherited(TrainConfig, "label_smoothing", default=0.0)
+    batch_tokens: int = inherited(TrainConfig, "batch_tokens", default=1024)
+
+
+LANGUAGE = Application(
+    "language",
+    LanguageDataConfig,
+    LanguageConfig,
+    LanguageTrainConfig,
+    length="context",
+    vocabularies=("vocabulary",),
+    tokenizers=("tokenizer",),
+    metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
+)
+
+
+def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
+    """Read the training, validation and test text.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and line, or the setting.
+    """
+    if data.train_text is None:
+        if data.dataset == "docstrings":
+            parts = docstring_corpora(data.size)
+        else:
+            assert data.dataset is not None
+            refuse_by_hand(data.dataset)
+            parts = open_text_dataset(data.dataset, data.document)  # type: ignore[arg-type]
+        return dict(zip(_SPLITS, parts, strict=True))
+    document: Any = data.document or "line"
+    given = {"train": data.train_text, "valid": data.valid_text, "test": data.test_text}
+    found = {name: read_text(path, document, name) for name, path in given.items() if path is not None}
+    if len(found) < len(given):
+        train, *held = split_text(found["train"], data.held_out, seed=1)
+        # What is given stays as it is, and what is not asked for goes back to training.
+        missing = {part.name: part for part in held if part.name not in found}
+        back = [lines for part in held if part.name in found for lines in part.documents]
+        found |= {"train": TextCorpus(train.documents + back, "train"), **missing}
+    return {name: found[name] for name in _SPLITS}
+
+
+def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
+    """Learn the vocabulary, from the training text only."""
+    if data.tokenizer == "words":
+        return WordTokenizer.from_lines(
+            train.lines,
+            minimum_frequency=data.minimum_frequency,
+            maximum_size=data.vocabulary,
+            lowercase=data.lowercase,
+            splitting=data.splitting,  # type: ignore[arg-type]
+        )
+    return train_sentencepiece(
+        train.lines,
+        data.vocabulary or _PIECES,
+        model_type=data.tokenizer,  # type: ignore[arg-type]
+        character_coverage=data.character_coverage,
+        lowercase=data.lowercase,
+    )
+
+
+class LanguageRun(Run):
+    """A run that learns to predict text; see `fastformer.apps.runs.run.Run`."""
+
+    application = LANGUAGE
+    data: LanguageDataConfig
+    corpora: dict[Split, TextCorpus]
+    model_config: LanguageConfig
+
+    def __init__(
+        self,
+        folder: Path,
+        data: LanguageDataConfig,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        tokenizers: tuple[Tokenizer, ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.folder, self.data, self.train_config = folder, data, train
+        self.device = torch.device(device)
+        self.corpora = read_text_corpora(data)
+        self.tokenizers = tokenizers or (build_tokenizer(data, self.corpora["train"]),)
+        (self.tokenizer,) = self.tokenizers
+        self.model_config = self.application.model_config(model, self.tokenizers, data)
+        self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, data.stream)
+        self._batches = self._make_batches()
+
+    @classmethod
+    def computed(cls, data: LanguageDataConfig) -> tuple[str, ...]:
+        words = data.tokenizer == "words" and data.splitting == "whitespace"
+        return ("loss", "perplexity", *(() if words else ("word_perplexity",)))
+
+    @classmethod
+    def check(
+        cls, data: LanguageDataConfig, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu"
+    ) -> None:
+        super().check(data, model, train, device)
+        if train.batch_sentences is not None:
+            raise ValueError("batch_sentences is for translation; give batch_tokens, or columns and context")
+        if data.stream == "documents" and train.batch_tokens < data.context:
+            raise ValueError(f"batch_tokens ({train.batch_tokens}) must have room for context ({data.context})")
+
+    def fingerprinted(self) -> Iterable[bytes]:
+        yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
+
+    def training(self) -> str:
+        return str(self.encoded)
+
+    def new_model(self) -> LanguageModel:
+        return LanguageModel(self.model_config)
+
+    def _make_batches(self) -> LanguageBatches | ColumnBatches:
+        data, train = self.data, self.train_config
+        if data.stream == "columns":
+            return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
+        return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)
+
+    def batches(self) -> LanguageBatches | ColumnBatches:
+        return self._batches
+
+    def loss(self, model: LanguageModel, batch: LanguageBatch) -> torch.Tensor:
+        return language_model_loss(model, batch, self.train_config.label_smoothing)
+
+    def validation(self) -> Callable[[LanguageModel], dict[str, float]]:
+        corpus, data, computed = self.corpora["valid"], self.data, self.computed(self.data)
+
+        def validate(model: LanguageModel) -> dict[str, float]:
+            found = perplexity(model, corpus, self.tokenizer, data.context, data.stream)
+            values = {"loss": found.nats / found.tokens, "perplexity": found.per_token}
+            return values | ({"word_perplexity": found.per_word} if "word_perplexity" in computed else {})
+
+        return validate
+
+
+def load_language_model(
+    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu"
+) -> tuple[LanguageModel, Tokenizer, LanguageDataConfig]:
+    """Load a run's model, in evaluation mode, with its tokenizer and the settings that it reads text with.
+
+    Args:
+        folder: of the run.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: of the model.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
+            `fastformer.apps.runs.folder.Application.load_weights`.
+    """
+    model = LANGUAGE.load_weights(folder, checkpoint, LanguageModel).to(device).eval()
+    (tokenizer,) = LANGUAGE.load_tokenizers(folder)
+    return model, tokenizer, LanguageDataConfig(**LANGUAGE.read_config(folder)["data"])
+
+
+def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
+    """Load a run's model and tokenizer, ready to write.
+
+    A model of a stream has never read bos: there, texts begin after an end of line.
+
+    Args and errors as `load_language_model`.
+    """
+    model, tokenizer, data = load_language_model(folder, checkpoint, device)
+    first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id
+    return TextGenerator(model, tokenizer, data.context, first_id=first)
+
+
+def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: str = "documents") -> None:
+    """Make the folder of a `Trainer` a run folder, which `load_generator` and every command open.
+
+    Writes the tokenizer and config.toml beside the checkpoints: the kind of run, the settings of model and training.
+    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
+    only, and `fastformer evaluate` needs `--source`.
+
+    Args:
+        trainer: of a `LanguageModel`.
+        tokenizer: of its text.
+        context: most tokens that the model looks back on, itself counted.
+        stream: "documents", each between bos and eos, or "columns", as the model was trained.
+
+    Raises:
+        TypeError: the trainer's model is another one.
+        ValueError: the model does not fit the tokenizer or context its positions, or there is no such stream.
+    """
+    check_value("stream", stream, str, choices=STREAMS)
+    config, data = getattr(trainer.model, "config", None), {"context": context, "stream": stream}
+    Processes.current().on_main(lambda: LANGUAGE.complete(trainer.folder, config, (tokenizer,), data, trainer.config))
+
+
+def evaluate_text(
+    folder: Path | str,
+    split: Literal["test", "valid"] | Path = "test",
+    checkpoint: str = "best",
+    device: torch.device | str = "cpu",
+    overlap: int = 0,
+) -> tuple[TextCorpus, Perplexity]:
+    """The perplexity of a run's test or validation text, or of a file; with the best weights by default.
+
+    Args:
+        folder: of the run.
+        split: part of the run's data, or a file.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: to compute on.
+        overlap: how many tokens before it each window reads again; see `fastformer.apps.language.evaluation`.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`,
+            `read_text_corpora`
+            and `perplexity`.
+    """
+    model, tokenizer, data = load_language_model(folder, checkpoint, device)
+    if split in ("test", "valid"):
+        corpus = read_text_corpora(data)[split]
+    elif isinstance(split, os.PathLike):
+        corpus = read_text(Path(split), data.document or "line")  # type: ignore[arg-type]
+    else:
+        raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
+    return corpus, perplexity(model, corpus, tokenizer, data.context, data.stream, overlap)

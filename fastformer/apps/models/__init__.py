@@ -1,0 +1,5 @@
+"""What the applications' models share: embeddings, positions, initial values, sizes."""
+
+from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
+
+__all__ = ["Embedding", "sinusoidal_positions"]

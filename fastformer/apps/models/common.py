@@ -1,0 +1,192 @@
+"""What the models share: settings, ids in packed form, losses, attention maps.
+
+Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.apps.models.embeddings import Positions
+from fastformer.apps.models.initialisation import RANGES, Initialisation
+from fastformer.apps.models.sizes import LARGEST
+from fastformer.host.devices import check_types
+from fastformer.packing import Layout, pack
+from fastformer.settings import Settings, refuse_idle, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """The settings that all models have; a base of the models' own, which are stored with every checkpoint."""
+
+    d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
+    heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
+    feed_forward: int = setting(2048, "width of the feed-forward layers", at_least=1, at_most=LARGEST)
+    dropout: float = setting(0.1, "dropout everywhere", at_least=0, below=1)
+    activation: str = setting("relu", "activation", choices=("relu", "gelu"))
+    norm_first: bool = setting(True, "pre-norm layers (else post-norm)")
+    final_norm: bool = setting(True, "a norm after the last layer")
+    norm_eps: float = setting(1e-5, "epsilon of the layer norms", above=0)
+    bias: bool = setting(True, "biases in linear layers and norms")
+    positions: str = setting("sinusoidal", "position encoding", choices=get_args(Positions))
+    max_positions: int = setting(512, "longest sequence", at_least=1, at_most=LARGEST, only={"positions": "learned"})
+    scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
+    initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
+    initialisation_range: float | None = setting(
+        None,
+        "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
+        above=0,
+        only={"initialisation": tuple(RANGES)},
+    )
+    embedding_initialisation: str | None = setting(
+        None,
+        "of the embeddings, and of an output projection over the vocabulary that is not tied; unset: "
+        "embeddings with deviation 1/sqrt(d_model), the projection as the other matrices",
+        choices=get_args(Initialisation),
+    )
+    embedding_range: float | None = setting(
+        None,
+        "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)",
+        above=0,
+        only={"embedding_initialisation": tuple(RANGES)},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.d_model % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
+        ranges = {name: getattr(self, name) for name in ("initialisation_range", "embedding_range")}
+        refuse_idle({"": {name: width for name, width in ranges.items() if width is not None}}, {"": self})
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence: learned positions end somewhere, sinusoidal ones do not."""
+        return self.max_positions if self.positions == "learned" else None
+
+
+def tie(model: Any, _keys: object = None) -> None:
+    """Have modules share the weights that `model.tied()` pairs; a hook, too: `load_state_dict(assign=True)` parts them.
+
+    Args:
+        model: whose `tied()` returns pairs of modules, of which the first takes the second's weight.
+        _keys: what load_state_dict hands to its hooks.
+    """
+    for module, owner in model.tied():
+        if module.weight is not owner.weight:
+            module.weight = owner.weight
+
+
+def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
+    """Ids packed `[T]`, of ids that are packed `[T]` or padded `[B, length]`, and their layout.
+
+    Args:
+        name: of the ids, for messages.
+        ids: int64.
+        lengths: int64 `[B]`, on the CPU; or a layout that was made before, which torch.compile needs.
+
+    Raises:
+        ValueError: ids are of another shape.
+    """
+    check_types((name,), ids)
+    layout = lengths if isinstance(lengths, Layout) else Layout.from_lengths(lengths, ids.device)
+    if ids.dim() == 2:
+        return pack(ids, layout), layout
+    if ids.dim() != 1 or ids.shape[0] != layout.total:
+        raise ValueError(
+            f"{name} must be packed [{layout.total}] or padded [{layout.batch}, length], not {list(ids.shape)}"
+        )
+    return ids, layout
+
+
+def layouts_of(batch: Any, *lengths: str) -> Sequence[Tensor | Layout]:
+    """The layouts that a batch brought along when it moved to its device, or else its lengths, by name."""
+    found: Sequence[Tensor | Layout] = getattr(batch, "layouts", ()) or [getattr(batch, name) for name in lengths]
+    return found
+
+
+def summed_cross_entropy(
+    output: nn.Linear, hidden: Tensor, target: Tensor, lengths: Tensor | Layout, label_smoothing: float
+) -> Tensor:
+    """Sum over the real positions of the cross entropy of softmax(output(hidden)) against target, fp32, in nats.
+
+    Args:
+        output: the projection to V classes.
+        hidden: `[T, D]`.
+        target: int64, packed `[T]` or padded `[B, length]`.
+        lengths: int64 `[B]`, on the CPU, or the layout.
+        label_smoothing: share of the probability spread over all classes.
+    """
+    if target.dim() == 2:
+        target, _ = packed_ids("target", target, lengths)
+    return functional.linear_cross_entropy(
+        hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:
+    """As `packed_ids`; without lengths, the ids are one sequence `[T]`.
+
+    Raises:
+        ValueError: ids are of another shape.
+    """
+    if lengths is None and ids.dim() != 1:
+        raise ValueError(f"{name} must be [T], one sequence, where no lengths are given, not {list(ids.shape)}")
+    return packed_ids(name, ids, torch.tensor([len(ids)]) if lengths is None else lengths)
+
+
+def watched(
+    attention: nn.Module,
+    weights: list[list[Tensor]],
+    layout: Layout,
+    memory: Tensor | None = None,
+    memory_layout: Layout | None = None,
+    causal: bool = False,
+) -> Callable[[Tensor], Tensor]:
+    """What a layer's `compose` asks for: attend within each sequence, and add the weights of each, `[H, T, S]`.
+
+    Args:
+        attention: a `MultiheadAttention`.
+        weights: gets one list, of as many weights as there are sequences.
+        layout: of the queries.
+        memory: `[S, D]`, what is attended to; None: the sequences themselves.
+        memory_layout: of the memory.
+        causal: no position sees later ones.
+    """
+
+    def attend(x: Tensor) -> Tensor:
+        queries = _sequences(x, layout)
+        keys = queries if memory is None or memory_layout is None else _sequences(memory, memory_layout)
+        found = [_attend(attention, q, kv, causal) for q, kv in zip(queries, keys, strict=True)]
+        weights.append([each for _, each in found])
+        return torch.cat([x[:0], *(out for out, _ in found)])
+
+    return attend
+
+
+def _sequences(x: Tensor, layout: Layout) -> Sequence[Tensor]:
+    return x.split(layout.lengths.tolist())  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _attend(attention: nn.Module, x: Tensor, kv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(len(x), len(kv), dtype=torch.bool, device=x.device).triu(1) if causal else None
+    return attention(x, kv, kv, attn_mask=mask, average_attn_weights=False)  # type: ignore[no-any-return]
+
+
+def maps_of_each(weights: list[list[Tensor]]) -> list[Tensor]:
+    """Weights by layer and sequence `[H, T, S]` -> of each sequence `[L, H, T, S]`."""
+    return [torch.stack(layers) for layers in zip(*weights, strict=True)]
+
+
+def self_attention_maps(
+    layers: Iterable[nn.Module], x: Tensor, layout: Layout, causal: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Run encoder layers on packed `[T, D]`: what comes out, and of each sequence every weight `[L, H, T, T]`."""
+    weights: list[list[Tensor]] = []
+    for layer in layers:
+        own = watched(layer.self_attn, weights, layout, causal=causal)  # type: ignore[arg-type]
+        x = layer.compose(x, own)  # type: ignore[operator]
+    return x, maps_of_each(weights)

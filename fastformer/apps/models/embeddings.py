@@ -1,0 +1,105 @@
+"""Token embeddings with positions: what stands before the first layer.
+
+Letters: T packed tokens, D model width, V vocabulary.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.apps.models.sizes import LARGEST
+from fastformer.settings import check_value
+
+Positions = Literal["sinusoidal", "learned"]
+_FIRST = 4096
+
+
+def sinusoidal_positions(length: int, width: int, device: torch.device | str | None = None) -> Tensor:
+    """Compute the sinusoidal encoding (Vaswani et al. 2017, section 3.5), fp32 `[length, width]`, on the CPU if None.
+
+    PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos of the same angle.
+    """
+    frequencies = torch.exp(
+        torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width)
+    )
+    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies  # [length, ceil(D / 2)]
+    table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
+    return table.float()
+
+
+class Embedding(nn.Module):
+    """dropout(scale * token embedding + position encoding).
+
+    Args:
+        vocabulary: V.
+        width: D.
+        positions: "sinusoidal" (any length; the table grows) or "learned" (up to max_length).
+        max_length: most positions of learned encodings, first size of the sinusoidal table, which begins with at most
+            4,096 and grows.
+        scale: multiply the token embedding by sqrt(D), as Vaswani et al. (section 3.4); without it positions drown
+            the words.
+        dropout: of the sum.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        positions: Positions = "sinusoidal",
+        max_length: int = 512,
+        scale: bool = True,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        for name, value in (("vocabulary", vocabulary), ("width", width), ("max_length", max_length)):
+            check_value(name, value, int, at_least=1, at_most=LARGEST)
+        check_value("positions", positions, str, choices=get_args(Positions))
+        check_value("scale", scale, bool)
+        check_value("dropout", dropout, float, at_least=0, below=1)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(max_length, width) if positions == "learned" else None
+        self.scale = math.sqrt(width) if scale else 1.0
+        self.dropout = nn.Dropout(dropout)
+        # Not part of the checkpoint: it follows from the width.
+        table = (
+            torch.empty(0, width) if positions == "learned" else sinusoidal_positions(min(max_length, _FIRST), width)
+        )
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Embed ids `[...]` at int64 positions `[...]`, all below `length`: `[..., D]`.
+
+        Raises:
+            ValueError: length is beyond what learned positions hold.
+        """
+        table = self.encodings(length)
+        p = self.dropout.p if self.training else 0.0
+        return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
+
+    def encodings(self, length: int) -> Tensor:
+        """The encodings of the first `length` positions or more: `[length or more, D]`.
+
+        Raises:
+            ValueError: length is beyond what learned positions hold.
+        """
+        if self.positions is not None:
+            if length > self.positions.num_embeddings:
+                raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
+            return self.positions.weight
+        if torch.compiler.is_compiling():
+            # A table that grows, or was grown by others meanwhile, would be another graph each time.
+            like = self.tokens.weight
+            return sinusoidal_positions(length, like.shape[1], like.device).to(like.dtype)
+        # A model that was made on "meta" and then got its weights has no table yet.
+        if length > self.table.shape[0] or self.table.is_meta:
+            # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
+            with torch.inference_mode(False):
+                rows = max(2 * length, self.table.shape[0])
+                table = sinusoidal_positions(rows, self.table.shape[1])
+                self.table = table.to(self.tokens.weight.device, self.table.dtype)
+        return self.table

@@ -1,0 +1,47 @@
+"""Initial values of the models: how their weight matrices and their embeddings are drawn.
+
+As nothing is set, embeddings come from N(0, 1/D), so that tied logits start near 1, and every other matrix as
+`initialisation` says. `embedding_initialisation` names another way for the embeddings, learned positions included, and
+for an output projection over the vocabulary that is not tied to them: the classical recipes draw both alike.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Initialisation = Literal["xavier_uniform", "xavier_normal", "normal", "uniform"]
+RANGES = {"normal": 0.02, "uniform": 0.1}  # of the ways that have one, when none is set
+
+
+def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool = True) -> None:
+    """Draw all weight matrices of a model, in the order of its parameters; the bias of its output becomes 0.
+
+    Args:
+        model: with its embeddings in `Embedding` modules and its output projection in `output`, not tied yet.
+        settings: `ModelSettings`.
+        output_is_over_vocabulary: False: what it projects to are classes, and it is drawn as the other matrices.
+    """
+    width = settings.d_model**-0.5
+    matrices = _drawing(settings.initialisation, settings.initialisation_range, RANGES["normal"])
+    embeddings = _drawing(settings.embedding_initialisation or "normal", settings.embedding_range, width)
+    follows = output_is_over_vocabulary and settings.embedding_initialisation is not None
+    for name, parameter in model.named_parameters():
+        if name.endswith(("tokens.weight", "positions.weight")) or (follows and name == "output.weight"):
+            embeddings(parameter)
+        elif parameter.dim() > 1:
+            matrices(parameter)
+        elif name == "output.bias":
+            nn.init.zeros_(parameter)
+
+
+def _drawing(how: str, width: float | None, deviation: float) -> Callable[[Tensor], Tensor]:
+    """What fills a matrix; `deviation`: of "normal" without a range."""
+    bound = RANGES["uniform"] if width is None else width
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "xavier_uniform": nn.init.xavier_uniform_,
+        "xavier_normal": nn.init.xavier_normal_,
+        "normal": lambda w: nn.init.normal_(w, std=deviation if width is None else width),
+        "uniform": lambda w: nn.init.uniform_(w, -bound, bound),
+    }
+    return ways[how]

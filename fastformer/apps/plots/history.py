@@ -1,0 +1,120 @@
+"""Learning curves of one or several runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastformer.apps.plots.figure import font_families, grid, new_figure, plain, visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^v"  # the next seven runs have the same colours and other points
+_LONGEST_NAME = 48
+_LABELS = {
+    "loss": "loss (nats per token)",
+    "perplexity": "validation perplexity",
+    "bleu": "validation BLEU (percent)",
+    "chrf": "validation chrF (percent)",
+}
+_COUNTS = ("step", "epoch", "seconds")
+
+Record = Mapping[str, Any]
+
+
+def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
+    """Loss, perplexity and every other validation value over the steps, one panel each, one colour a run.
+
+    histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind
+        "train" are drawn thin, of kind "validation" with points. Raises ValueError when there is nothing to draw.
+    """
+    values = [name for records in histories.values() for record in records for name in _plottable(record)]
+    panels = sorted(dict.fromkeys(values), key=lambda name: list(_LABELS).index(name) if name in _LABELS else 99)
+    if not panels:
+        raise ValueError("histories holds no record with a loss, perplexity or score; nothing to plot")
+    rows = 1 if len(panels) <= 3 else 2
+    columns = math.ceil(len(panels) / rows)
+    several = len(histories) > 1
+    figure = new_figure(5.2 * columns, 3.9 * rows + (0.3 + 0.25 * len(histories) if several else 0.0))
+    for axes, name in zip(grid(figure, rows, columns, len(panels)), panels, strict=True):
+        for number, (run, records) in enumerate(histories.items()):
+            _draw_run(axes, f"{run}, " if several else "", number, records, name)
+        if name == "perplexity":
+            _logarithmic(axes)
+        axes.set_xlabel("optimiser step")
+        axes.set_ylabel(plain(_LABELS.get(name, f"validation {name}")))
+        axes.xaxis.set_major_formatter(_thousands())
+        axes.grid(alpha=0.25)
+        if not several:
+            axes.legend(fontsize="small", frameon=False)
+    if several:
+        _legend(figure, list(histories))
+    return figure
+
+
+def _legend(figure: "Figure", runs: Sequence[str]) -> None:
+    """One legend below all panels: the colour and points of each run, and what thin lines and points mean."""
+    from matplotlib.lines import Line2D
+
+    names = [*(_name(run) for run in runs), "thin: training", "points: validation"]
+    handles = [Line2D([], [], **_style(number)) for number in range(len(runs))]
+    handles += [Line2D([], [], color="gray", linewidth=0.8), Line2D([], [], color="gray", marker="o", markersize=3.5)]
+    columns = max(1, min(len(names), int(figure.get_figwidth() * 12 / (max(map(len, names)) + 6))))
+    options = {"ncols": columns, "frameon": False, "prop": {"family": font_families(), "size": "small"}}
+    figure.legend(handles, names, loc="outside lower center", **options)
+
+
+def _name(run: str) -> str:
+    """A run's name as a label: the end of a long path tells runs apart."""
+    name = visible(run)
+    name = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
+    return plain(f" {name}" if name.startswith("_") else name)  # matplotlib hides labels that begin with _
+
+
+def _style(number: int) -> dict[str, Any]:
+    marker = _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
+    return {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.6, "marker": marker, "markersize": 3.5}
+
+
+def _plottable(record: Record) -> list[str]:
+    if record.get("kind") == "train":
+        return ["loss"] if "loss" in record else []
+    if record.get("kind") != "validation":
+        return []
+    return [n for n, v in record.items() if n not in _COUNTS and isinstance(v, int | float)]
+
+
+def _draw_run(axes: "Axes", prefix: str, number: int, records: Sequence[Record], name: str) -> None:
+    style = _style(number)
+    steps, values = _series(records, "train", name)
+    if steps:
+        thin = {"color": style["color"], "linewidth": 0.8, "alpha": 0.6}
+        axes.plot(steps, values, **thin, label=f"{prefix}training")
+    steps, values = _series(records, "validation", name)
+    if steps:
+        axes.plot(steps, values, **style, label=f"{prefix}validation")
+
+
+def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
+    found = [record for record in records if record.get("kind") == kind and name in _plottable(record)]
+    return [record["step"] for record in found], [record[name] for record in found]
+
+
+def _logarithmic(axes: "Axes") -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    if low > 0 and high / low > 2:  # else a logarithmic axis would have no number to stand on
+        subs = (1.0, 2.0, 5.0) if high / low > 10 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(_thousands())
+
+
+def _thousands() -> Any:
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda value, _: f"{value:,.6g}")

@@ -1,0 +1,164 @@
+"""Runs side by side, as plain data: sizes, budgets, best validation values, and the settings that differ.
+
+A run is any folder with a config.toml, whatever it trains: its settings are read as they stand, its metrics from
+metrics.jsonl, its size from its checkpoint's header. Nothing is loaded into a model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastformer.apps.runs.folder import BY_HAND, config_of
+from fastformer.apps.runs.toml import read_toml
+from fastformer.apps.system.guarded import check_path
+from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
+from fastformer.apps.train.metrics import LOWER_IS_BETTER
+
+__all__ = ["Comparison", "RunSummary", "compare_runs", "summarise"]
+
+VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
+_COUNTS = ("kind", "step", "epoch", "seconds")
+_SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bucket")  # settings of data that change no token
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run folder says of itself; None where it says nothing yet.
+
+    Attributes:
+        name: short, and another for each of the runs that are compared.
+        folder: of the run.
+        settings: everything of config.toml, as "section.key".
+        records: of metrics.jsonl.
+        parameters: of the model, tied ones counted once.
+        steps: of training so far.
+        seconds: of training so far, validations included.
+        clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
+        best_step: where validation was best by the run's own metric.
+        best: all values of that validation.
+    """
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    records: list[dict[str, Any]] = field(repr=False)
+    parameters: int | None
+    steps: int | None
+    seconds: float | None
+    clock: str
+    best_step: int | None
+    best: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs, and the settings in which they differ: {"section.key": one value a run, None where it has none}."""
+
+    runs: list[RunSummary]
+    differing: dict[str, list[Any]]
+
+    @property
+    def values(self) -> list[str]:
+        """The names of the validation values that any of the runs has."""
+        found = {name for run in self.runs for name in run.best}
+        return [*(name for name in VALUES if name in found), *sorted(found.difference(VALUES))]
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether losses and perplexities per token can be compared: no setting of text or vocabulary differs."""
+        if any(run.settings.get("data.dataset") == BY_HAND for run in self.runs):
+            return False  # nobody knows
+        telling = [key for key in self.differing if key.startswith(("run.", "data.")) or "vocabulary" in key]
+        return not set(telling).difference(_SAME_TEXT)
+
+
+def compare_runs(folders: Sequence[Path | str]) -> Comparison:
+    """Read run folders and compare them.
+
+    Raises:
+        FileNotFoundError: a folder is no run.
+        ValueError: there is no folder, one is given twice, or a file in one is damaged. A last line of metrics.jsonl
+            that a crash cut off is left out.
+    """
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise ValueError("runs must name at least one run folder")
+    if len({path.resolve() for path in paths}) < len(paths):
+        twice = next(path for i, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:i]})
+        raise ValueError(f"runs names {twice} twice")
+    runs = [summarise(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    columns = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return Comparison(runs, {key: found for key, found in columns.items() if any(x != found[0] for x in found)})
+
+
+def summarise(folder: Path, name: str | None = None) -> RunSummary:
+    """Read one run folder; see `compare_runs` for what it raises."""
+    settings = _read_settings(folder)
+    records = _read_records(folder)
+    metric = str(settings.get("train.metric", "loss"))
+    best = _best(records, metric)
+    last: Mapping[str, Any] = records[-1] if records else {}
+    return RunSummary(
+        name=name or folder.name,
+        folder=folder,
+        settings=settings,
+        records=records,
+        parameters=_count_parameters(folder),
+        steps=last.get("step"),
+        seconds=last.get("seconds"),
+        clock=str(settings.get("train.clock", "wall")),
+        best_step=best.get("step"),
+        best={k: v for k, v in best.items() if k not in _COUNTS and _is_number(v)},
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    names = []
+    for own in parts:
+        size = 1
+        while size < len(own) and sum(other[-size:] == own[-size:] for other in parts) > 1:
+            size += 1
+        names.append("/".join(own[-size:]))
+    return names
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    settings = {}
+    for section, values in read_toml(config_of(folder)).items():
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            settings[f"{section}.{key}" if key else section] = value
+    return settings
+
+
+def _read_records(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    if not check_path(path, folder):
+        return []
+    records = read_metrics(folder)
+    for number, record in enumerate(records, start=1):
+        if "kind" not in record:
+            raise ValueError(f"{path}:{number}: is not a record of metrics: it has no kind")
+    return records
+
+
+def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any]:
+    """The first of the best validations; of the last one where none has the metric; {} where there is none."""
+    found = [record for record in records if record["kind"] in ("validation", "average")]
+    rated = [record for record in found if _is_number(record.get(metric)) and record[metric] == record[metric]]
+    if not rated:
+        return found[-1] if found else {}
+    sign = 1 if metric in LOWER_IS_BETTER else -1
+    return min(rated, key=lambda record: sign * record[metric])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _count_parameters(folder: Path) -> int | None:
+    checkpoint = CheckpointFolder(folder / "checkpoints").last()
+    return None if checkpoint is None else Checkpoint.open(checkpoint).parameters()

@@ -1,0 +1,106 @@
+"""Which names in a run folder are a run's own: a new run takes no folder with others, and no output replaces one.
+
+A folder is a run's if all in it bears such names and says that a run made it: config.toml with data.json, which are
+written together, or the lock of a run that was killed before.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastformer.apps.system.guarded import check_path, same_file
+from fastformer.apps.system.run_lock import LOCK
+from fastformer.apps.train.checkpoints import INDEX, OURS
+
+CONFIG, DATA = "config.toml", "data.json"
+_METRICS = ("metrics.jsonl", "metrics.csv")
+PICTURES = ("history.png", "attention.png")  # drawn anew from the others
+_TOKENIZER = ("tokenizer.json", "sentencepiece.model")
+_DEMO = "demo.txt"
+_FILES = (CONFIG, DATA, *_METRICS, *PICTURES, _DEMO)
+_FOLDERS = {
+    "tokenizer": re.compile("|".join(("source|target", *(rf"\.?{re.escape(name)}" for name in _TOKENIZER)))),
+    "checkpoints": re.compile(rf"\.?{re.escape(INDEX)}|{OURS.pattern}"),
+    "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
+}
+_OWN = {*_FILES, *(f".{name}" for name in _FILES), *_FOLDERS, LOCK}
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that is neither new, nor empty, nor a run's; nothing is written.
+
+    Raises:
+        FileExistsError: naming the first entry that is no run's.
+        fastformer.apps.system.guarded.IrregularFileError: an entry with a run's name is a link, a pipe or a device.
+    """
+    if not folder.exists():
+        return
+    there = {path.name for path in folder.iterdir()}
+    for path in (entry.relative_to(folder) for entry in _entries(folder)):
+        if not _is_own(path):
+            raise FileExistsError(
+                f"{folder} is no run folder: {path} is not a run's; choose an empty folder or a new one"
+            )
+    refuse_links(folder)
+    if there and not {CONFIG, DATA} <= there and not {LOCK, _DEMO} & there:
+        raise FileExistsError(f"{folder} is no run folder, and holds {min(there)}; choose an empty folder or a new one")
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse what has a run's name and is something else: a link, a pipe, a device, a folder for a file or the reverse.
+
+    Raises:
+        fastformer.apps.system.guarded.IrregularFileError, IsADirectoryError, NotADirectoryError: naming it.
+    """
+    for path in _entries(folder):
+        if _is_own(path.relative_to(folder)):
+            # A hidden file with the name of a save is stepped around; of the other names, only files have a suffix.
+            hidden = path.name.startswith(".") and OURS.fullmatch(path.name)
+            check_path(path, folder, None if hidden else not path.suffix and path.name != LOCK)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        yield path
+        if path.name in _FOLDERS and path.is_dir() and not path.is_symlink():
+            yield from sorted(path.iterdir())
+
+
+def _is_own(path: Path) -> bool:
+    first, *rest = path.parts
+    return first in _OWN if not rest else bool(_FOLDERS[first].fullmatch(rest[0]))
+
+
+def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, ...] = ()) -> None:
+    """Refuse to write onto what is read, through links too.
+
+    Args:
+        output: where to write; None: nowhere.
+        inputs: files that are read.
+        runs: run folders that are read: their own files, pictures apart, and what would stand among these.
+
+    Raises:
+        ValueError: naming what the output would replace.
+    """
+    if output is None:
+        return
+    for path in inputs:
+        if path is not None and same_file(output, path):
+            raise ValueError(f"{output} is also read ({path}), and would be replaced; choose another file to write")
+    target = Path(os.path.realpath(output))
+    for run in runs:
+        base = Path(os.path.realpath(run))
+        within = target.is_relative_to(base) and target != base
+        first = target.relative_to(base).parts[0] if within else ""
+        own = first in _OWN and first not in PICTURES
+        if own or any(
+            same_file(output, path) for path in run.glob("**/*") if path.name not in PICTURES and _listed(run, path)
+        ):
+            raise ValueError(
+                f"{output} is a file of the run {run}, and would be replaced; choose another file to write"
+            )
+
+
+def _listed(run: Path, path: Path) -> bool:
+    return path.relative_to(run).parts[0] in _OWN and path.is_file()

@@ -1,0 +1,337 @@
+"""Runs: what the applications share, from a new folder to a trained model; the folder is in `runs.folder`.
+
+What could only fail late is refused before any data is read and before a folder is made: a metric that this kind of
+run never computes, a backend that cannot run here, a model whose heads do not fit.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.apps.models.sizes import check_memory
+from fastformer.apps.runs.folder import Application, read_kind
+from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
+from fastformer.apps.system.guarded import write_file
+from fastformer.apps.system.run_lock import RunLock, locked
+from fastformer.apps.text import Tokenizer, read_json
+from fastformer.apps.train import (
+    BatchSource,
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    Processes,
+    Result,
+    TrainConfig,
+    Trainer,
+    read_metrics,
+)
+from fastformer.apps.train.compilation import check_compiler
+from fastformer.apps.train.trainer import check_threads
+from fastformer.settings import refuse_fixed
+
+
+class Run(ABC):
+    """One run: its settings, its data, its tokenizers and its model.
+
+    Use `create` for a new folder and `open` for one that exists. From then to the end of `fit`, or for as long as the
+    object is there, no other process may write to the folder.
+
+    Subclasses set `application`, and `corpora`, `tokenizers` and `model_config` when they are made.
+    """
+
+    application: ClassVar[Application]
+    folder: Path
+    data: Any
+    train_config: TrainConfig
+    device: torch.device
+    _unlock: Callable[[], Any] = staticmethod(lambda: None)
+    corpora: Mapping[Any, Any]
+    tokenizers: tuple[Tokenizer, ...]
+    model_config: Any
+
+    @abstractmethod
+    def __init__(
+        self,
+        folder: Path,
+        data: Any,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        tokenizers: tuple[Tokenizer, ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Read the data, and learn the vocabularies unless they are given."""
+
+    @abstractmethod
+    def fingerprinted(self) -> Iterable[bytes]:
+        """The encoded training data, which a resumed run must meet again."""
+
+    @abstractmethod
+    def training(self) -> str:
+        """The encoded training data, in words."""
+
+    @abstractmethod
+    def new_model(self) -> nn.Module:
+        """The model with its initial values, on the CPU."""
+
+    @abstractmethod
+    def batches(self) -> BatchSource:
+        """The training data as batches."""
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Sum of the loss over a batch's real tokens."""
+
+    @abstractmethod
+    def validation(self) -> Callable[[Any], dict[str, float]]:
+        """The function that scores a model on the validation data."""
+
+    @classmethod
+    @abstractmethod
+    def computed(cls, data: Any) -> tuple[str, ...]:
+        """Which of the application's metrics validation computes with these settings of the data."""
+
+    @classmethod
+    def check(cls, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu") -> None:
+        """Refuse settings that could only fail after the data was read.
+
+        Args:
+            data, train: settings.
+            model: settings of the model, without those that follow from the tokenizers.
+            device: of the model.
+
+        Raises:
+            ValueError: naming the setting, what it was, and what is allowed.
+            FileNotFoundError: a file of the data is not there.
+            ImportError: a package that will be needed is not installed.
+            fastformer.backend.BackendError: the backend that was asked for cannot run here.
+        """
+        config = cls.application.planned(model, data)
+        check_memory(config)
+        check_threads(train.threads)
+        try:
+            x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
+        except (RuntimeError, AssertionError, ImportError) as error:  # the latter without CUDA
+            raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
+        if x.is_meta:
+            raise ValueError(f"device={str(device)!r} cannot be used: nothing is computed there")
+        functional.check_backend(x)
+        check_compiler(train.compile, device)
+        known, computed = cls.application.metrics, cls.computed(data)
+        if train.metric not in known:
+            raise ValueError(f"metric={train.metric!r} is no value of this validation; choose {', '.join(known)}")
+        if train.metric not in computed:
+            raise ValueError(f"metric={train.metric!r} is not computed here; it needs {known[train.metric]}")
+        world = Processes.current().world
+        if train.cuda_graphs and world > 1:
+            raise ValueError(f"cuda_graphs=True is for one process, not for {world}")
+        for package, wanted in (("sacrebleu", "bleu" in computed), ("tensorboard", train.tensorboard)):
+            if wanted and importlib.util.find_spec(package) is None:
+                extra = "tensorboard" if package == "tensorboard" else "apps"
+                raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
+        for path in (value for value in vars(data).values() if isinstance(value, Path)):
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: no such file")
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path | str,
+        data: Any,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Read the data, learn the vocabularies, and write a new run folder.
+
+        Of several processes, the first does that, and the others open what it made.
+
+        Args:
+            folder: a new one, an empty one, or a run of this kind that ended before its first checkpoint, which is
+                replaced.
+            data: where the text comes from.
+            model: settings of the model, without those that follow from the tokenizers.
+            train: hyperparameters.
+            device: of the model.
+
+        Raises:
+            FileExistsError: the folder holds a run already, or something that is none; before anything is read.
+            fastformer.apps.system.run_lock.RunLockedError: another process writes to it.
+            ValueError: see `check`; before anything is read.
+            FileNotFoundError: a process does not see the folder that the first one made.
+        """
+        made: list[Self] = []
+        Processes.current().on_main(lambda: made.append(cls._create(Path(folder), data, model, train, device)))
+        if made:
+            return made[0]
+        try:
+            return cls._open(Path(folder), None, device)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}; all processes need the run folder and the data in one place") from None
+
+    @classmethod
+    def _create(
+        cls, folder: Path, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
+    ) -> Self:
+        _check_folder(folder, cls.application.kind)
+        cls.check(data, model, train, device)
+        with _made(folder), locked(folder):
+            _check_folder(folder, cls.application.kind)  # another one may have come first
+            run = cls(folder, data, model, train, device=device)
+            run._lock()
+            cls.application.save_tokenizers(folder, run.tokenizers)
+            report = json.dumps(run.data_report(), indent=1) + "\n"
+            write_file(folder / "data.json", report.encode(), folder)
+            run._save_settings()
+        return run
+
+    def _lock(self) -> None:
+        """Keep other processes from writing to the folder until `fit` ends or this object is gone."""
+        self._unlock = weakref.finalize(self, RunLock(self.folder).release)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """For a block, no other process may write to the folder; of several processes, the first sees to it."""
+        with ExitStack() as stack:
+            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
+            yield
+
+    def _save_settings(self) -> None:
+        self.application.save_settings(self.folder, self.data, self.model_config, self.train_config)
+
+    @classmethod
+    def open(
+        cls, folder: Path | str, train: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Open a run to resume it, with changes to its [train] settings such as a longer budget; `fit` saves them.
+
+        Raises:
+            FileNotFoundError: the folder holds no run.
+            fastformer.apps.system.run_lock.RunLockedError: another process writes to it.
+            ValueError: it is a run of another kind, a setting cannot change or has no effect, or the training data is
+                not what the run was started with.
+        """
+        folder = Path(folder)
+        read_kind(folder)
+        with ExitStack() as stack:
+            Processes.current().on_main(lambda: stack.enter_context(locked(folder)))
+            Processes.current().on_main(lambda: refuse_links(folder))
+            run = cls._open(folder, train, device)
+            Processes.current().on_main(run._lock)
+        return run
+
+    @classmethod
+    def _open(cls, folder: Path, train: Mapping[str, Any] | None, device: torch.device | str) -> Self:
+        application = cls.application
+        sections = application.read_config(folder)
+        config = application.train(**{**sections["train"], **(train or {})})
+        model = {k: v for k, v in sections["model"].items() if k not in application.derived}
+        data = application.data(**sections["data"])
+        refuse_fixed(train or {}, application.train(**sections["train"]))
+        application.refuse_idle({"train": train or {}}, data, model, config, device)
+        cls.check(data, model, config, device)
+        run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
+        before = read_json(folder / "data.json", within=folder)
+        if not isinstance(before, dict) or "fingerprint" not in before:
+            raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")
+        if before["fingerprint"] != run.data_report()["fingerprint"]:
+            raise ValueError(f"{folder}: the training data differs from what this run was started with")
+        return run
+
+    def data_report(self) -> dict[str, Any]:
+        """Counts of what was read, and a fingerprint of the encoded training data."""
+        digest = hashlib.sha256()
+        for part in self.fingerprinted():
+            digest.update(part)
+        return {
+            "corpora": {name: str(corpus) for name, corpus in self.corpora.items()},
+            "training": self.training(),
+            "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
+            "fingerprint": digest.hexdigest(),
+        }
+
+    def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:
+        """Train to the end of the budget; see `fastformer.apps.train.Trainer`.
+
+        Args:
+            resume: continue from the last checkpoint.
+            fallback: where that one is damaged, take the one before.
+            show: progress on the terminal.
+        """
+        with self.writing():
+            Processes.current().on_main(self._give_back)
+            return self._fit(resume, fallback, show)
+
+    def _give_back(self) -> None:
+        self._unlock()
+
+    def _check_last(self, fallback: bool) -> None:
+        """Read the metrics, and compare the settings with the last checkpoint, before a model of them is built."""
+        with suppress(FileNotFoundError):
+            read_metrics(self.folder)
+        last = CheckpointFolder(self.folder / "checkpoints").last()
+        try:
+            found = None if last is None else Checkpoint.open(last)
+        except CheckpointError:  # resuming says so, or takes an earlier one
+            return
+        if found is not None:
+            found.check_architecture(self.model_config)
+            if not fallback:
+                found.check_size(self.model_config.matrix_numbers)
+
+    def _fit(self, resume: bool, fallback: bool, show: bool) -> Result:
+        if resume:
+            self._check_last(fallback)
+        torch.manual_seed(self.train_config.seed)
+        trainer = Trainer(
+            self.new_model().to(self.device),
+            self.loss,
+            self.batches(),
+            self.train_config,
+            self.folder,
+            validate=self.validation(),
+            architecture=self.model_config,
+            show=show,
+        )
+        if resume:
+            trainer.resume(fallback=fallback)
+            Processes.current().on_main(self._save_settings)
+        return trainer.fit()
+
+
+def _check_folder(folder: Path, kind: str) -> None:
+    """Refuse a folder that a new run of this kind cannot have."""
+    if (folder / "checkpoints").is_dir() and CheckpointFolder(folder / "checkpoints").paths():
+        raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file; a run needs a folder")
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{there} cannot be written to")
+    refuse_foreign(folder)
+    if (folder / "config.toml").exists() and (found := read_kind(folder)) != kind:
+        raise FileExistsError(f"{folder} holds a {found} run; choose another folder")
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder for the block, with those above it; where it fails, what is empty of them goes again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise

@@ -1,0 +1,160 @@
+"""One writer for a run folder: a lock that ends with its process, however that ends.
+
+The system's lock on a file (flock; on Windows, where this has not run, a locked byte) is what counts. What the file
+says, the process, its machine and since when, is for the message alone; a file that a killed process left is locked by
+nobody and is taken over. A process may have it for several objects, of which one thread's write at a time; of the
+processes that torchrun starts, the first writes for all. On a network file system the lock is as good as that system's:
+NFS since Linux 2.6.12 and SMB keep it between machines, Lustre does where it is mounted with `flock`. One without locks
+is written to unlocked, with a warning.
+"""
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from fastformer.apps.system.guarded import open_file
+
+LOCK = ".lock"
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_BYTE = 1 << 30  # Windows keeps others from reading what is locked: a byte behind the text
+
+logger = logging.getLogger("fastformer")
+
+
+class RunLockedError(OSError):
+    """Another process, or another thread of this one, writes to this run folder."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A lock of this process; a forked child has none of them."""
+
+    descriptor: int
+    process: int
+    users: int = 0
+    writer: threading.Thread | None = None  # which is in a block of `locked`
+
+
+_guard = threading.RLock()  # what is dropped in the middle gives its lock back in the same thread
+
+
+class RunLock:
+    """The right of this process to write to `folder`, from here to `release` or the end of the process.
+
+    Raises:
+        RunLockedError: another process has it.
+        OSError: the folder cannot be written to.
+    """
+
+    _locks: ClassVar[dict[tuple[int, int], _Held]] = {}  # by the file that is locked
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._held: _Held | None = None
+        with _guard:
+            held = self._ours() or _acquire(folder, self._path)
+            held.users += 1
+            self._locks[_identity(os.fstat(held.descriptor))] = self._held = held
+
+    def _ours(self) -> _Held | None:
+        try:
+            held = self._locks.get(_identity(os.stat(self._path, follow_symlinks=False)))
+        except OSError:
+            return None
+        return held if held is not None and held.process == os.getpid() else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Write, in this thread alone of the process, for a block; such blocks may stand in one another.
+
+        Raises:
+            RunLockedError: another thread is in such a block.
+        """
+        held, me = self._held, threading.current_thread()
+        assert held is not None
+        with _guard:
+            before = held.writer
+            if before is not None and before is not me:
+                raise RunLockedError(
+                    f"{self._path.parent} is being written by another thread of this process, {before.name}; wait for "
+                    "its end, or choose another"
+                )
+            held.writer = me
+        try:
+            yield
+        finally:
+            held.writer = before
+
+    def release(self) -> None:
+        """Give the right back; a second time does nothing."""
+        with _guard:
+            held, self._held = self._held, None
+            if held is None or held.process != os.getpid():
+                return
+            held.users -= 1
+            if held.users == 0:
+                del self._locks[_identity(os.fstat(held.descriptor))]
+                with suppress(OSError):  # Windows removes no open file
+                    self._path.unlink()
+                os.close(held.descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """`RunLock` for a block, in which no other thread writes either."""
+    lock = RunLock(folder)
+    try:
+        with lock.alone():
+            yield
+    finally:
+        lock.release()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _acquire(folder: Path, path: Path) -> _Held:
+    while True:
+        descriptor = open_file(path, folder)
+        try:
+            _lock(descriptor)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                said = os.pread(descriptor, 200, 0).decode("utf-8", "replace") if hasattr(os, "pread") else ""
+                os.close(descriptor)
+                who = "".join(c for c in said if c.isprintable()) or "another process"
+                raise RunLockedError(
+                    f"{folder} is being written by {who}; wait for its end, or choose another"
+                ) from None
+            logger.warning("%s: this file system has no locks; nothing keeps a second run from writing there", folder)
+        with suppress(FileNotFoundError):
+            if _identity(os.stat(path, follow_symlinks=False)) == _identity(os.fstat(descriptor)):
+                break
+        os.close(descriptor)  # the one before removed it meanwhile
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+    return _Held(descriptor, os.getpid())
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file or raise OSError at once."""
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+
+        os.lseek(descriptor, _BYTE, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,102 @@
+"""Text: files, tokenizers, batches, the embedded number corpus and the datasets that are known by name.
+
+files ─ ParallelCorpus ─ tokenizers ─ encode_pairs ─ Batches ─ Batch(source, target_in, target_out, lengths)
+documents ─ tokenizers ─ encode_documents or encode_lines ─ LanguageBatches or ColumnBatches ─ LanguageBatch
+ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, lengths)
+"""
+
+from fastformer.apps.system.atomic import write_atomic
+
+from .batches import Batch, Batches, collate, collate_source
+from .columns import ColumnBatches, cut_stream, token_stream
+from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
+from .docstrings import docstring_corpora
+from .documents import LanguageBatch, LanguageBatches, Pieces, collate_pieces, counted_positions, cut_documents
+from .encoding import (
+    EncodedDocuments,
+    EncodedPairs,
+    Sequences,
+    encode_documents,
+    encode_lines,
+    encode_pairs,
+    encode_source,
+)
+from .files import (
+    ParallelCorpus,
+    TextError,
+    decode_lines,
+    read_json,
+    read_lines,
+    read_parallel,
+    sample_lines,
+    split,
+    write_lines,
+    write_texts,
+)
+from .labelled import LabelledBatch, LabelledBatches
+from .numbers import english, french, german, number_corpus
+from .sides import Side
+from .special_ids import SpecialIds
+from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, read_text, split_text
+from .tokenizers import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from .vocabulary import SPLITTINGS, WordTokenizer
+
+__all__ = [
+    "DATASETS",
+    "DOCUMENT_KINDS",
+    "SPLITTINGS",
+    "Batch",
+    "Batches",
+    "ColumnBatches",
+    "DatasetReport",
+    "DocumentKind",
+    "EncodedDocuments",
+    "EncodedPairs",
+    "LabelledBatch",
+    "LabelledBatches",
+    "LanguageBatch",
+    "LanguageBatches",
+    "ParallelCorpus",
+    "Pieces",
+    "SentencePieceTokenizer",
+    "Sequences",
+    "Side",
+    "SpecialIds",
+    "TextCorpus",
+    "TextError",
+    "Tokenizer",
+    "WordTokenizer",
+    "collate",
+    "collate_pieces",
+    "collate_source",
+    "counted_positions",
+    "cut_documents",
+    "cut_lines",
+    "cut_stream",
+    "decode_lines",
+    "docstring_corpora",
+    "encode_documents",
+    "encode_lines",
+    "encode_pairs",
+    "encode_source",
+    "english",
+    "french",
+    "german",
+    "load_tokenizer",
+    "number_corpus",
+    "open_dataset",
+    "open_text_dataset",
+    "prepare",
+    "read_json",
+    "read_lines",
+    "read_parallel",
+    "read_text",
+    "sample_lines",
+    "split",
+    "split_text",
+    "token_stream",
+    "train_sentencepiece",
+    "write_atomic",
+    "write_lines",
+    "write_texts",
+]

@@ -1,0 +1,270 @@
+"""Datasets by name from files that are already there: nothing is ever fetched.
+
+`prepare` recognises the files of a distribution in a folder, counts them, and writes plain UTF-8 text under fixed
+names (`train.en`, `valid.en`, `test.en`, …) with a `dataset.json` that is written last: a folder that has it is
+complete. `open_dataset` reads two of the languages back as corpora. A wrong count of a corpus that has one published
+form is an error; Europarl is used in parts, so there it is a warning in the report.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fastformer.apps.system.atomic import write_atomic
+from fastformer.apps.system.guarded import same_file
+
+from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
+from .text_corpus import DocumentKind, TextCorpus, read_text
+
+SPLITS = ("train", "valid", "test")
+_EUROPARL_HELD_OUT = 3000  # sentence pairs for validation and as many for test, the size of a WMT test set
+_EUROPARL_SEED = 1
+_EUROPARL_LINES = {"fr-en": 2_007_723, "de-en": 1_920_209}
+
+_NOTICES = {
+    "multi30k": (
+        "Multi30k is derived from Flickr30k captions and may be used for non-commercial research and education only. "
+        "Cite Elliott et al. 2016 (Multi30K: Multilingual English-German Image Descriptions) and Elliott et al. 2017 "
+        "(Findings of the Second Shared Task on Multimodal Machine Translation)."
+    ),
+    "europarl": (
+        "Europarl v7 holds the proceedings of the European Parliament, whose reuse is allowed if the source is "
+        "acknowledged; see https://www.statmt.org/europarl/. Cite Koehn 2005 (Europarl: A Parallel Corpus for "
+        "Statistical Machine Translation)."
+    ),
+    "wikitext2": (
+        "WikiText-2 is text of Wikipedia under CC BY-SA: name the source, and share what you derive under the same "
+        "terms. Cite Merity et al. 2016 (Pointer Sentinel Mixture Models)."
+    ),
+}
+DATASETS = tuple(_NOTICES)
+
+_MULTI30K_LINES = {"train": 29_000, "valid": 1_014, "test": 1_000}
+_MULTI30K_FILES = {"train": ("train",), "valid": ("val", "valid"), "test": ("test_2016_flickr", "test2016")}
+_WIKITEXT_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
+_WIKITEXT_FILES = {s: (f"{s}.txt", f"wiki.{s}.tokens") for s in SPLITS}
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """What `prepare` did: the files written with their line counts, remarks, and the licence notice to be shown."""
+
+    name: str
+    folder: str
+    languages: list[str]
+    lines: dict[str, int]
+    notice: str
+    tokens: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [f"{self.name} in {self.folder}"]
+        for file, lines in self.lines.items():
+            tokens = f", {self.tokens[file]:,} tokens (one <eos> a line counted)" if file in self.tokens else ""
+            rows.append(f"  {file}: {lines:,} lines{tokens}")
+        return "\n".join([*rows, *(f"  note: {warning}" for warning in self.warnings), f"  {self.notice}"])
+
+
+def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetReport:
+    """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
+
+    Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name or
+    equal folders, ``FileNotFoundError`` when a file is missing, and ``TextError`` when one is not what was published.
+    """
+    if name not in DATASETS:
+        raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
+    origin, folder = Path(from_path), Path(to_folder)
+    if not origin.is_dir():
+        raise FileNotFoundError(f"{origin}: no such folder; it must hold the files of {name}")
+    if folder.resolve() == origin.resolve():
+        raise ValueError(f"{folder}: the prepared files would stand among the originals; choose another folder")
+    tokens: dict[str, int] = {}
+    warnings: list[str] = []
+    if name == "multi30k":
+        files = _multi30k(origin)
+    elif name == "europarl":
+        files, warnings = _europarl(origin)
+    else:
+        files, tokens = _wikitext2(origin)
+    for file in files:
+        if any(same_file(folder / file, original) for original in origin.rglob("*")):
+            raise ValueError(f"{folder / file} is one of the originals, and would be replaced; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dataset.json").unlink(missing_ok=True)
+    for file, lines in files.items():
+        write_lines(folder / file, lines)
+    report = DatasetReport(
+        name=name,
+        folder=str(folder),
+        languages=sorted({file.partition(".")[2] for file in files} - {"txt"}),
+        lines={file: len(lines) for file, lines in files.items()},
+        notice=_NOTICES[name],
+        tokens=tokens,
+        warnings=warnings,
+    )
+    content = {key: value for key, value in asdict(report).items() if key != "folder"}
+    write_atomic(folder / "dataset.json", json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
+    return report
+
+
+def open_dataset(
+    folder: str | Path, source_language: str, target_language: str, limit: int | None = None
+) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+    """Training, validation and test pairs of a prepared folder.
+
+    limit: the most training pairs, the first ones; None: all. Europarl's stand in random order.
+
+    Raises ``FileNotFoundError`` when the folder was not prepared, ``ValueError`` for a language it has not, and
+    ``TextError`` when a file has changed its number of lines since.
+    """
+    folder = Path(folder)
+    report = _read_report(folder)
+    languages, expected = report.languages, report.lines
+    if source_language == target_language or {source_language, target_language} - set(languages):
+        raise ValueError(
+            f"{folder}: the languages must be two different ones of {languages or 'none at all'}, "
+            f"got {source_language!r} and {target_language!r}"
+        )
+    train, valid, test = (
+        _open_split(
+            folder / f"{name}.{source_language}",
+            folder / f"{name}.{target_language}",
+            expected,
+            limit if name == "train" else None,
+        )
+        for name in SPLITS
+    )
+    return train, valid, test
+
+
+def open_text_dataset(
+    folder: str | Path, document: DocumentKind | None = None
+) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
+    """Training, validation and test text of a prepared folder.
+
+    `document` says what a document is; by default an article. Raises ``FileNotFoundError`` when the folder was not
+    prepared, ``ValueError`` when it holds sentence pairs, and ``TextError`` when a file has other numbers of lines or
+    tokens than were prepared.
+    """
+    folder = Path(folder)
+    report = _read_report(folder)
+    if report.languages or not report.tokens:
+        raise ValueError(
+            f"{folder}: holds {report.name}, sentence pairs; a language model needs text, such as wikitext2"
+        )
+    parts = []
+    for name in SPLITS:
+        path = folder / f"{name}.txt"
+        corpus = read_text(path, document or "article", name)
+        read = len(corpus.lines), corpus.words
+        expected = report.lines.get(path.name, 0), report.tokens.get(path.name, 0)
+        if read != expected:
+            raise TextError(
+                f"{path}: {read[0]:,} lines and {read[1]:,} tokens (one <eos> a line counted), but {expected[0]:,} and "
+                f"{expected[1]:,} were prepared; prepare again"
+            )
+        parts.append(corpus)
+    train, valid, test = parts
+    return train, valid, test
+
+
+def _read_report(folder: Path) -> DatasetReport:
+    path = folder / "dataset.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
+    try:
+        content = read_json(path)
+        return DatasetReport(
+            name=str(content["name"]),
+            folder=str(folder),
+            languages=[str(name) for name in content["languages"]],
+            lines={name: int(count) for name, count in dict(content["lines"]).items()},
+            notice=str(content["notice"]),
+            tokens={name: int(count) for name, count in dict(content["tokens"]).items()},
+            warnings=list(content["warnings"]),
+        )
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise TextError(f"{path}: damaged ({error!r}); prepare the dataset again") from error
+
+
+def _open_split(source: Path, target: Path, expected: dict[str, int], limit: int | None) -> ParallelCorpus:
+    corpus = read_parallel(source, target, source.stem, limit)
+    read = len(corpus) + corpus.dropped_empty + corpus.beyond
+    if read != expected.get(source.name):
+        raise TextError(f"{source}: {read:,} lines, but {expected.get(source.name, 0):,} were prepared; prepare again")
+    return corpus
+
+
+def _find(folder: Path, names: Sequence[str]) -> Path:
+    """The first of the names that exists, plain or gzip."""
+    candidates = [folder / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{folder}: none of {', '.join(path.name for path in candidates)} is there")
+
+
+def _clean(path: Path) -> list[str]:
+    return [line.strip() for line in read_lines(path)]
+
+
+def _multi30k(folder: Path) -> dict[str, list[str]]:
+    languages = sorted(
+        {match[1] for path in folder.iterdir() if (match := re.fullmatch(r"train\.([a-z]{2})(\.gz)?", path.name))}
+    )
+    if len(languages) < 2:
+        raise FileNotFoundError(f"{folder}: train.LANGUAGE(.gz) of at least two languages is needed, found {languages}")
+    files = {}
+    for name in SPLITS:
+        for language in languages:
+            path = _find(folder, [f"{stem}.{language}" for stem in _MULTI30K_FILES[name]])
+            lines = _clean(path)
+            if len(lines) != _MULTI30K_LINES[name]:
+                raise TextError(f"{path}: {len(lines):,} lines, but Multi30k has {_MULTI30K_LINES[name]:,} there")
+            files[f"{name}.{language}"] = lines
+    return files
+
+
+def _europarl(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
+    pairs = sorted(
+        {
+            match[1]
+            for path in folder.iterdir()
+            if (match := re.fullmatch(r"europarl-v7\.([a-z]{2}-[a-z]{2})\.[a-z]{2}(\.gz)?", path.name))
+        }
+    )
+    if len(pairs) != 1:
+        raise FileNotFoundError(
+            f"{folder}: europarl-v7.XX-en.XX and europarl-v7.XX-en.en of one language pair are needed, found {pairs}"
+        )
+    first, second = pairs[0].split("-")
+    stem = f"europarl-v7.{pairs[0]}"
+    corpus = read_parallel(_find(folder, [f"{stem}.{first}"]), _find(folder, [f"{stem}.{second}"]), name="europarl")
+    read = len(corpus) + corpus.dropped_empty
+    warnings = []
+    if read != (published := _EUROPARL_LINES.get(pairs[0], read)):
+        warnings.append(f"{read:,} lines, where the published corpus has {published:,}: a part of it, or another one")
+    parts = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
+    warnings.append(str(parts[0]))
+    files = {}
+    for part in parts:
+        files[f"{part.name}.{first}"] = part.source
+        files[f"{part.name}.{second}"] = part.target
+    return files, warnings
+
+
+def _wikitext2(folder: Path) -> tuple[dict[str, list[str]], dict[str, int]]:
+    files, tokens = {}, {}
+    for name in SPLITS:
+        path = _find(folder, _WIKITEXT_FILES[name])
+        lines = _clean(path)
+        count = sum(len(line.split()) + 1 for line in lines)
+        if count != _WIKITEXT_TOKENS[name]:
+            raise TextError(
+                f"{path}: {count:,} tokens with one <eos> a line, but WikiText-2 has {_WIKITEXT_TOKENS[name]:,} there"
+            )
+        files[f"{name}.txt"] = lines
+        tokens[f"{name}.txt"] = count
+    return files, tokens

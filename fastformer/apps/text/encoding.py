@@ -1,0 +1,237 @@
+"""Corpora as token ids, kept compact: sentence pairs for translation, documents for language models.
+
+One flat array and offsets a side: 29,000 pairs are 4 MB instead of 26 MB of lists, and picking the sentences of a
+batch is one gather. No special ids are stored here; `batches.collate` and `documents.cut_documents` add them. What is
+left out or truncated is counted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastformer.settings import check_value
+
+from .files import ParallelCorpus
+from .special_ids import SpecialIds
+from .tokenizers import Tokenizer
+
+_CHUNK = 10_000  # sentences encoded at a time, so that the lists of Python integers stay small
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of token ids, without special ids: sequence i is ``ids[offsets[i] : offsets[i + 1]]``.
+
+    `ids` int32 [total], `offsets` int64 [count + 1].
+    """
+
+    ids: NDArray[np.int32]
+    offsets: Ints
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> "Sequences":
+        """Flatten lists of ids."""
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        flat = np.fromiter((i for ids in lists for i in ids), np.int32, int(lengths.sum()))
+        return cls(flat, _offsets(lengths))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        return [int(i) for i in self.ids[self.offsets[index] : self.offsets[index + 1]]]
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens in each sequence, int64 [count]."""
+        return np.diff(self.offsets)
+
+    def take(self, indices: Ints) -> "Sequences":
+        """The sequences at `indices`, in that order."""
+        lengths = self.offsets[indices + 1] - self.offsets[indices]
+        offsets = _offsets(lengths)
+        where = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], lengths)
+        return Sequences(self.ids[where], offsets)
+
+    def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
+        """All sequences packed, each with an id put before or after it: ids int64 [total + count], lengths [count]."""
+        lengths = self.lengths + (first is not None) + (last is not None)
+        offsets = _offsets(lengths)
+        ids = np.empty(offsets[-1], np.int64)
+        real = np.ones(len(ids), bool)
+        if first is not None:
+            ids[offsets[:-1]] = first
+            real[offsets[:-1]] = False
+        if last is not None:
+            ids[offsets[1:] - 1] = last
+            real[offsets[1:] - 1] = False
+        ids[real] = self.ids
+        return ids, lengths
+
+
+def _offsets(lengths: Ints) -> Ints:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+@dataclass(frozen=True)
+class EncodedPairs:
+    """Encoded sentence pairs without special ids, the special ids of both sides, and what happened to the rest."""
+
+    source: Sequences
+    target: Sequences
+    source_ids: SpecialIds
+    target_ids: SpecialIds
+    dropped: int = 0
+    truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, indices: Ints) -> "EncodedPairs":
+        """The pairs at `indices`, in that order; the counts are not carried over."""
+        return replace(self, source=self.source.take(indices), target=self.target.take(indices), dropped=0, truncated=0)
+
+    def __str__(self) -> str:
+        notes = [f"{len(self):,} pairs", f"{len(self.source.ids):,} source and {len(self.target.ids):,} target tokens"]
+        if self.dropped:
+            notes.append(f"{self.dropped:,} pairs too long or empty dropped")
+        if self.truncated:
+            notes.append(f"{self.truncated:,} pairs truncated")
+        return ", ".join(notes)
+
+
+def encode_pairs(
+    corpus: ParallelCorpus,
+    source_tokenizer: Tokenizer,
+    target_tokenizer: Tokenizer,
+    max_length: int = 256,
+    too_long: Literal["drop", "truncate"] = "drop",
+) -> EncodedPairs:
+    """Encode a corpus. `max_length` counts what the model sees, tokens + eos, on each side.
+
+    A pair with a longer side is dropped, or both sides are cut to ``max_length - 1`` tokens so that eos still follows;
+    a pair with a side that has no token at all is dropped. Both are counted. Raises ``ValueError`` for wrong arguments
+    and when no pair is left.
+    """
+    check_value("too_long", too_long, str, choices=("drop", "truncate"))
+    check_value("max_length", max_length, int, at_least=2)  # a token and eos
+    source = _encode(corpus.source, source_tokenizer)
+    target = _encode(corpus.target, target_tokenizer)
+    longest = np.maximum(source.lengths, target.lengths)  # [pairs]
+    keep = np.minimum(source.lengths, target.lengths) > 0
+    truncated = 0
+    if too_long == "drop":
+        keep &= longest < max_length
+    else:
+        truncated = int(np.count_nonzero(keep & (longest >= max_length)))
+        source, target = _truncate(source, max_length - 1), _truncate(target, max_length - 1)
+    kept = np.flatnonzero(keep)
+    if len(kept) == 0:
+        raise ValueError(f"{corpus.name}: no pair has between 1 and {max_length - 1} tokens a side; raise max_length")
+    return EncodedPairs(
+        source.take(kept),
+        target.take(kept),
+        source_tokenizer.special_ids,
+        target_tokenizer.special_ids,
+        dropped=len(corpus) - len(kept),
+        truncated=truncated,
+    )
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Encoded documents without their begin and end ids, those ids, the vocabulary's size, and what was left out.
+
+    Raises ``ValueError`` for an empty document, and for ids, special ones included, outside the vocabulary.
+    """
+
+    documents: Sequences
+    special_ids: SpecialIds
+    vocabulary: int
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        empty = np.flatnonzero(self.documents.lengths == 0)
+        if len(empty):
+            raise ValueError(f"document {empty[0] + 1} of {len(self)} is empty: leave it out")
+        for name in ("bos_id", "eos_id"):
+            check_value(name, getattr(self.special_ids, name), int, vars(self), below="vocabulary")
+        ids = self.documents.ids
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
+        if len(wrong):
+            number = np.searchsorted(self.documents.offsets, wrong[0], side="right")
+            raise ValueError(
+                f"ids must lie between 0 and {self.vocabulary - 1}, but document {number} holds {ids[wrong[0]]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __str__(self) -> str:
+        notes = [f"{len(self):,} documents", f"{len(self.documents.ids):,} tokens"]
+        if self.dropped:
+            notes.append(f"{self.dropped:,} empty documents dropped")
+        return ", ".join(notes)
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocuments:
+    """Encode documents, one a text; those without a token are dropped and counted.
+
+    Raises ``ValueError`` when none is left.
+    """
+    documents = _encode(texts, tokenizer)
+    kept = np.flatnonzero(documents.lengths)
+    if len(kept) == 0:
+        raise ValueError(f"none of the {len(texts):,} documents has a token")
+    return EncodedDocuments(documents.take(kept), tokenizer.special_ids, tokenizer.size, dropped=len(texts) - len(kept))
+
+
+def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> EncodedDocuments:
+    """Encode documents of lines: eos stands between two lines, and the one of the last line is the document's own.
+
+    A document of one line without a token is dropped and counted. Raises ``ValueError`` when none is left.
+    """
+    lines = _encode([line for document in documents for line in document], tokenizer)
+    ids, lengths = lines.with_special(last=tokenizer.eos_id)
+    ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))  # lines up to each document's end
+    ends = _offsets(lengths)[ends]  # tokens up to there
+    sizes = np.diff(ends, prepend=0) - 1  # the last eos belongs to the document
+    kept = np.flatnonzero(sizes > 0)
+    if len(kept) == 0:
+        raise ValueError(f"none of the {len(documents):,} documents has a token")
+    texts = Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes))
+    dropped = len(documents) - len(kept)
+    return EncodedDocuments(texts.take(kept), tokenizer.special_ids, tokenizer.size, dropped=dropped)
+
+
+def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
+    """Encode sentences for inference, cut like training's to ``max_length - 1`` tokens; also how many were cut.
+
+    Raises ``ValueError`` when `max_length` leaves no room for a token and eos.
+    """
+    check_value("max_length", max_length, int, at_least=2)  # a token and eos
+    sequences = Sequences.from_lists(tokenizer.encode_batch(list(lines)))
+    return _truncate(sequences, max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
+
+
+def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+    chunks = [
+        Sequences.from_lists(tokenizer.encode_batch(lines[start : start + _CHUNK]))
+        for start in range(0, max(len(lines), 1), _CHUNK)
+    ]
+    ids = np.concatenate([chunk.ids for chunk in chunks])
+    return Sequences(ids, _offsets(np.concatenate([chunk.lengths for chunk in chunks])))
+
+
+def _truncate(sequences: Sequences, length: int) -> Sequences:
+    position = np.arange(len(sequences.ids)) - np.repeat(sequences.offsets[:-1], sequences.lengths)
+    return Sequences(sequences.ids[position < length], _offsets(np.minimum(sequences.lengths, length)))

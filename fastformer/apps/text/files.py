@@ -1,0 +1,263 @@
+r"""Lines of text from files, and line-aligned pairs of them.
+
+A line ends at ``\n`` or ``\r\n`` and nowhere else. ``str.splitlines`` would also split at U+0085, U+2028 and a form
+feed, which do occur inside sentences, and then two aligned files no longer have the same number of lines. A file is
+decoded strictly, a part at a time: one wrong byte is an error that names its line, because a replaced character would
+end up in the vocabulary. Pairs beyond a limit are read, too, and not kept: files that are not aligned show it.
+"""
+
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastformer.apps.system.atomic import write_atomic
+from fastformer.apps.system.guarded import open_input, read_file
+from fastformer.settings import check_value
+
+_GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
+_PART = 1 << 20  # bytes of whole lines that are decoded at a time
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class TextError(ValueError):
+    """A text file, a corpus or a tokenizer is unusable; the message is one line and names the file and line."""
+
+
+def iterate_lines(path: str | Path) -> Iterator[str]:
+    """The lines of `read_lines`, one after another; raises what that raises, where it comes to it.
+
+    The file may be a pipe that somebody writes to, such as a shell's process substitution; a device is refused.
+    """
+    path = Path(path)
+    if "\0" in str(path):
+        raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
+    number = 0
+    try:
+        if path.is_dir():
+            raise TextError(f"{path}: is a folder, not a text file")
+        with open_input(path) as file:
+            start = file.peek(2)[:2]
+            packed = start == _GZIP_MAGIC or (bool(start) and path.suffix == ".gz")
+            source = gzip.GzipFile(fileobj=file) if packed else file
+            while part := b"".join(source.readlines(_PART)):
+                lines = decode_lines(part, str(path), number + 1)
+                number += len(lines)
+                yield from lines
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TextError(f"{path}: not a complete gzip file ({error})") from error
+    except OSError as error:  # a name that is too long among them
+        raise TextError(f"{path}: cannot be read ({error.strerror})") from error
+    if not number:
+        raise TextError(f"{path}: the file is empty")
+
+
+def read_lines(path: str | Path) -> list[str]:
+    r"""The lines of a UTF-8 file, plain or gzip, without their line ends; a byte order mark is dropped.
+
+    Raises ``FileNotFoundError`` when there is no such file, and ``TextError`` for a folder, an empty file, a broken
+    gzip file, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
+    """
+    return list(iterate_lines(path))
+
+
+def decode_lines(data: bytes, name: str, first: int = 1) -> list[str]:
+    """The lines of UTF-8 bytes as `read_lines` has them, none of no bytes.
+
+    name, first: for errors, where they are from, and the number of the first line there.
+
+    Raises ``TextError`` for a line that is not UTF-8 or holds a NUL.
+    """
+    data = data.removeprefix(_BYTE_ORDER_MARK) if first == 1 else data
+    if not data:
+        return []
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + first
+        raise TextError(
+            f"{name}:{line}: not valid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
+        ) from None
+    if (nul := text.find("\0")) >= 0:
+        line = text.count("\n", 0, nul) + first
+        raise TextError(f"{name}:{line}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def encode_text(text: str, name: str) -> bytes:
+    """UTF-8 of a text; raises ``TextError``, which begins with `name`, for half of a surrogate pair.
+
+    Such halves come from JSON files and, as bytes that are no UTF-8, from the command line.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode("ascii")
+        raise TextError(
+            f"{name}: {half} at character {error.start + 1} is not text, and UTF-8 cannot hold it"
+        ) from None
+
+
+def read_json(path: Path, within: Path | None = None) -> Any:
+    """What a JSON file holds; raises ``TextError`` when it is none, or nested deeper than Python reads.
+
+    within: the folder below which no link is followed; see `fastformer.apps.system.guarded`.
+    """
+    try:
+        return json.loads(read_file(path, within))
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{path}: not a JSON file ({error})") from None
+
+
+def write_lines(path: str | Path, lines: Iterable[str]) -> None:
+    """Write lines as UTF-8 with a final newline, atomically.
+
+    Raises ``TextError`` for a line that holds a newline or half of a surrogate pair.
+    """
+    lines = list(lines)
+    for number, line in enumerate(lines, start=1):
+        if "\n" in line:
+            raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
+    encoded = (encode_text(line, f"{path}:{number}") + b"\n" for number, line in enumerate(lines, start=1))
+    write_atomic(path, b"".join(encoded))
+
+
+def write_texts(path: str | Path, texts: Iterable[str]) -> None:
+    """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
+
+    So what was written stays when the texts end in an error or are interrupted. An earlier file is replaced when the
+    first text comes; without texts it is empty afterwards. Raises ``TextError`` for half of a surrogate pair.
+    """
+    encoded = (encode_text(text, f"{path}, text {number}") + b"\n" for number, text in enumerate(texts, start=1))
+    first = list(itertools.islice(encoded, 1))
+    with Path(path).open("wb", buffering=0) as file:
+        for whole in itertools.chain(first, encoded):
+            end = file.tell()
+            data = memoryview(whole)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except BaseException:  # a full disk, or Ctrl-C
+                file.truncate(end)
+                raise
+
+
+def sample_lines(lines: Sequence[str], count: int, seed: int) -> list[str]:
+    """At most `count` of the lines, drawn without replacement and kept in order: a tokenizer needs no more."""
+    if count >= len(lines):
+        return list(lines)
+    chosen = np.random.default_rng(seed).choice(len(lines), size=count, replace=False)
+    return [lines[i] for i in sorted(chosen.tolist())]
+
+
+@dataclass(frozen=True)
+class ParallelCorpus:
+    """Sentence pairs: ``source[i]`` is translated by ``target[i]``.
+
+    `dropped_*` count the pairs that are no use, `beyond` those that a limit left out.
+    """
+
+    source: list[str]
+    target: list[str]
+    name: str = "corpus"
+    dropped_empty: int = 0
+    dropped_copies: int = 0
+    beyond: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.source) != len(self.target):
+            raise TextError(f"{self.name}: {len(self.source):,} source lines but {len(self.target):,} target lines")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, indices: Sequence[int], name: str) -> "ParallelCorpus":
+        """The pairs at `indices`, in that order, under a name of their own."""
+        return ParallelCorpus([self.source[i] for i in indices], [self.target[i] for i in indices], name=name)
+
+    def __str__(self) -> str:
+        notes = [f"{self.name}: {len(self):,} pairs"]
+        if self.dropped_empty:
+            notes.append(f"{self.dropped_empty:,} with an empty side dropped")
+        if self.dropped_copies:
+            notes.append(f"{self.dropped_copies:,} copies of held-out pairs dropped")
+        if self.beyond:
+            notes.append(f"{self.beyond:,} more left out")
+        return ", ".join(notes)
+
+
+def read_parallel(
+    source_path: str | Path, target_path: str | Path, name: str | None = None, limit: int | None = None
+) -> ParallelCorpus:
+    """Read two line-aligned files; pairs of which a side is blank are dropped and counted, spaces at the ends cut.
+
+    limit: the most pairs to take, the first ones; None: all. The others are read, checked and counted, but not kept.
+
+    Raises what `read_lines` raises, and ``TextError`` when the line counts differ or no pair is left.
+    """
+    source: list[str] = []
+    target: list[str] = []
+    lines, empty, beyond = [0, 0], 0, 0
+    for left, right in itertools.zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
+        lines[0], lines[1] = lines[0] + (left is not None), lines[1] + (right is not None)
+        left, right = (left or "").strip(), (right or "").strip()
+        if limit is not None and len(source) >= limit:
+            beyond += 1
+        elif left and right:
+            source.append(left)
+            target.append(right)
+        else:
+            empty += 1
+    if lines[0] != lines[1]:
+        raise TextError(
+            f"{source_path} has {lines[0]:,} lines but {target_path} has {lines[1]:,}: "
+            "line i of one must translate line i of the other"
+        )
+    if not source:
+        raise TextError(f"{source_path} and {target_path}: every pair of lines has an empty side")
+    return ParallelCorpus(source, target, name or Path(source_path).name, dropped_empty=empty, beyond=beyond)
+
+
+def split(
+    corpus: ParallelCorpus, validation: int, test: int, seed: int
+) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+    """Shuffle a corpus and split it in training, validation and test pairs with no pair in common.
+
+    Disjoint in content, not only in line number: the held-out pairs are distinct, and every further copy of one is
+    dropped from training (Europarl repeats its formulas thousands of times). Raises ``ValueError`` for a negative
+    count, and ``TextError`` when fewer than one distinct pair would be left for training.
+    """
+    for name, value in (("validation", validation), ("test", test)):
+        check_value(name, value, int, at_least=0)
+    order = np.random.default_rng(seed).permutation(len(corpus)).tolist()
+    held: dict[tuple[str, str], int] = {}
+    train, copies = [], 0
+    for i in order:
+        pair = (corpus.source[i], corpus.target[i])
+        if pair in held:
+            copies += 1
+        elif len(held) < validation + test:
+            held[pair] = i
+        else:
+            train.append(i)
+    if not train:
+        raise TextError(
+            f"{corpus.name}: {len(corpus):,} pairs ({len(held):,} distinct) leave none for training "
+            f"after {validation:,} for validation and {test:,} for test"
+        )
+    chosen = list(held.values())
+    return (
+        replace(
+            corpus.take(train, "train"), dropped_empty=corpus.dropped_empty, dropped_copies=copies, beyond=corpus.beyond
+        ),
+        corpus.take(chosen[:validation], "valid"),
+        corpus.take(chosen[validation:], "test"),
+    )

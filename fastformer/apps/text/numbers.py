@@ -1,0 +1,190 @@
+"""The embedded corpus: numbers in words, English to French and to German, from grammars written out here.
+
+It needs no network and no licence, its translations are right or wrong and nothing between, and it is a real task: the
+French side counts in scores, agrees (`quatre-vingts` but `quatre-vingt-un` and `quatre-vingt mille`) and drops the
+`un` of `mille`; the German side says the units before the tens and changes `eins` to `ein` inside a number.
+
+Decisions: English without `and`, with hyphens (American usage). French in the traditional spelling, before the reform
+of 1990: hyphens only between tens and units below one hundred and none beside `et`. German as its orthography has it,
+one lower-case word below a million; there subword pieces have to find the words.
+"""
+
+import random
+from collections.abc import Callable
+
+from fastformer.settings import check_value
+
+from .files import ParallelCorpus
+
+LIMIT = 1_000_000
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_ENGLISH = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_ENGLISH_TENS = _words("- - twenty thirty forty fifty sixty seventy eighty ninety")
+_FRENCH = _words("zéro un deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize")
+_FRENCH_TENS = _words("- - vingt trente quarante cinquante soixante soixante quatre-vingt quatre-vingt")
+_GERMAN = _words("null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf")
+_GERMAN_TENS = _words("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
+
+
+def _check(number: int) -> None:
+    if not 0 <= number < LIMIT:
+        raise ValueError(f"number must be between 0 and {LIMIT - 1:,}, got {number:,}")
+
+
+def english(number: int) -> str:
+    """A number below one million in English words.
+
+    >>> [english(n) for n in (0, 21, 100, 115, 80_000)]
+    ['zero', 'twenty-one', 'one hundred', 'one hundred fifteen', 'eighty thousand']
+    >>> english(342_071)
+    'three hundred forty-two thousand seventy-one'
+    """
+    _check(number)
+    if number < 20:
+        return _ENGLISH[number]
+    if number < 100:
+        tens, units = divmod(number, 10)
+        return _ENGLISH_TENS[tens] + (f"-{_ENGLISH[units]}" if units else "")
+    size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
+    count, rest = divmod(number, size)
+    return f"{english(count)} {name}" + (f" {english(rest)}" if rest else "")
+
+
+def french(number: int) -> str:
+    """A number below one million in French words, traditional spelling.
+
+    >>> [french(n) for n in (21, 71, 80, 81, 91)]
+    ['vingt et un', 'soixante et onze', 'quatre-vingts', 'quatre-vingt-un', 'quatre-vingt-onze']
+    >>> [french(n) for n in (100, 102, 200, 202)]
+    ['cent', 'cent deux', 'deux cents', 'deux cent deux']
+    >>> [french(n) for n in (1000, 1100, 80_000, 200_000, 280_080)]
+    ['mille', 'mille cent', 'quatre-vingt mille', 'deux cent mille', 'deux cent quatre-vingt mille quatre-vingts']
+    """
+    _check(number)
+    thousands, rest = divmod(number, 1000)
+    words = []
+    if thousands:
+        words.append(_french_below_1000(thousands, final=False) if thousands > 1 else "")
+        words.append("mille")
+    if rest or not thousands:
+        words.append(_french_below_1000(rest, final=True))
+    return " ".join(filter(None, words))
+
+
+def _french_below_1000(number: int, final: bool) -> str:
+    """`final`: nothing follows, so `vingt` in quatre-vingts and `cent` may take their plural s; mille takes it away."""
+    hundreds, rest = divmod(number, 100)
+    words = []
+    if hundreds:
+        words.append("" if hundreds == 1 else _FRENCH[hundreds])
+        words.append("cents" if hundreds > 1 and final and not rest else "cent")
+    if rest or not hundreds:
+        words.append(_french_below_100(rest, final))
+    return " ".join(filter(None, words))
+
+
+def _french_below_100(number: int, final: bool) -> str:
+    if number <= 16:
+        return _FRENCH[number]
+    tens, units = divmod(number, 10)
+    if tens in (1, 7, 9):  # ten, sixty-ten, four-twenty-ten: the units run on from ten to nineteen
+        units += 10
+    if units == 0:
+        return "quatre-vingts" if tens == 8 and final else _FRENCH_TENS[tens]
+    if units in (1, 11) and tens < 8:
+        return f"{_FRENCH_TENS[tens]} et {_FRENCH[units]}"
+    below_20 = _FRENCH[units] if units <= 16 else f"dix-{_FRENCH[units - 10]}"
+    return f"{_FRENCH_TENS[tens]}-{below_20}" if number >= 20 else below_20
+
+
+def german(number: int) -> str:
+    """A number below one million as one German word.
+
+    >>> [german(n) for n in (1, 16, 17, 21, 30)]
+    ['eins', 'sechzehn', 'siebzehn', 'einundzwanzig', 'dreißig']
+    >>> [german(n) for n in (101, 1000, 1001, 101_000)]
+    ['einhunderteins', 'eintausend', 'eintausendeins', 'einhunderteintausend']
+    >>> german(342_071)
+    'dreihundertzweiundvierzigtausendeinundsiebzig'
+    """
+    _check(number)
+    thousands, rest = divmod(number, 1000)
+    return (f"{_german_below_1000(thousands)}tausend" if thousands else "") + (
+        _german_below_1000(rest) + ("s" if rest % 100 == 1 else "") if rest or not thousands else ""
+    )
+
+
+def _german_below_1000(number: int) -> str:
+    """As it stands before `tausend`: ending in `ein`, where the end of a number has `eins`."""
+    hundreds, rest = divmod(number, 100)
+    head = f"{_GERMAN[hundreds]}hundert" if hundreds else ""
+    return head + (_german_below_100(rest) if rest or not hundreds else "")
+
+
+def _german_below_100(number: int) -> str:
+    if number <= 12:
+        return _GERMAN[number]
+    tens, units = divmod(number, 10)
+    if number < 20:
+        return {16: "sech", 17: "sieb"}.get(number, _GERMAN[units]) + "zehn"
+    return (f"{_GERMAN[units]}und" if units else "") + _GERMAN_TENS[tens]
+
+
+LANGUAGES: dict[str, Callable[[int], str]] = {"fr": french, "de": german}
+
+
+def number_corpus(
+    language: str, train: int = 10_000, valid: int = 500, test: int = 500, seed: int = 1
+) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
+    """English numbers and their translation into `language` ("fr" or "de"): training, validation and test pairs.
+
+    No number is in two of them. Training has every number below 1,000 (below ``train // 2`` if that is less), so that
+    each part of a number has been seen; all other numbers are drawn from 1,000 to 999,999, each count of digits equally
+    often as long as there are such numbers, and half of them with many zeros: drawn evenly, numbers such as 500,002
+    would hardly occur. Deterministic in its arguments.
+
+    Raises ``ValueError`` for an unknown language, a count < 1, and more pairs than there are numbers.
+    """
+    check_value("language", language, str, choices=LANGUAGES)
+    for name, value in (("train", train), ("valid", valid), ("test", test)):
+        check_value(name, value, int, at_least=1)
+    small = min(1000, train // 2)
+    drawn = _draw(train - small + valid + test, random.Random(seed))
+    numbers = {"train": [*range(small), *drawn[valid + test :]], "valid": drawn[:valid], "test": drawn[valid:][:test]}
+    translate = LANGUAGES[language]
+    train_corpus, valid_corpus, test_corpus = (
+        ParallelCorpus([english(n) for n in chosen], [translate(n) for n in chosen], name=name)
+        for name, chosen in numbers.items()
+    )
+    return train_corpus, valid_corpus, test_corpus
+
+
+def _with_zeros(number: int, generator: random.Random) -> int:
+    """The number with each digit but the first turned to 0 with probability 1/2."""
+    digits = str(number)
+    return int(digits[0] + "".join(digit if generator.random() < 0.5 else "0" for digit in digits[1:]))
+
+
+def _draw(count: int, generator: random.Random) -> list[int]:
+    """Distinct numbers of four to six digits in random order."""
+    if count > LIMIT - 1000:
+        raise ValueError(f"there are {LIMIT - 1000:,} numbers above 999, and {count:,} are asked for")
+    drawn: list[int] = []
+    for digits in (4, 5, 6):
+        numbers = range(10 ** (digits - 1), 10**digits)
+        share = (count - len(drawn)) // (7 - digits) if digits < 6 else count - len(drawn)
+        share = min(share, len(numbers))
+        # A dictionary keeps the order, and each number once.
+        found = dict.fromkeys(_with_zeros(n, generator) for n in generator.sample(numbers, share // 2))
+        found |= dict.fromkeys(generator.sample(numbers, share))
+        drawn += list(found)[:share]
+    generator.shuffle(drawn)
+    return drawn

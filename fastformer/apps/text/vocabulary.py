@@ -1,0 +1,188 @@
+"""Word vocabulary: one id a word, `<unk>` for the rest.
+
+For corpora that arrive tokenised (WikiText-2: split at spaces) and for the classical word-level translation setup
+(split at punctuation). Words are simple and readable but leave unknown words; sentencepiece leaves none. The
+punctuation rule is for scripts that put spaces between words. What looks like a special symbol in the text never
+becomes one, except `<unk>`, which WikiText writes out.
+"""
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fastformer.apps.system.guarded import write_file
+from fastformer.settings import check_value
+
+from .files import TextError, encode_text
+from .special_ids import UNK, SpecialIds, WithSpecialIds
+
+Splitting = Literal["punctuation", "whitespace"]
+SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
+
+# A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
+_WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
+# What may be a long run of combining marks; none of them is a letter.
+_MARKS = re.compile(r"[^\w\s\x00-\x7f]{64,}")
+_NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
+_NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
+
+
+def split_words(text: str) -> list[str]:
+    """Words, numbers and single punctuation marks of a sentence, after NFC normalisation.
+
+    >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
+    ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
+    """
+    return _WORD.findall(unicodedata.normalize("NFC", _MARKS.sub(_in_order, text)))
+
+
+def _in_order(marks: re.Match[str]) -> str:
+    """A run of marks, decomposed and in canonical order; NFC of it is the same, but Python would sort it in n^2."""
+    decomposed = "".join(unicodedata.normalize("NFD", mark) for mark in marks[0])
+    runs = (list(run) for _, run in groupby(decomposed, lambda mark: unicodedata.combining(mark) == 0))
+    return "".join(mark for run in runs for mark in sorted(run, key=unicodedata.combining))
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Undo `split_words` as a typist would: no space before a comma, none after an opening bracket or an elision.
+
+    >>> join_words(["L'", "homme", "(", "45", "ans", ")", "dort", "."])
+    "L'homme (45 ans) dort."
+    """
+    text, glue, quoted = "", True, False
+    for word in words:
+        closing = word == '"' and quoted
+        text += word if glue or closing or word in _NO_SPACE_BEFORE else f" {word}"
+        if word == '"':
+            quoted = not quoted
+        glue = word in _NO_SPACE_AFTER or (word == '"' and quoted) or (len(word) > 1 and word[-1] in "'’")
+    return text
+
+
+class WordTokenizer(WithSpecialIds):
+    """A list of words with their ids; build it with `from_lines`, on the training split only.
+
+    `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` when the table does
+    not fit the special ids, or a word holds half of a surrogate pair.
+    """
+
+    kind = "word"
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        special_ids: SpecialIds | None = None,
+        lowercase: bool = False,
+        splitting: Splitting = "punctuation",
+    ) -> None:
+        check_value("splitting", splitting, str, choices=SPLITTINGS)
+        check_value("lowercase", lowercase, bool)
+        self.special_ids = special_ids or SpecialIds()
+        self.words = list(words)
+        encode_text("".join(self.words), "a word")  # so that the table can be saved
+        self.lowercase = lowercase
+        self.splitting = splitting
+        names = self.special_ids.names()
+        if any(i >= len(self.words) or self.words[i] != name for i, name in names.items()):
+            raise TextError(f"the special symbols must stand at their ids in the word table: {dict(names)}")
+        self._ids = {word: i for i, word in enumerate(self.words) if i not in names}
+        if len(self._ids) + len(names) != len(self.words):
+            raise TextError("the word table holds a word twice")
+        self._ids[UNK] = self.unk_id
+
+    @classmethod
+    def from_lines(
+        cls,
+        lines: Iterable[str],
+        *,
+        minimum_frequency: int = 1,
+        maximum_size: int | None = None,
+        lowercase: bool = False,
+        splitting: Splitting = "punctuation",
+        special_ids: SpecialIds | None = None,
+    ) -> "WordTokenizer":
+        """Count the words of `lines`, the most frequent first (ties in alphabetical order).
+
+        `maximum_size` counts the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
+        ``TextError`` when no word is left.
+        """
+        check_value("minimum_frequency", minimum_frequency, int, at_least=1)
+        check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
+        special_ids = special_ids or SpecialIds()
+        names = special_ids.names()
+        counts: Counter[str] = Counter()
+        empty = cls(_table([], special_ids, fill=True), special_ids, lowercase, splitting)
+        for line in lines:
+            counts.update(empty.split(line))
+        for name in names.values():
+            counts.pop(name, None)
+        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        words = [word for word, count in ranked if count >= minimum_frequency]
+        if maximum_size is not None:
+            words = words[: maximum_size - len(names)]
+        if not words:
+            raise TextError(f"no word occurs {minimum_frequency} times in the training lines: nothing to build from")
+        return cls(_table(words, special_ids), special_ids, lowercase, splitting)
+
+    @property
+    def size(self) -> int:
+        """Number of ids, special ones included."""
+        return len(self.words)
+
+    def split(self, text: str) -> list[str]:
+        """The words of a text as this vocabulary sees them."""
+        if self.lowercase:
+            text = text.lower()
+        return split_words(text) if self.splitting == "punctuation" else text.split()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the words, no special ids added; unknown words give `unk_id`."""
+        unk = self.unk_id
+        return [self._ids.get(word, unk) for word in self.split(text)]
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """`encode` of every line."""
+        return [self.encode(line) for line in lines]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, detokenised; padding, bos and eos are dropped, unk shows as `<unk>`."""
+        words = [self.words[i] for i in self.special_ids.drop(ids)]
+        return join_words(words) if self.splitting == "punctuation" else " ".join(words)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The word behind each id."""
+        return [self.words[i] for i in ids]
+
+    def save(self, folder: str | Path) -> None:
+        """Write `tokenizer.json` into the folder, which is made if need be."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "kind": self.kind,
+            "special_ids": vars(self.special_ids),
+            "lowercase": self.lowercase,
+            "splitting": self.splitting,
+            "words": self.words,
+        }
+        data = json.dumps(content, ensure_ascii=False, indent=0).encode("utf-8")
+        write_file(folder / "tokenizer.json", data, folder)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "WordTokenizer":
+        """Rebuild a tokenizer from the content of its `tokenizer.json`."""
+        return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
+
+
+def _table(words: Sequence[str], special_ids: SpecialIds, fill: bool = False) -> list[str]:
+    """Words in order around the special symbols at their ids; `fill` invents words up to the last special id."""
+    names = special_ids.names()
+    last = max(names)
+    if not fill and last >= len(words) + len(names):
+        raise ValueError(f"special id {last} is beyond the vocabulary of {len(words) + len(names)} entries")
+    rest = iter(words if not fill else [f"\0{i}" for i in range(last)])
+    return [names[i] if i in names else next(rest) for i in range(max(len(words) + len(names), last + 1))]

@@ -1,0 +1,36 @@
+"""Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
+
+from fastformer.apps.train.batch_source import Batch, BatchSource
+from fastformer.apps.train.checkpoint_files import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoints import CheckpointFolder, find_checkpoint
+from fastformer.apps.train.config import TrainConfig
+from fastformer.apps.train.metrics import MetricsLog, read_metrics
+from fastformer.apps.train.processes import ProcessError, Processes, join_processes
+from fastformer.apps.train.randomness import seed_everything
+from fastformer.apps.train.schedules import Schedule
+from fastformer.apps.train.trainer import DivergedError, Result, Trainer
+from fastformer.apps.train.weights import CheckpointError, put_weights, read_weights, write_weights
+
+__all__ = [
+    "Batch",
+    "BatchSource",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointFolder",
+    "DivergedError",
+    "MetricsLog",
+    "ProcessError",
+    "Processes",
+    "Result",
+    "Schedule",
+    "TrainConfig",
+    "Trainer",
+    "average_checkpoints",
+    "find_checkpoint",
+    "join_processes",
+    "put_weights",
+    "read_metrics",
+    "read_weights",
+    "seed_everything",
+    "write_weights",
+]

@@ -1,0 +1,276 @@
+"""Checkpoints that survive kill -9 and a full disk: one folder a step, written aside and renamed when complete.
+
+    checkpoints/index.json            {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": […], …}
+    checkpoints/step-200/     model.safetensors, state.pt, meta.json: see `checkpoint_files.py`
+
+A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
+the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
+out of it is found by its name. The price is one extra copy of the model on the disk while saving. Hidden folders
+(.new-, .old-, .swap-) are leftovers of an interrupted save; the next save removes them. A file with such a name is
+somebody's: it stays, and the folder gets the next name that is free (.new-step-200.1). One process writes.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.apps.system.guarded import IrregularFileError, check_path, read_file, write_file
+from fastformer.apps.train.checkpoint_files import (
+    META,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    file_facts,
+    synchronise,
+    write_meta,
+    write_state,
+)
+from fastformer.apps.train.weights import CheckpointError, write_weights
+from fastformer.settings import check_value
+
+INDEX = "index.json"
+AVERAGE = "average"
+_STEP = re.compile(r"step-(\d+)")
+OURS = re.compile(rf"step-\d+|{AVERAGE}|\.(new|swap|old)-(step-\d+|{AVERAGE})(\.\d+)?")
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: the last `keep` and the best are kept, older ones are removed."""
+
+    def __init__(self, folder: Path | str, keep: int = 3) -> None:
+        self.folder, self.keep = Path(folder), keep
+
+    def paths(self) -> list[Path]:
+        """Complete checkpoints with a training state, in the order of writing."""
+        found = {name for name in self._names() if _STEP.fullmatch(name)}
+        index = self._index()
+        listed = [name for name in index["kept"] if name in found]
+        unlisted = sorted(found.difference(listed, index["removed"]), key=_step_of)
+        return [self.folder / name for name in [*listed, *unlisted]]
+
+    def last(self) -> Path | None:
+        """The checkpoint written last."""
+        return next(reversed(self.paths()), None)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best validation metric, possibly the average; None before the first validation."""
+        best = self._index()["best"]
+        return self.folder / best["name"] if best and best["name"] in self._names() else None
+
+    def best_value(self) -> float | None:
+        """The metric of `best()`."""
+        best = self._index()["best"]
+        return float(best["value"]) if best and self.best() else None
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Any] | None,
+        config: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        best: float | None = None,
+    ) -> Path:
+        """Write a checkpoint (without `state`: the average), and mark it as the best with the metric value `best`.
+
+        Whatever goes wrong, the earlier ones stay loadable.
+
+        Raises OSError naming the cause and the last good checkpoint when the disk is full or cannot be written.
+        """
+        with self.explained(step, average=state is None):
+            new = self.begin(step, average=state is None)
+            write_weights(new / WEIGHTS, weights)
+            return self.complete(new, step, state, config, metrics, best)
+
+    def begin(self, step: int, average: bool = False) -> Path:
+        """A hidden folder for the weights of a new checkpoint, which `complete` makes one."""
+        self.recover()
+        new = self._hidden("new", _name(step, average))
+        new.mkdir()
+        return new
+
+    def complete(
+        self,
+        new: Path,
+        step: int,
+        state: Mapping[str, Any] | None,
+        config: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        best: float | None = None,
+        shards: Mapping[str, Mapping[str, Any]] | None = None,
+        copies: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Add the other files to the folder from `begin`, have all on the disk, and give it its name.
+
+        shards: {name: facts} of files below it that are on the disk already; copies: see `Checkpoint`.
+        """
+        if state is not None:
+            write_state(new / STATE, state)
+        files = {path.name: file_facts(path) for path in sorted(new.iterdir()) if path.is_file()}
+        write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
+        for path in [*new.iterdir(), new]:
+            synchronise(path)
+        name = _name(step, average=state is None)
+        target = self.folder / name
+        if target.exists():
+            os.replace(target, self._hidden("swap", name))
+        os.replace(new, target)
+        synchronise(self.folder)
+        self._update_index(
+            last=name if state is not None else None,
+            best=None if best is None else {"name": name, "value": best},
+        )
+        self.recover()
+        return target
+
+    @contextmanager
+    def explained(self, step: int, average: bool = False) -> Iterator[None]:
+        """Clean up after an OSError in the block, and say what could not be written and what there is instead."""
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                self.recover()
+            last = self.last()
+            rest = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
+            what = f"checkpoint {_name(step, average)} could not be written to {self.folder}"
+            raise OSError(f"{what}: {error}; {rest}") from error
+
+    def mark_best(self, path: Path, value: float) -> None:
+        """Record a checkpoint as the best; `value` is its metric."""
+        self._update_index(best={"name": path.name, "value": value})
+
+    def open(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
+        """The checkpoint at `path`, or the last one, with all its files checked.
+
+        A damaged one raises CheckpointError naming the file and the previous good checkpoint; with `fallback` that
+        one is opened instead.
+        """
+        candidates = self.paths() if path is None else [Path(path)]
+        if not candidates:
+            raise CheckpointError(f"{self.folder}: holds no checkpoint")
+        try:
+            return Checkpoint.open(candidates[-1]).check()
+        except CheckpointError as error:
+            previous = self._previous_good(candidates[-1])
+            if previous is None:
+                raise CheckpointError(f"{error}; there is no earlier good checkpoint") from None
+            if fallback:
+                return previous
+            raise CheckpointError(f"{error}; the previous good checkpoint is {previous.path}") from None
+
+    def _previous_good(self, damaged: Path) -> Checkpoint | None:
+        for path in reversed([path for path in self.paths() if path.name != damaged.name]):
+            try:
+                return Checkpoint.open(path).check()
+            except CheckpointError:
+                continue
+        return None
+
+    def average(self) -> Path | None:
+        """The average of the last checkpoints."""
+        return self.folder / AVERAGE if AVERAGE in self._names() else None
+
+    def _names(self) -> set[str]:
+        """The folders in it that bear names of ours; one that is a link is refused, and so is a link to all of it."""
+        if not check_path(self.folder, self.folder.parent, folder=True):
+            return set()
+        ours = [path for path in self.folder.iterdir() if OURS.fullmatch(path.name)]
+        # A file with a hidden name is somebody's; one named like a checkpoint would hide that the checkpoint is gone.
+        folders = [path for path in ours if not path.name.startswith(".") or path.is_dir()]
+        return {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
+
+    def _index(self) -> dict[str, Any]:
+        empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
+        try:
+            index = {**empty, **json.loads(read_file(self.folder / INDEX, self.folder.parent))}
+            return index if _is_index(index) else empty
+        except IrregularFileError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return empty
+
+    def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
+        index = self._index()
+        names = [path.name for path in self.paths()]
+        if last is not None:
+            names = [*(name for name in names if name != last), last]
+        index["best"] = best or index["best"]
+        spared = index["best"]["name"] if index["best"] else None
+        kept = [name for name in names if name in names[-self.keep :] or name == spared]
+        removed = [name for name in names if name not in kept]
+        index.update(last=kept[-1] if kept else None, kept=kept, removed=removed)
+        content = json.dumps(index, indent=1) + "\n"
+        write_file(self.folder / INDEX, content.encode("utf-8"), self.folder.parent)
+        synchronise(self.folder)
+        self._remove(removed)
+
+    def recover(self) -> None:
+        """Remove what an interrupted save left; a checkpoint that was about to be replaced gets its name back.
+
+        Nothing is removed under a name that is not ours. Only for the process that writes: a reader would remove what
+        is being written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        hidden = sorted(name for name in self._names() if name.startswith("."))
+        for name in hidden:
+            original = self.folder / name.removeprefix(".swap-").split(".")[0]
+            if name.startswith(".swap-") and not original.exists():
+                os.replace(self.folder / name, original)
+            else:
+                shutil.rmtree(self.folder / name)
+        self._remove(self._index()["removed"])
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (self.folder / name).is_dir():  # out of the way first: a half removed folder must not look complete
+                old = self._hidden("old", name)
+                os.replace(self.folder / name, old)
+                shutil.rmtree(old)
+
+    def _hidden(self, kind: str, name: str) -> Path:
+        """A name for a folder on its way that no file has."""
+        ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
+        return next(path for path in (self.folder / f".{kind}-{name}{end}" for end in ends) if not path.is_file())
+
+
+def _is_index(index: Mapping[str, Any]) -> bool:
+    """Whether it names checkpoints and nothing else; what it lists as removed is deleted."""
+    best = index["best"]
+    names = [*index["kept"], *index["removed"], *([] if best is None else [best["name"]])]
+    return all(name == AVERAGE or _STEP.fullmatch(name) for name in names) and (
+        best is None or isinstance(best["value"], int | float)
+    )
+
+
+def find_checkpoint(path: Path | str, which: str = "best") -> Path:
+    """The checkpoint folder meant by `path`: a run folder, its checkpoints folder, or a checkpoint itself.
+
+    which: "best" (the last one while none was validated), "last" or "average". Raises CheckpointError.
+    """
+    path = Path(path)
+    check_value("which", which, str, choices=("best", "last", "average"))
+    if check_path(path / META, path):
+        return path
+    folder = CheckpointFolder(path / "checkpoints" if check_path(path / "checkpoints", path) else path)
+    found = {"last": folder.last(), "average": folder.average()}.get(which)
+    found = (folder.best() or folder.last()) if which == "best" else found
+    if found is None:
+        raise CheckpointError(f"{path}: holds no {which} checkpoint")
+    return found
+
+
+def _name(step: int, average: bool) -> str:
+    return AVERAGE if average else f"step-{step}"
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))

@@ -1,0 +1,91 @@
+"""`TrainConfig`: every hyperparameter of training; see `fastformer.settings`."""
+
+from dataclasses import dataclass
+
+from fastformer.apps.train.compilation import BACKENDS
+from fastformer.apps.train.schedules import SCHEDULES
+from fastformer.settings import Settings, setting
+
+_ADAM = ("adamw", "adam")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Settings):
+    """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""
+
+    optimizer: str = setting("adamw", "optimiser", choices=("adamw", "adam", "sgd"), fixed=True)
+    lr: float = setting(1e-3, "peak learning rate", above=0)
+    betas: tuple[float, float] = setting(
+        (0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1, only={"optimizer": _ADAM}
+    )
+    eps: float = setting(1e-9, "Adam's term that avoids division by zero", above=0, only={"optimizer": _ADAM})
+    momentum: float = setting(0.9, "momentum of steps", at_least=0, below=1, only={"optimizer": "sgd"})
+    weight_decay: float = setting(0.0, "weight decay of matrices (biases and norms are left alone)", at_least=0)
+    schedule: str = setting("inverse_sqrt", "learning-rate schedule", choices=SCHEDULES, fixed=True)
+    warmup_steps: int = setting(4000, "steps of linear rise to the peak learning rate", at_least=0)
+    min_lr: float = setting(0.0, "lowest learning rate", at_least=0, at_most="lr", only={"schedule": SCHEDULES[1:]})
+    plateau_factor: float = setting(0.5, "factor of one reduction", above=0, below=1, only={"schedule": "plateau"})
+    plateau_patience: int = setting(
+        2, "validations without a lower loss to accept", at_least=0, only={"schedule": "plateau"}
+    )
+    plateau_divisor: float = setting(4.0, "divisor of one reduction", above=1, only={"schedule": "divide_on_plateau"})
+    label_smoothing: float = setting(0.1, "probability mass spread over all words", at_least=0, below=1)
+    clip_norm: float = setting(1.0, "largest gradient norm; 0: no clipping", at_least=0)
+    accumulate: int = setting(1, "batches whose gradients make one step", at_least=1)
+    steps: int | None = setting(None, "end after this many optimiser steps", at_least=1)
+    epochs: int | None = setting(None, "end after this many passes over the data", at_least=1)
+    minutes: float | None = setting(None, "end after this many minutes, validations included", above=0)
+    clock: str = setting(
+        "wall",
+        "what minutes counts: wall, or cpu: time of the processor, on a busy machine",
+        choices=("wall", "cpu"),
+        fixed=True,
+    )
+    batch_tokens: int = setting(
+        4096, "most tokens in a batch", at_least=1, only={"batch_sentences": None, "stream": "documents"}, fixed=True
+    )
+    batch_sentences: int | None = setting(
+        None, "most sentences in a batch", at_least=1, only={"texts": "sentence pairs"}, fixed=True
+    )
+    validate_every: int | None = setting(None, "validate and save every n steps; unset: after each epoch", at_least=1)
+    metric: str = setting(
+        "loss", "validation value that decides best weights and early stopping, such as bleu", fixed=True
+    )
+    patience: int | None = setting(None, "stop after this many validations without a better metric", at_least=1)
+    keep: int = setting(3, "last checkpoints to keep, besides the best", at_least=1)
+    average: int = setting(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1, at_most="keep")
+    seed: int = setting(1, "seed of every random generator", at_least=0, below=2**32, fixed=True)
+    precision: str = setting(
+        "fp32", "fp32, or autocast to bf16 or fp16 (the latter with loss scaling)", choices=("fp32", "bf16", "fp16")
+    )
+    cuda_graphs: bool = setting(
+        False,
+        "repeat steps as CUDA graphs, for small batches; fp32 or bf16",
+        only={"hardware": "a CUDA device", "processes": "one process"},
+    )
+    compile: str | None = setting(
+        None, "torch.compile the steps, with this compiler; eager and aot_eager only trace", choices=BACKENDS
+    )
+    checkpoint_activations: bool = setting(
+        False, "keep of each layer only its input, and compute it again in backward: less memory"
+    )
+    parallel: str = setting(
+        "ddp",
+        "torchrun: ddp, every process holds the model; fsdp: its part of it",
+        choices=("ddp", "fsdp"),
+        only={"processes": "several processes"},
+    )
+    sharded_checkpoints: bool = setting(False, "each process writes its own part of a checkpoint")
+    threads: int | None = setting(None, "CPU threads of torch; unset: torch's choice", at_least=1)
+    log_every: int = setting(50, "steps between two records of loss and speed", at_least=1)
+    tensorboard: bool = setting(False, "write TensorBoard event files too")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cuda_graphs and self.precision == "fp16":
+            raise ValueError("cuda_graphs=True is for precision fp32 and bf16, not for fp16")
+        for other, value in (("compile", self.compile), ("checkpoint_activations", self.checkpoint_activations)):
+            if self.cuda_graphs and value:
+                raise ValueError(f"cuda_graphs=True does not go together with {other}={value!r}; leave one of them out")
+        if self.steps is None and self.epochs is None and self.minutes is None:
+            raise ValueError("no end of training is set; give steps, epochs or minutes")

@@ -1,0 +1,193 @@
+"""One stream of records, written as JSON lines, as CSV and, when asked, as TensorBoard events.
+
+A record is flat: {"kind": "train", "step": 400, "epoch": 1, "seconds": 12.5, "loss": 3.1}. Its kind is "train", of the
+steps since the record before, "epoch", the mean over all tokens of an epoch, or "validation" or "average".
+metrics.jsonl is the truth, appended line by line; metrics.csv holds the same for spreadsheets and is written anew when
+a record brings a new column. A resumed run cuts both where its checkpoint was made, so no step appears twice.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.apps.system.guarded import append_file, check_path, read_file, write_file
+
+# Of the values of a validation, those of which less is better; of others, such as BLEU, more.
+LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
+JSONL, CSV = "metrics.jsonl", "metrics.csv"
+
+
+class MetricsLog:
+    """The metrics of one run folder. `count` is the number of records so far; a checkpoint stores it."""
+
+    def __init__(self, folder: Path | str, count: int = 0, tensorboard: bool = False) -> None:
+        """Keep the first `count` records that are there (0: start anew) and append to them."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._records = read_metrics(self.folder)[:count] if check_path(self.folder / JSONL, self.folder) else []
+        self._columns: list[str] = []
+        write_file(self.folder / JSONL, _jsonl(self._records), self.folder)
+        self._rewrite_csv()
+        step = self._records[-1]["step"] + 1 if self._records else 0
+        if tensorboard:
+            check_path(self.folder / "tensorboard", self.folder, folder=True)
+        self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
+
+    @property
+    def count(self) -> int:
+        """Records written so far."""
+        return len(self._records)
+
+    def write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
+        """Append a record and give it back."""
+        record = {"kind": kind, "step": step, **values}
+        self._records.append(record)
+        append_file(self.folder / JSONL, _jsonl([record]), self.folder)
+        if set(record).issubset(self._columns):
+            append_file(self.folder / CSV, self._csv([record]), self.folder)
+        else:
+            self._rewrite_csv()
+        if self._events is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}", value, step)
+        return record
+
+    def close(self) -> None:
+        """Flush TensorBoard's events; the other files are complete after every record."""
+        if self._events is not None:
+            self._events.close()
+
+    def _rewrite_csv(self) -> None:
+        self._columns = list(dict.fromkeys(name for record in self._records for name in record))
+        write_file(self.folder / CSV, self._csv(self._records, header=True), self.folder)
+
+    def _csv(self, records: Sequence[dict[str, Any]], header: bool = False) -> bytes:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        if header and self._columns:
+            writer.writeheader()
+        writer.writerows(records)
+        return text.getvalue().encode("utf-8")
+
+
+class RunningSums:
+    """Loss, gradient norm and tokens since the last training record, summed on the device without waiting for it.
+
+    Beside them, loss and tokens of the epoch, in fp64, which counts a large one exactly enough.
+
+    skips: a step whose gradient is not finite was left out, as fp16 demands; such steps are counted.
+    """
+
+    def __init__(self, device: torch.device, skips: bool = False) -> None:
+        self.rate = 0.0
+        self._skips = torch.zeros((), device=device) if skips else None
+        self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._tokens, self._steps, self._seconds = 0, 0, 0.0
+        self._since = 0.0
+        self._epoch_loss, self._epoch_tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+
+    def start(self, now: float) -> None:
+        """Begin to measure time, at the start of a run or of a resumed one."""
+        self._since = now - self._seconds
+
+    def pause(self, seconds: float) -> None:
+        """Leave a span, such as a validation, out of the speed."""
+        self._since += seconds
+
+    def add(self, loss: Tensor, norm: Tensor, tokens: int, rate: float) -> None:
+        """Add a step: its summed loss, gradient norm before clipping, tokens and learning rate."""
+        self._loss += loss
+        self._epoch_loss += loss
+        self._epoch_tokens += tokens
+        if self._skips is not None:
+            self._skips += ~norm.isfinite()
+            norm = torch.where(norm.isfinite(), norm, 0.0)
+        self._norm += norm
+        self._tokens, self._steps, self.rate = self._tokens + tokens, self._steps + 1, rate
+
+    def finite(self) -> bool:
+        """Whether every loss, and every norm that counts, was finite so far; waits for the device."""
+        return bool(torch.isfinite(self._loss + self._norm))
+
+    def take(self, now: float) -> dict[str, float]:
+        """The values of a record, and begin anew: mean loss per token, mean norm, rate, tokens per second, skips."""
+        skips = 0 if self._skips is None else int(self._skips.item())
+        values = {
+            "loss": self._loss.item() / max(self._tokens, 1),
+            "gradient_norm": self._norm.item() / max(self._steps - skips, 1),
+            "lr": self.rate,
+            "tokens_per_second": self._tokens / max(now - self._since, 1e-9),
+        }
+        self._loss.zero_()
+        self._norm.zero_()
+        if self._skips is not None:
+            values["skipped_steps"] = skips
+            self._skips.zero_()
+        self._tokens, self._steps, self._since = 0, 0, now
+        return values
+
+    def take_epoch(self) -> dict[str, float]:
+        """The mean loss per token of an epoch, and begin the next one."""
+        values = {"loss": self._epoch_loss.item() / max(self._epoch_tokens, 1)}
+        self._epoch_loss.zero_()
+        self._epoch_tokens = 0
+        return values
+
+    def state_dict(self, now: float) -> dict[str, Any]:
+        """What a resumed run needs to write the same next record."""
+        sums = {"loss": self._loss.cpu(), "norm": self._norm.cpu()}
+        epoch = {"epoch_loss": self._epoch_loss.cpu(), "epoch_tokens": self._epoch_tokens}
+        if self._skips is not None:
+            sums["skips"] = self._skips.cpu()
+        return {**sums, **epoch, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._loss.copy_(state["loss"])
+        self._norm.copy_(state["norm"])
+        if self._skips is not None and "skips" in state:  # a run may go on in another precision
+            self._skips.copy_(state["skips"])
+        if "epoch_loss" in state:  # else the mean is of the rest of the epoch
+            self._epoch_loss.copy_(state["epoch_loss"])
+            self._epoch_tokens = state["epoch_tokens"]
+        self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a run folder or of a metrics.jsonl file; a last line that a crash cut off is left out."""
+    path = Path(path)
+    path, within = (path / JSONL, path) if path.is_dir() else (path, None)
+    try:
+        lines = read_file(path, within).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such metrics file") from None
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record["step"], int):
+                raise ValueError
+            records.append(record)
+        except (ValueError, KeyError, RecursionError):
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: is not a JSON record with a step") from None
+    return records
+
+
+def _jsonl(records: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode("utf-8")
+
+
+def _tensorboard_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("tensorboard=True needs TensorBoard: pip install 'fastformer[tensorboard]'") from None
+    return SummaryWriter(str(folder), purge_step=step)

@@ -1,0 +1,229 @@
+"""Several processes that train one model, started by torchrun: who they are and what they tell one another.
+
+Every process goes through the same batches and takes its share of the sentences of each. The loss of a step is the sum
+over all shares, divided by the tokens of all, so the gradient is that of one process, however unequal the shares are.
+What follows from the data alone (its order, tokens, position) is computed everywhere and never sent; what follows from
+the clock, from signals or from validation is decided by process 0 and sent to the others. How the model itself is held
+by several processes is in `parallel.py`.
+
+There are two groups of connections. Gradients go over torch's default group (NCCL between GPUs, gloo between CPUs), on
+which a process that does not answer for `TIMEOUT` ends the run. Decisions go over a gloo group of our own, so that no
+GPU is waited for; there, others may wait as long as a process reads data, learns a vocabulary, validates or saves.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Between two steps, processes differ by the length of a batch and by what one of them compiles.
+TIMEOUT = timedelta(seconds=60)
+_PATIENCE = timedelta(days=7)
+
+# What gloo and NCCL say when the other end is gone.
+_LOST = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "remote process")
+
+Value = TypeVar("Value")
+
+
+class ProcessError(RuntimeError):
+    """Processes that do not work together: another one is gone, or failed and has said why itself (`reported`)."""
+
+    def __init__(self, message: str, reported: bool = False) -> None:
+        super().__init__(message)
+        self.reported = reported
+
+
+class Processes:
+    """The processes that train one model: `rank` of `world`. Made without arguments, it is one process alone.
+
+    Use `Processes.current()`. Every method is to be called by all processes, in the same order: whether it is called
+    must never depend on what is on the disk, which process 0 may have changed before another looks.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+        self._group: Any = None
+        self.control: Any = None  # the group for decisions and for what is on the CPU
+
+    @classmethod
+    def current(cls) -> "Processes":
+        """The processes of torch's default group; one alone where there is none.
+
+        Raises:
+            ProcessError: torchrun started several, but they were not joined: each would train a model of its own.
+        """
+        global _joined
+        if not dist.is_available() or not dist.is_initialized():
+            if _launched():
+                raise ProcessError(
+                    "torchrun started several processes: train within `fastformer.apps.train.join_processes`"
+                )
+            return cls()
+        if dist.get_world_size() == 1:
+            return cls()
+        if _joined._group is not dist.group.WORLD:
+            _joined = cls(dist.get_rank(), dist.get_world_size())
+            _joined._group = dist.group.WORLD
+            with _joined.contact():
+                _joined.control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        return _joined
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that validates, writes and shows."""
+        return self.rank == 0
+
+    def on_main(self, function: Callable[[], Value]) -> Value:
+        """What `function` gives in process 0, where alone it runs; a small value. Where it raises, nobody goes on.
+
+        Raises:
+            ProcessError: in the others, when it raised in process 0.
+        """
+        if self.world == 1:
+            return function()
+        answer: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                answer[0] = function()
+            except Exception as error:
+                failure, answer[1] = error, f"{type(error).__name__}: {error}"
+        with self.contact():
+            dist.broadcast_object_list(answer, src=0, group=self.control)
+        if failure is not None:
+            raise failure
+        if answer[1] is not None:
+            raise ProcessError(f"process 0 failed: {answer[1]}", reported=True)
+        result: Value = answer[0]
+        return result
+
+    def agree(self, seconds: float, stop: bool) -> tuple[float, bool]:
+        """The seconds of process 0, and whether any process was asked to stop."""
+        if self.world == 1:
+            return seconds, stop
+        said = torch.tensor([seconds if self.is_main else 0.0, float(stop)], dtype=torch.float64)
+        with self.contact():
+            work = dist.all_reduce(said, group=self.control, async_op=True)
+            assert work is not None
+            work.wait(TIMEOUT)
+        return float(said[0]), bool(said[1])
+
+    def wait(self) -> None:
+        """Wait until all processes are here, for as long as one reads its data."""
+        if self.world > 1:
+            with self.contact():
+                dist.barrier(group=self.control)
+
+    def sum(self, x: Tensor) -> None:
+        """Add up a tensor of all processes, in place; on a GPU, nothing is waited for."""
+        if self.world > 1:
+            with self.contact():
+                dist.all_reduce(x)
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all processes in process 0, an empty list in the others."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world if self.is_main else None
+        with self.contact():
+            dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
+
+    def share(self, batch: Any) -> Any:
+        """Take the share of this process of a batch; None where it gets no sentence.
+
+        Raises:
+            TypeError: the batch cannot be shared.
+        """
+        if self.world == 1:
+            return batch
+        if not hasattr(batch, "share"):
+            raise TypeError(
+                f"batches: {type(batch).__name__} has no method share(rank, world), which {self.world} processes need"
+            )
+        return batch.share(self.rank, self.world)
+
+    def seed(self, seed: int, step: int = 0) -> int:
+        """The seed of this process's own generators: `seed` itself in process 0, another one in each of the others."""
+        return seed if self.is_main else int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1)[0])
+
+    @contextmanager
+    def contact(self) -> Iterator[None]:
+        """Turn torch's many errors of lost connections into one that says what happened."""
+        if self.world == 1:
+            yield
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, dist.DistNetworkError) and not any(words in text for words in _LOST):
+                raise
+            what = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in text else "ended"
+            raise ProcessError(
+                f"another process of this run {what}; --resume goes on from the last checkpoint "
+                f"({text.splitlines()[0][:160]})"
+            ) from error
+
+
+_joined = Processes()
+
+
+def _launched() -> bool:
+    """Whether torchrun, or another launcher that speaks its language, started several processes."""
+    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def local_device(device: str) -> str:
+    """The device of this process: under torchrun, "cuda" is the GPU of its number on this machine (LOCAL_RANK).
+
+    Raises:
+        ValueError: one GPU was named for several processes, or there are fewer GPUs than processes.
+    """
+    if not _launched() or torch.device(device).type != "cuda":
+        return device
+    if torch.device(device).index is not None:
+        raise ValueError(f"device {device!r} is one GPU, but torchrun started several processes; say cuda")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"process {index} of this machine has no GPU of its own: torch sees {count}; start fewer")
+    return f"cuda:{index}"
+
+
+@contextmanager
+def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
+    """Connect the processes that torchrun started, for the block; without torchrun, it is one process alone.
+
+    Args:
+        device: of this process. NCCL connects GPUs, gloo CPUs.
+
+    Raises:
+        ProcessError: the others do not answer.
+        ValueError: this torch cannot do it.
+    """
+    if not _launched():
+        yield Processes()
+        return
+    if not dist.is_available():
+        raise ValueError("torchrun started several processes, but this torch was built without torch.distributed")
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    yield Processes.current()
+    # Not after an error: the others may be anywhere, and the end of this process closes its connections.
+    dist.destroy_process_group()
+
+
+def describe_process() -> str:
+    """Who speaks, for messages: empty in a process alone and in process 0."""
+    rank = os.environ.get("RANK", "0") if _launched() else "0"
+    return "" if rank == "0" else f"process {rank} on {socket.gethostname()}: "

@@ -1,0 +1,94 @@
+"""What a person sees of a run: a bar with loss, tokens per second and time left, and a line for every validation.
+
+On a terminal it is rich's bar; in a log file, where a bar would be thousands of lines, it is one plain line every few
+seconds. Nothing here touches the model or waits for the device: the numbers come from the records of the metrics. A
+stream that cannot be written to ends the showing, never the run.
+"""
+
+import sys
+import time
+from typing import Any, TextIO, cast
+
+from fastformer.apps.system.terminal import Terminal, escaped
+
+_PLAIN_SECONDS = 10.0
+
+
+class Progress:
+    """Shows a run on `stream` (standard error by default). `enabled=False` shows nothing."""
+
+    def __init__(self, enabled: bool = True, stream: TextIO | None = None) -> None:
+        self._enabled = enabled
+        self._stream = Terminal(sys.stderr if stream is None else stream)
+        self._bar: Any = None
+        self._task: Any = None
+        self._printed = -_PLAIN_SECONDS
+
+    def __enter__(self) -> "Progress":
+        if self._enabled and self._stream.isatty():
+            self._bar, self._task = _rich_bar(self._stream)
+            if self._bar is not None:
+                self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def step(self, record: dict[str, Any], progress: float, seconds_left: float) -> None:
+        """Show a training record; `progress` is the part of the budget spent."""
+        text = describe(record)
+        left = _clock(seconds_left)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress, text=text, left=left)
+        elif self._enabled and time.monotonic() - self._printed >= _PLAIN_SECONDS:
+            self._printed = time.monotonic()
+            self._print(f"{progress:4.0%}  {text}  left {left}")
+
+    def line(self, text: str) -> None:
+        """Print a line that stays: the summary of a validation, the reason of the end."""
+        if self._bar is not None:
+            self._bar.console.print(escaped(text), markup=False, emoji=False, highlight=False)
+        elif self._enabled:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._stream.line(text)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """A record as one line: epoch, step, and its numbers with readable precision."""
+    parts = [f"epoch {record['epoch']}", f"step {record['step']:,}"]
+    for name, value in record.items():
+        if name == "tokens_per_second":
+            parts.append(f"{value:,.0f} tokens/s")
+        elif name == "lr":
+            parts.append(f"lr {value:.2e}")
+        elif name not in ("kind", "step", "epoch", "seconds", "tokens", "gradient_norm") and isinstance(value, float):
+            parts.append(f"{name} {value:.4g}" if abs(value) < 1 else f"{name} {value:.2f}")
+    return "  ".join(parts)
+
+
+def _rich_bar(stream: Terminal) -> tuple[Any, Any]:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None, None
+    columns = (
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}  left {task.fields[left]}"),
+    )
+    bar = Bar(*columns, console=Console(file=cast("TextIO", stream)), refresh_per_second=2)
+    return bar, bar.add_task("training", total=1.0, text="starting", left="?")
+
+
+def _clock(seconds: float) -> str:
+    if seconds != seconds or seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(max(int(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,428 @@
+"""`Trainer`: the one training loop, for translation and for language models.
+
+The loop knows nothing of the task: it takes batches, a function that sums a batch's loss over its real tokens, and a
+function that validates. What happens within a step is in `update.py`.
+
+The host waits for the device only where a number is written down (every `log_every` steps): loss and gradient norm are
+summed on the device until then. On the CPU, where looking is free, a loss that is not finite stops the run before it
+reaches the weights; on a GPU at the next record, and always before a checkpoint is written.
+
+A resumed run continues bit for bit (on the CPU, with a budget in steps or epochs): the state holds the position in the
+data, the generators and the sums since the last record. Validation draws from generators that are put back afterwards,
+so validating more or less often, and being interrupted, changes nothing. A budget in minutes depends on the clock.
+
+Under torchrun each process takes its share of every batch (`processes.py`). Batches, steps and records stay those of
+one process, so a run may be resumed with another number of processes. Process 0 validates and writes, the others wait.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.apps.system.run_lock import locked
+from fastformer.apps.train.batch_source import BatchSource
+from fastformer.apps.train.checkpoint_files import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoints import CheckpointFolder
+from fastformer.apps.train.config import TrainConfig
+from fastformer.apps.train.graphs import new_update
+from fastformer.apps.train.interrupt import Interrupt
+from fastformer.apps.train.metrics import LOWER_IS_BETTER, MetricsLog, RunningSums
+from fastformer.apps.train.parallel import gathered
+from fastformer.apps.train.processes import Processes
+from fastformer.apps.train.progress import Progress, describe
+from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
+from fastformer.apps.train.saving import CheckpointWriter
+from fastformer.apps.train.schedules import Schedule
+from fastformer.apps.train.weights import CheckpointError, check_finite, put_weights
+
+# Gradients that overflow in fp16 with a smaller scale than this have diverged.
+_LOWEST_SCALE = 1.0
+# More than so many threads a processor only wait for each other, and each takes megabytes of stack.
+_THREADS_A_PROCESSOR = 4
+
+
+class DivergedError(FloatingPointError):
+    """The loss or the gradient is not finite; the last good checkpoint is untouched."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all.
+
+    signal: the one that interrupted this process, such as `signal.SIGTERM`; None where none did.
+    """
+
+    reason: str
+    step: int
+    epoch: int
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]
+    best_value: float | None
+    best: Path | None
+    signal: int | None = None
+
+
+@dataclass
+class _Position:
+    """Where the run stands: everything countable, saved with each checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_value: float | None = None
+    worse: int = 0
+    records: int = 0
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
+    most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")
+
+
+class Trainer:
+    """Trains `model` in a run folder: `checkpoints/`, `metrics.jsonl`, `metrics.csv`.
+
+    loss(model, batch): the loss summed over the batch's real tokens, a scalar tensor with gradient.
+    batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
+    "perplexity" is added from "loss" when absent. config: `TrainConfig`. architecture: the model's configuration
+    (dataclass or mapping), stored in each checkpoint and compared on resuming; None: `model.config`, where that is a
+    dataclass. The device is that of the parameters.
+    clock: seconds for budget and speed, instead of the clock that the configuration names.
+
+    Within `join_processes`, all processes make the same Trainer and call the same methods.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        batches: BatchSource,
+        config: TrainConfig,
+        folder: Path | str,
+        *,
+        validate: Callable[[Any], Mapping[str, float]] | None = None,
+        architecture: Any = None,
+        show: bool = True,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        check_threads(config.threads)
+        self.model, self.config, self.folder = model, config, Path(folder)
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
+        self.device = next(model.parameters()).device
+        if architecture is None and is_dataclass(getattr(model, "config", None)):
+            architecture = model.config
+        self._batches, self._validate, self._architecture = batches, validate, architecture
+        self._processes = Processes.current()
+        self._clock = clock or (time.process_time if config.clock == "cpu" else time.monotonic)
+        self._progress = Progress(show and self._processes.is_main)
+        self._update = new_update(model, loss, config, self._processes, getattr(batches, "longest", None))
+        self._writer = CheckpointWriter(self.checkpoints, model, self._update, self._processes, architecture)
+        self._schedule = Schedule(
+            config.schedule, config.lr, config.warmup_steps, config.min_lr,
+            config.plateau_factor, config.plateau_patience, config.plateau_divisor,
+        )  # fmt: skip
+        self._at = _Position()
+        self._start = 0.0
+        self._sums = RunningSums(self.device, skips=config.precision == "fp16")
+        self._metrics: dict[str, float] = {}
+        self._saved_step = -1
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        seed_everything(self._processes.seed(config.seed))
+
+    def resume(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
+        """Continue from a checkpoint of this run, the last one by default; call it before `fit`.
+
+        A damaged checkpoint raises CheckpointError naming the previous good one; `fallback` takes that one instead.
+        """
+        checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
+        checkpoint.check_architecture(self._architecture)
+        state = checkpoint.state(self._update.parameters, checked=True)
+        if state["optimizer_name"] != self.config.optimizer or state["schedule_name"] != self.config.schedule:
+            raise CheckpointError(
+                f"{checkpoint.path}: was trained with optimizer={state['optimizer_name']} and "
+                f"schedule={state['schedule_name']}, not {self.config.optimizer} and {self.config.schedule}"
+            )
+        if state["position"]["step"] != checkpoint.step:
+            raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
+        rated_by = state.get("metric", self.config.metric)
+        if state["position"]["best_value"] is not None and rated_by != self.config.metric:
+            raise CheckpointError(f"{checkpoint.path}: was rated by metric={rated_by}, not by {self.config.metric}")
+        checkpoint.load_into(self.model, self._architecture, checked=True)
+        check_finite(self.model, checkpoint.path)
+        self._update.load_state_dict(state["optimizer"], state.get("scaler", {}))
+        self._schedule.load_state_dict(state["schedule"])
+        self._sums.load_state_dict(state["sums"])
+        self._at = _Position(**state["position"])
+        self._metrics, self._saved_step = dict(checkpoint.metrics), checkpoint.step
+        generators = [state["random"], *state.get("random_of_others", [])]
+        if self._processes.rank < len(generators):
+            set_random_state(generators[self._processes.rank])
+        else:  # a process that the run did not have before
+            seed_everything(self._processes.seed(self.config.seed, checkpoint.step))
+        return checkpoint
+
+    def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
+        with locked(self.folder):
+            self.checkpoints.recover()
+            return self.checkpoints.open(path, fallback).path
+
+    def fit(self) -> Result:
+        """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.
+
+        The first Ctrl-C finishes the step, saves, validates and returns; the second raises KeyboardInterrupt at once.
+        SIGTERM and SIGHUP are taken as a first Ctrl-C, where nobody else handles or ignores them. Raises DivergedError
+        for a loss or gradient that is not finite, OSError when a checkpoint cannot be written, RunLockedError while
+        another process writes to the folder.
+        """
+        with ExitStack() as stack:
+            self._processes.on_main(lambda: self._enter(stack))
+            return self._fit()
+
+    def _enter(self, stack: ExitStack) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(self.folder))
+
+    def _fit(self) -> Result:
+        if self._at.step == 0 and self.checkpoints.paths():
+            raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
+        self._log = None
+        if self._processes.is_main:
+            self._log = MetricsLog(self.folder, self._at.records, self.config.tensorboard)
+        self._processes.wait()
+        self._start = self._clock() - self._at.seconds
+        self._sums.start(self._clock())
+        notice = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
+        self.model.train()
+        try:
+            with self._progress, Interrupt(lambda: self._progress.line(notice)) as self._interrupt:
+                reason = self._run()
+                self._finish(reason)
+        finally:
+            if self._log is not None:
+                self._log.close()
+        best = self.checkpoints.best()
+        at, value = self._at, self.checkpoints.best_value()
+        return Result(
+            reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best, self._interrupt.signal
+        )
+
+    def load_best(self) -> Checkpoint:
+        """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
+        checkpoint = self.checkpoints.open(self.checkpoints.best() or self.checkpoints.last())
+        checkpoint.load_into(self.model, self._architecture)
+        return checkpoint
+
+    def _run(self) -> str:
+        while (reason := self._end()) is None:
+            batches = iter(self._batches.epoch(self._at.epoch, self._at.batch))
+            while group := list(islice(batches, self.config.accumulate)):
+                self._step(group)
+                if self._at.step % self.config.log_every == 0:
+                    self._record()
+                due = self.config.validate_every is not None and self._at.step % self.config.validate_every == 0
+                if due and not self._validate_and_save():
+                    return "patience"
+                if (reason := self._end()) is not None:
+                    return reason
+            if self._at.batch == 0:
+                raise ValueError(f"batches: epoch {self._at.epoch} has no batch")
+            self._at.epoch, self._at.batch = self._at.epoch + 1, 0
+            mean = self._record_epoch()
+            goes_on = self.config.validate_every is not None or self._validate_and_save()
+            self._show(mean)
+            if not goes_on:
+                return "patience"
+        return reason
+
+    def _end(self) -> str | None:
+        seconds = self._clock() - self._start
+        self._at.seconds, interrupted = self._processes.agree(seconds, self._interrupt.requested)
+        config, at = self.config, self._at
+        if interrupted:
+            return "interrupted"
+        if config.steps is not None and at.step >= config.steps:
+            return "steps"
+        if config.minutes is not None and at.seconds >= 60 * config.minutes:
+            return "minutes"
+        return "epochs" if config.epochs is not None and at.epoch >= config.epochs else None
+
+    def _spent(self) -> float:
+        """The part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
+        config, at = self.config, self._at
+        parts = [0.0]
+        if config.steps is not None:
+            parts.append(at.step / config.steps)
+        if config.minutes is not None:
+            parts.append(at.seconds / (60 * config.minutes))
+        if config.epochs is not None:
+            within = at.batch / max(self._batches.batches_in(at.epoch), 1) if at.batch else 0.0
+            parts.append((at.epoch + within) / config.epochs)
+        return min(max(parts), 1.0)
+
+    def _step(self, batches: list[Any]) -> None:
+        rate = self._schedule.rate(self._at.step + 1, self._spent())
+        loss, norm, tokens = self._update.gradients(batches)
+        self._sums.add(loss, norm, tokens, rate)
+        if self.device.type == "cpu":
+            self._check_finite(self._at.step + 1)
+        self._update.apply(norm, rate)
+        self._at.step += 1
+        self._at.batch += len(batches)
+        self._at.tokens += tokens
+
+    def _check_finite(self, step: int) -> None:
+        scale = self._update.loss_scale
+        if self._sums.finite() and (scale is None or scale >= _LOWEST_SCALE):
+            return
+        last = self.checkpoints.last()
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+        scaled = "" if scale is None else f", loss scale {scale:g}"
+        raise DivergedError(
+            f"loss or gradient is not finite at step {step} (lr {self._sums.rate:.2e}{scaled}); {kept}; "
+            "try a lower lr, more warmup_steps or a lower clip_norm"
+        )
+
+    def _record(self) -> None:
+        self._check_finite(self._at.step)
+        values, scale = self._sums.take(self._clock()), self._update.loss_scale
+        record = self._write("train", values if scale is None else {**values, "loss_scale": scale})
+        if record is None:
+            return
+        spent = self._spent()
+        left = self._at.seconds * (1 - spent) / spent if spent else math.inf
+        self._progress.step(record, spent, left)
+
+    def _record_epoch(self) -> dict[str, Any] | None:
+        self._check_finite(self._at.step)
+        return self._write("epoch", self._sums.take_epoch())
+
+    def _validate_and_save(self) -> bool:
+        """Validate and save as the configuration asks for; False when patience is at its end."""
+        self._check_finite(self._at.step)
+        paused, best, shown = self._clock(), None, None
+        if self._validate is not None:
+            value, shown = self._evaluate("validation")
+            if self._is_better(value, self._at.best_value):
+                self._at.best_value, self._at.worse, best = value, 0, value
+            else:
+                self._at.worse += 1
+            if "loss" in self._metrics:
+                self._schedule.observe(self._metrics["loss"])
+        self._save(best)
+        self._show(shown, best is not None)
+        self._sums.pause(self._clock() - paused)
+        return self.config.patience is None or self._at.worse < self.config.patience
+
+    def _evaluate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
+        """Validate and record the values; gives back the one that decides, and the record to show."""
+        with gathered(self._update.module, self._processes):
+            self._metrics = self._processes.on_main(self._validation_values)
+        if self.config.metric not in self._metrics:
+            names = ", ".join(self._metrics)
+            if self._saved_step != self._at.step:  # what was trained is not lost
+                self._save(None)
+            raise ValueError(
+                f"metric={self.config.metric!r} is not among the validation's values: {names}; what was trained is in "
+                f"{self.checkpoints.last()}"
+            )
+        return self._metrics[self.config.metric], self._write(kind, self._metrics)
+
+    def _show(self, record: dict[str, Any] | None, best: bool = False) -> None:
+        """Show a record, once what it tells is saved; a process that writes no record shows none."""
+        if record is not None:
+            kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
+            self._progress.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
+
+    def _validation_values(self) -> dict[str, float]:
+        assert self._validate is not None
+        self.model.eval()
+        with torch.no_grad(), preserved_randomness(), self._update.autocast():
+            values = {name: float(value) for name, value in self._validate(self.model).items()}
+        self.model.train()
+        if "loss" in values:
+            values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
+        return values
+
+    def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any] | None:
+        """Write a record and give it back; None in a process that does not write."""
+        if self._log is None:
+            return None
+        self._at.seconds = self._clock() - self._start
+        epoch = self._at.epoch + (self._at.batch > 0)  # for people: counted from 1, the one just ended stays
+        return self._log.write(kind, self._at.step, epoch=epoch, seconds=self._at.seconds, **values)
+
+    def _is_better(self, value: float, best: float | None) -> bool:
+        if math.isnan(value):
+            return False
+        return best is None or (value < best if self.config.metric in LOWER_IS_BETTER else value > best)
+
+    def _save(self, best: float | None) -> Path:
+        if self._log is not None:
+            self._at.seconds, self._at.records = self._clock() - self._start, self._log.count
+        generators = self._processes.gather(random_state())
+        state = {
+            "optimizer_name": self.config.optimizer,
+            "schedule_name": self.config.schedule,
+            "metric": self.config.metric,
+            "scaler": self._update.scaler_state(),
+            "schedule": self._schedule.state_dict(),
+            "sums": self._sums.state_dict(self._clock()),
+            "position": dict(vars(self._at)),
+            "random": next(iter(generators), None),
+            "random_of_others": generators[1:],
+        }
+        self._saved_step = self._at.step
+        return self._write_checkpoint(state, best)
+
+    def _write_checkpoint(self, state: dict[str, Any] | None, best: float | None) -> Path:
+        return self._writer.save(self._at.step, state, self._metrics, best, sharded=self.config.sharded_checkpoints)
+
+    def _finish(self, reason: str) -> None:
+        """Save and validate the end of the run, without a trace in the saved state: a longer run goes on from there."""
+        if self._saved_step != self._at.step:
+            self._check_finite(self._at.step)
+            self._metrics = {}
+            self._save(None)
+        # Also where a run that ended, or was killed right here, is resumed without a longer budget.
+        if self._validate is not None and not self._metrics:
+            value, shown = self._evaluate("validation")
+            best = self._processes.on_main(lambda: self._mark_if_best(value))
+            self._show(shown, best)
+        if self.config.average > 1 and reason != "interrupted":
+            self._average()
+        self._progress.line(f"ended at step {self._at.step:,}: {reason}")
+
+    def _mark_if_best(self, value: float) -> bool:
+        last = self.checkpoints.last()
+        if last is None or not self._is_better(value, self.checkpoints.best_value()):
+            return False
+        self.checkpoints.mark_best(last, value)
+        return True
+
+    def _average(self) -> None:
+        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        averaged = average_checkpoints(self.checkpoints.paths()[-self.config.average :])
+        put_weights(self.model, averaged, self.checkpoints.folder)
+        metrics, best, shown = self._metrics, None, None
+        if self._validate is not None:
+            value, shown = self._evaluate("average")
+            best = value if self._is_better(value, self.checkpoints.best_value()) else None
+        self._write_checkpoint(None, best)
+        self._show(shown, best is not None)
+        put_weights(self.model, weights, self.checkpoints.folder)
+        self._metrics = metrics

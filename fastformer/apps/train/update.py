@@ -1,0 +1,156 @@
+"""`Update`: one step of the optimiser, from a group of batches to new parameters.
+
+The gradient is that of the mean over all real tokens of the step's batches, in all processes, so how they are cut into
+batches, accumulated and shared out does not change it.
+
+precision="fp16" multiplies the loss by a scale that keeps small gradients above fp16's smallest number
+(torch.amp.GradScaler): a step whose gradients overflow is skipped, and the scale halved; after 2,000 steps without, it
+is doubled (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.apps.train.config import TrainConfig
+from fastformer.apps.train.optimizers import build_optimizer
+from fastformer.apps.train.parallel import exchange, part_of, whole_norm, wrap
+from fastformer.apps.train.processes import Processes
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Step(nn.Module):
+    """Model and loss as one module, so that all that uses parameters happens in its forward."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """The summed loss; of no batch it is 0, with gradients of 0, because every process must bring gradients."""
+        if batch is not None:
+            return self._loss(self.model, batch)
+        return torch.stack([p.flatten()[:0].sum().float() for p in self.parameters()]).sum()
+
+
+class Update:
+    """The optimiser and what it takes to get its gradients: call `gradients`, look at what it found, then `apply`.
+
+    `module` computes the loss of a batch, wrapped for several processes; `parameters` in the optimiser's order.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
+    ) -> None:
+        self.device = next(model.parameters()).device
+        self.module = wrap(_Step(model, loss), config.parallel, processes)
+        self.optimizer = build_optimizer(model, config)
+        self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._config, self._processes = config, processes
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss, with fp16; waits for the device."""
+        return self._scaler.get_scale() if self._scaler.is_enabled() else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the configuration, for training and for validation."""
+        precision = self._config.precision
+        return torch.autocast(self.device.type, _PRECISIONS.get(precision), enabled=precision in _PRECISIONS)
+
+    def gradients(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
+        """Forward and backward.
+
+        Returns:
+            The summed loss, the norm of the gradient (both of all processes, scalars on the device) and the tokens.
+        """
+        tokens = sum(batch.tokens for batch in batches)
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            share = self._processes.share(batch)
+            with exchange(self.module, self._processes, last=number == len(batches)):
+                on_device = None if share is None else share.to(self.device, non_blocking=True)
+                total += self.backward(on_device, max(tokens, 1))
+        self._processes.sum(total)
+        with self._processes.contact():  # of sharded gradients, the processes compare what is finite
+            self._scaler.unscale_(self.optimizer)
+        return total, self.norm(), tokens
+
+    def backward(self, batch: Any, tokens: int | Tensor) -> Tensor:
+        """Add the gradients of a batch's loss, divided by the tokens of the step; its sum, without a gradient.
+
+        Args:
+            batch: on the device; None where this process has none.
+            tokens: at least 1.
+        """
+        with self.autocast():
+            loss: Tensor = self.module(batch)
+        # The processes' gradients are averaged, but their sum is wanted.
+        self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def norm(self) -> Tensor:
+        """The norm of the gradients, a scalar."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return whole_norm(nn.utils.get_total_norm(gradients), self._processes)
+
+    def apply(self, norm: Tensor, rate: float) -> None:
+        """Clip the gradients, whose norm is `norm`, and change the parameters by them at the learning rate `rate`."""
+        self.step(norm, rate)
+        self.optimizer.zero_grad()
+
+    def step(self, norm: Tensor, rate: float | Tensor) -> None:
+        """As `apply`, but the gradients stay."""
+        if self._config.clip_norm:
+            nn.utils.clip_grads_with_norm_(self.parameters, self._config.clip_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The loss scale and its history; empty without one."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, optimizer: dict[str, Any], scaler: dict[str, Any]) -> None:
+        """Continue from saved states: whole tensors, of which a process takes its part, or parts.
+
+        Learning rate, weight decay and the like are what the configuration says now, not what it said then.
+        """
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": self._parts(optimizer["state"]), "param_groups": groups})
+        if scaler and self._scaler.is_enabled():
+            self._scaler.load_state_dict(scaler)
+
+    def _parts(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The saved tensors, or this process's parts of them."""
+        memory: set[int] = set()
+        return {
+            index: {key: part_of(_own(x, p, memory), p) if _has_parts(x) else x for key, x in state[index].items()}
+            for index, p in enumerate(self.parameters)
+            if index in state
+        }
+
+
+def _has_parts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _own(x: Tensor, parameter: Tensor, memory: set[int]) -> Tensor:
+    """A saved tensor in memory of its own, laid out as the parameter: the optimisers' kernels go through both as one.
+
+    memory: what others have; this one's is added.
+    """
+    if hasattr(x, "device_mesh"):
+        return x
+    sharded = hasattr(parameter, "device_mesh")
+    like = torch.empty(parameter.shape, device="meta") if sharded else torch.empty_like(parameter, device="meta")
+    if x.stride() != like.stride() or x.untyped_storage().data_ptr() in memory:
+        x = torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    memory.add(x.untyped_storage().data_ptr())
+    return x

@@ -1,0 +1,187 @@
+"""Weights as safetensors files, loaded by name, shape and dtype with one-line errors, and averaged.
+
+What a file holds is compared with the model before a number of it is copied: torch would cast anything to anything.
+
+Parameters that share memory (tied embeddings) are written once; the file's header names the copies, in the form that
+`safetensors.torch.load_model` reads too. No pickle is involved: a weights file of a stranger can be opened safely.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.apps.train.parallel import part_of
+
+# Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
+_FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or of another model; the message is one line for the user."""
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors; tensors that are the same memory are stored once. Raises OSError on a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    kept: dict[str, Tensor] = {}
+    copies: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in weights.items():
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if place in seen and tensor.numel():
+            copies[name] = seen[place]
+            continue
+        seen[place] = name
+        kept[name] = tensor
+    kept = apart(kept)
+    try:
+        save_file(kept, path, metadata={"format": "pt", **copies})
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)  # safetensors writes files that nobody else may read
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from None
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors without memory in common, as safetensors demands: copies where they are not that already."""
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage().data_ptr()
+        own = tensor.is_contiguous() and storage not in storages
+        storages.add(storage)
+        found[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+    return found
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU, tied ones under each of their names."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such weights file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+    return weights | {name: weights[kept] for name, kept in metadata.items() if kept in weights}
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs."""
+    expected = model.state_dict()
+    check_tensors_fit(facts_of(weights), expected, origin)
+    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
+
+
+def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def check_tensors_fit(
+    saved: Mapping[str, tuple[torch.Size, torch.dtype]], expected: Mapping[str, Tensor], origin: Path | str
+) -> None:
+    """Refuse tensors that a model lacks, or has in another shape or kind of number, before one of them is copied.
+
+    Args:
+        saved: shape and dtype by name.
+        expected: the model's.
+        origin: of the tensors, for messages.
+
+    Raises:
+        CheckpointError: naming the first that is missing, unknown, of another shape or of a dtype that cannot be cast.
+    """
+    for name, tensor in expected.items():
+        if name not in saved:
+            raise CheckpointError(f"{origin}: does not hold {name}, which this model has")
+        shape, dtype = saved[name]
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{origin}: holds {name} of shape {list(shape)}, but this model's is {list(tensor.shape)}"
+            )
+        if not same_kind(dtype, tensor.dtype):
+            raise CheckpointError(f"{origin}: holds {name} of {dtype}, but this model's is {tensor.dtype}")
+    extra = next((name for name in saved if name not in expected), None)
+    if extra is not None:
+        raise CheckpointError(f"{origin}: holds {extra}, which this model does not have")
+
+
+def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
+    """Whether numbers of one dtype mean the same in the other: equal ones, and floating ones of any usual width."""
+    return saved == expected or {saved, expected} <= _FLOATING
+
+
+def check_size(numbers: int, stored: int, origin: Path | str) -> None:
+    """Refuse to build a model that stored weights cannot fill; the settings of a stranger may ask for any.
+
+    Args:
+        numbers: that the model has at least.
+        stored: bytes of the weights' files; a number takes two or more.
+        origin: of the weights, for messages.
+
+    Raises:
+        CheckpointError: there are too few.
+    """
+    if 2 * numbers > stored:
+        raise CheckpointError(
+            f"{origin}: the settings are of a model with {numbers:,} parameters or more, but {stored:,} bytes of "
+            "weights are there: it is damaged, or of another model"
+        )
+
+
+def check_finite(model: nn.Module, origin: Path | str) -> None:
+    """Raise CheckpointError naming the first parameter with a NaN or an infinity, of which only garbage can come."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise CheckpointError(f"{origin}: {name} holds NaN or infinity; it is damaged, or its training diverged")
+
+
+def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], origin: Path | str) -> None:
+    """Raise CheckpointError naming the first setting in which a checkpoint's architecture is not the expected one."""
+    absent = object()
+    for name in [*expected, *(name for name in saved if name not in expected)]:
+        theirs, ours = saved.get(name, absent), expected.get(name, absent)
+        if theirs != ours:
+            theirs, ours = ("nothing" if value is absent else repr(value) for value in (theirs, ours))
+            raise CheckpointError(f"{origin}: is of another architecture: it has {name}={theirs}, this model {ours}")
+
+
+def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """The mean of several weights, each with where it is from; summed in fp64; integers are taken from the last."""
+    expected: dict[str, Tensor] = {}
+    total: dict[str, Tensor] = {}
+    last: Mapping[str, Tensor] = {}
+    count = 0
+    for origin, last in sources:
+        count += 1
+        floating = {name: tensor for name, tensor in last.items() if tensor.is_floating_point()}
+        if count == 1:
+            expected = {name: torch.empty_like(tensor, device="meta") for name, tensor in last.items()}
+            total = {name: tensor.double() for name, tensor in floating.items()}
+            continue
+        check_tensors_fit(facts_of(last), expected, origin)
+        for name, tensor in floating.items():
+            total[name] += tensor
+    return {name: (total[name] / count).to(x.dtype) if name in total else x for name, x in last.items()}
+
+
+def stored_shapes(path: Path) -> dict[str, torch.Size]:
+    """The shapes in a safetensors file, tied tensors once, without reading the tensors; raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None

@@ -1,0 +1,40 @@
+"""Translation: the model, its search with a cache, the translator around it, and runs that train one."""
+
+from fastformer.apps.translation.attention_maps import SentenceAttention, attend
+from fastformer.apps.translation.cache import DecoderState
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.run import (
+    DataConfig,
+    TranslationRun,
+    build_tokenizers,
+    complete_run,
+    corpus_loss,
+    evaluate,
+    load_translator,
+    read_corpora,
+)
+from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.translator import Translation, Translator
+
+__all__ = [
+    "DataConfig",
+    "DecoderState",
+    "Hypothesis",
+    "SearchOptions",
+    "SentenceAttention",
+    "Translation",
+    "TranslationConfig",
+    "TranslationModel",
+    "TranslationRun",
+    "Translator",
+    "attend",
+    "beam_search",
+    "build_tokenizers",
+    "complete_run",
+    "corpus_loss",
+    "evaluate",
+    "greedy_search",
+    "load_translator",
+    "read_corpora",
+    "translation_loss",
+]

@@ -1,0 +1,143 @@
+"""`fastformer train | translate | score`."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastformer.apps.cli.common import (
+    Checkpoint,
+    Config,
+    Device,
+    Fallback,
+    Resume,
+    TranslationFolder,
+    app,
+    choose_device,
+    console,
+    train_app,
+    train_run,
+)
+from fastformer.apps.cli.describe import describe_translation
+from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.system.terminal import shown
+from fastformer.apps.text import decode_lines, read_lines, write_lines
+from fastformer.apps.train import TrainConfig
+from fastformer.apps.translation.model import TranslationConfig
+from fastformer.apps.translation.run import DataConfig, TranslationRun, load_translator
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import Translator
+
+
+@train_app.callback()
+@with_settings(data=DataConfig, model=TranslationConfig, train=TrainConfig)
+def train(
+    context: typer.Context,
+    run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/translation"),
+    config: Config = None,
+    resume: Resume = False,
+    fallback: Fallback = False,
+    device: Device = "auto",
+    *,
+    data: dict[str, Any],
+    model: dict[str, Any],
+    train: dict[str, Any],
+) -> None:
+    """Train a translation model; `fastformer train lm` trains a language model.
+
+    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
+    """
+    if context.invoked_subcommand is not None:
+        for name in context.params:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ValueError(f"--{name.replace('_', '-')} must stand behind {context.invoked_subcommand}")
+        return
+    settings = {"data": data, "model": model, "train": train}
+    train_run(TranslationRun, describe_translation, run, config, resume, fallback, device, settings)
+
+
+@app.command()
+@with_settings(search=SearchOptions)
+def translate(
+    sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
+    run: TranslationFolder = Path("runs/translation"),
+    input: Annotated[
+        Path | None, typer.Option(help="file or pipe of sentences, one a line; default: standard input")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the translations; default: standard output")] = None,
+    scores: Annotated[bool, typer.Option("--scores", help="print the score before each translation")] = False,
+    batch_size: Annotated[int, typer.Option(help="sentences translated at a time")] = 64,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+    *,
+    search: dict[str, Any],
+) -> None:
+    """Translate sentences, a file, or standard input."""
+    if sentences and input is not None:
+        raise ValueError("give sentences or --input, not both")
+    if not sentences and input is None and sys.stdin is None:  # translate <&-
+        raise ValueError("standard input is closed: give sentences, or --input")
+    typed = not sentences and input is None and sys.stdin.isatty()
+    if typed and output is not None:
+        raise ValueError("--output is for sentences that are given, or in a file: give them, or --input")
+    refuse_output(output, input, runs=(run,))
+    options = made(SearchOptions, search)
+    translator = load_translator(run, checkpoint, choose_device(device))
+    if not sentences:
+        if typed:
+            console.print("Type a sentence and press Enter; Ctrl-D ends.", style="dim")
+            for line in sys.stdin:
+                _write_translations(translator, [line.strip()], options, scores, batch_size, None)
+            return
+        sentences = read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
+    _write_translations(translator, sentences, options, scores, batch_size, output)
+
+
+def _write_translations(
+    translator: Translator,
+    sentences: list[str],
+    options: SearchOptions,
+    scores: bool,
+    batch_size: int,
+    output: Path | None,
+) -> None:
+    found = translator.candidates(sentences, options, batch_size)
+    lines = [f"{c.score:.4f}\t{c.text}" if scores else c.text for candidates in found for c in candidates]
+    if output is None:
+        for line in lines:
+            print(shown(line), flush=True)
+    else:
+        write_lines(output, lines)
+
+
+@app.command()
+def score(
+    source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or .gz")],
+    target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
+    run: TranslationFolder = Path("runs/translation"),
+    output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
+    batch_size: Annotated[int, typer.Option(help="pairs scored at a time")] = 64,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Score given translations: how probable the model finds each, a line a pair, separated by tabs.
+
+    The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
+    """
+    refuse_output(output, source, target, runs=(run,))
+    sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
+    if len(sources) != len(targets):
+        raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")
+    for path, lines in ((source, sources), (target, targets)):
+        if "" in lines:
+            raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
+    found = load_translator(run, checkpoint, choose_device(device)).score(sources, targets, batch_size)
+    lines = [f"{log_p:.4f}\t{tokens}\t{math.exp(min(-log_p / tokens, 700.0)):.4f}" for log_p, tokens in found]
+    if output is None:
+        print(shown("\n".join(lines)))
+    else:
+        write_lines(output, lines)

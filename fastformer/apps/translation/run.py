@@ -1,0 +1,341 @@
+"""The translation application: data, tokenizers, model, training and decoding around one run folder.
+
+What a run folder is stands in `fastformer.apps.runs.folder`; its tokenizers lie in tokenizer/source and
+tokenizer/target, the same one twice if they are joint.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from fastformer.apps.runs.folder import Application, refuse_by_hand
+from fastformer.apps.runs.run import Run
+from fastformer.apps.text import (
+    SPLITTINGS,
+    Batches,
+    EncodedPairs,
+    ParallelCorpus,
+    SpecialIds,
+    Tokenizer,
+    WordTokenizer,
+    encode_pairs,
+    number_corpus,
+    open_dataset,
+    read_parallel,
+    split,
+    train_sentencepiece,
+)
+from fastformer.apps.text.scores import Scores, score_translations
+from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import Translator
+from fastformer.settings import SET, Settings, setting
+
+TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
+_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
+_NUMBERS = 10_000  # pairs of number words, when nothing is said
+_HELD_OUT = {"corpus": ("number words", "sentence files")}
+Split = Literal["train", "valid", "test"]
+
+
+@dataclass(frozen=True)
+class DataConfig(Settings):
+    """Where the text comes from, and how it becomes ids and batches."""
+
+    texts: ClassVar[str] = "sentence pairs"  # what batches are made of, for conditions
+    dataset: str | None = setting(
+        "numbers",
+        "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
+        only={"train_source": None},
+    )
+    source: str = setting("en", "source language, as the dataset names it", only={"train_source": None})
+    target: str = setting("fr", "target language", only={"train_source": None})
+    train_source: Path | None = setting(None, "file of source sentences (plain or .gz), instead of a dataset")
+    train_target: Path | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
+    valid_source: Path | None = setting(
+        None, "the same for validation; unset: split from training", only={"train_source": SET}
+    )
+    valid_target: Path | None = setting(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
+    test_source: Path | None = setting(
+        None, "the same for testing; unset: split from training", only={"train_source": SET}
+    )
+    test_target: Path | None = setting(None, "see test_source", only={"train_source": SET, "test_source": SET})
+    valid_size: int = setting(
+        500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
+    )
+    test_size: int = setting(
+        500, "pairs split off (or generated) for testing", at_least=1, only=_HELD_OUT | {"test_source": None}
+    )
+    train_size: int | None = setting(
+        None, f"pairs to train on, the first ones; unset: all, or {_NUMBERS:,} of numbers", at_least=1
+    )
+    tokenizer: str = setting(
+        "bpe", "sentencepiece's bpe, unigram, char or word; or words: a plain word list", choices=TOKENIZERS
+    )
+    vocabulary: int = setting(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
+    joint: bool = setting(True, "one vocabulary for both languages")
+    character_coverage: float = setting(
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
+    )
+    splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    lowercase: bool = setting(False, "lower-case both sides")
+    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary")
+    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary")
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary")
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary")
+    max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
+    too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
+    bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
+    bleu_sentences: int = setting(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part in ("train", "valid", "test"):
+            if (getattr(self, f"{part}_source") is None) != (getattr(self, f"{part}_target") is None):
+                raise ValueError(f"{part}_source and {part}_target must be given together")
+        if self.train_source is None and (self.valid_source is not None or self.test_source is not None):
+            raise ValueError("valid_source and test_source need train_source")
+        if self.dataset is None and self.train_source is None:
+            raise ValueError("no data: give dataset, or train_source and train_target")
+        self.special_ids.names()  # raises ValueError unless they are distinct
+
+    @property
+    def corpus(self) -> str:
+        """What kind of data it is, in words."""
+        if self.train_source is not None:
+            return "sentence files"
+        return "number words" if self.dataset == "numbers" else "a dataset folder"
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """The four special ids as one value."""
+        return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
+
+
+def _without_idle_size(sections: dict[str, dict[str, Any]]) -> None:
+    """Runs of version 1 hold a train_size whatever the data, which counted for numbers only."""
+    data = sections["data"]
+    if "train_source" in data or data.get("dataset", "numbers") != "numbers":
+        data.pop("train_size", None)
+
+
+TRANSLATION = Application(
+    "translation",
+    DataConfig,
+    TranslationConfig,
+    TrainConfig,
+    length="max_length",
+    vocabularies=("source_vocabulary", "target_vocabulary"),
+    tokenizers=("tokenizer/source", "tokenizer/target"),
+    metrics={
+        "loss": "",
+        "perplexity": "",
+        "bleu": "a search: bleu_sentences above 0",
+        "chrf": "a search: bleu_sentences above 0",
+    },
+    upgrade=_without_idle_size,
+)
+
+
+def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
+    """Read or generate the training, validation and test pairs.
+
+    Of `train_size` pairs the first are taken, after those that are split off: `head` shows the same, nothing else is
+    held in memory, and where the order means something (Europarl's is that of its sessions) `fastformer data` has
+    shuffled it.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and line, or the setting.
+    """
+    if data.train_source is not None and data.train_target is not None:
+        held: dict[Split, ParallelCorpus] = {}
+        if data.valid_source is not None and data.valid_target is not None:
+            held["valid"] = read_parallel(data.valid_source, data.valid_target, "valid")
+        if data.test_source is not None and data.test_target is not None:
+            held["test"] = read_parallel(data.test_source, data.test_target, "test")
+        valid_size = 0 if "valid" in held else data.valid_size
+        test_size = 0 if "test" in held else data.test_size
+        limit = None if data.train_size is None else data.train_size + valid_size + test_size
+        train = read_parallel(data.train_source, data.train_target, "train", limit)
+        train, valid, test = split(train, valid_size, test_size, seed=1)
+        return {"train": train, "valid": held.get("valid", valid), "test": held.get("test", test)}
+    if data.dataset == "numbers":
+        if data.source != "en":
+            raise ValueError(f"source must be 'en' for dataset 'numbers', not {data.source!r}")
+        parts = number_corpus(data.target, data.train_size or _NUMBERS, data.valid_size, data.test_size)
+    else:
+        assert data.dataset is not None
+        refuse_by_hand(data.dataset)
+        parts = open_dataset(data.dataset, data.source, data.target, data.train_size)
+    return dict(zip(("train", "valid", "test"), parts, strict=True))
+
+
+def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
+    """Learn the vocabularies, from the training pairs only."""
+
+    def build(lines: list[str]) -> Tokenizer:
+        if data.tokenizer == "words":
+            return WordTokenizer.from_lines(
+                lines,
+                minimum_frequency=data.minimum_frequency,
+                maximum_size=data.vocabulary,
+                lowercase=data.lowercase,
+                special_ids=data.special_ids,
+                splitting=data.splitting,  # type: ignore[arg-type]
+            )
+        return train_sentencepiece(
+            lines,
+            data.vocabulary,
+            model_type=data.tokenizer,  # type: ignore[arg-type]
+            character_coverage=data.character_coverage,
+            special_ids=data.special_ids,
+            lowercase=data.lowercase,
+        )
+
+    if data.joint:
+        both = build(train.source + train.target)
+        return both, both
+    return build(train.source), build(train.target)
+
+
+@torch.no_grad()
+def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
+    """Mean cross entropy per target token (eos included, no smoothing), in nats; call `.eval()` first."""
+    device = model.output.weight.device
+    longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
+    total, count = 0.0, 0
+    for batch in Batches(pairs, tokens=max(tokens, longest), shuffle=False).epoch(0):
+        total += float(translation_loss(model, batch.to(device)))
+        count += batch.tokens
+    return total / count
+
+
+class TranslationRun(Run):
+    """A run that learns to translate; see `fastformer.apps.runs.run.Run`."""
+
+    application = TRANSLATION
+    data: DataConfig
+    corpora: dict[Split, ParallelCorpus]
+    model_config: TranslationConfig
+
+    def __init__(
+        self,
+        folder: Path,
+        data: DataConfig,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        tokenizers: tuple[Tokenizer, ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.folder, self.data, self.train_config = folder, data, train
+        self.device = torch.device(device)
+        self.corpora = read_corpora(data)
+        self.tokenizers = tokenizers or build_tokenizers(data, self.corpora["train"])
+        source, target = self.tokenizers
+        self.model_config = self.application.model_config(model, self.tokenizers, data)
+        self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
+        self._batches = Batches(
+            self.pairs,
+            tokens=train.batch_tokens if train.batch_sentences is None else None,
+            sentences=train.batch_sentences,
+            seed=train.seed,
+            bucket=data.bucket,
+        )
+
+    @classmethod
+    def computed(cls, data: DataConfig) -> tuple[str, ...]:
+        return ("loss", "perplexity", *(("bleu", "chrf") if data.bleu_sentences else ()))
+
+    @classmethod
+    def check(
+        cls, data: DataConfig, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu"
+    ) -> None:
+        super().check(data, model, train, device)
+        if model.get("embeddings") == "shared" and not data.joint:
+            raise ValueError("embeddings 'shared' needs one joint vocabulary, but joint=False")
+
+    def fingerprinted(self) -> Iterable[bytes]:
+        for side in (self.pairs.source, self.pairs.target):
+            yield from (side.ids.tobytes(), side.offsets.tobytes())
+
+    def training(self) -> str:
+        return str(self.pairs)
+
+    def new_model(self) -> TranslationModel:
+        return TranslationModel(self.model_config)
+
+    def batches(self) -> Batches:
+        return self._batches
+
+    def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
+        return translation_loss(model, batch, self.train_config.label_smoothing)
+
+    def validation(self) -> Callable[[TranslationModel], dict[str, float]]:
+        corpus, data = self.corpora["valid"], self.data
+        source, target = self.tokenizers
+        pairs = encode_pairs(corpus, source, target, data.max_length, too_long="truncate")
+        shown = corpus.take(range(min(data.bleu_sentences, len(corpus))), "valid")
+
+        def validate(model: TranslationModel) -> dict[str, float]:
+            values = {"loss": corpus_loss(model, pairs)}
+            if len(shown):
+                translator = Translator(model, source, target, data.max_length)
+                scores = score_translations(translator.translate(shown.source, SearchOptions(beam=1)), shown.target)
+                values |= {"bleu": scores.bleu, "chrf": scores.chrf}
+            return values
+
+        return validate
+
+
+def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Translator:
+    """Load a run's model and tokenizers, ready to translate.
+
+    Args:
+        folder: of the run.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: of the model.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
+            `fastformer.apps.runs.folder.Application.load_weights`.
+    """
+    model = TRANSLATION.load_weights(folder, checkpoint, TranslationModel).to(device)
+    source, target = TRANSLATION.load_tokenizers(folder)
+    length = TRANSLATION.read_config(folder)["data"].get("max_length", DataConfig.max_length)
+    return Translator(model, source, target, length)
+
+
+def complete_run(
+    trainer: Trainer, source_tokenizer: Tokenizer, target_tokenizer: Tokenizer, max_length: int = 256
+) -> None:
+    """Make the folder of a `Trainer` a run folder, which `load_translator` and every command open.
+
+    Writes the tokenizers and config.toml beside the checkpoints: the kind of run, the settings of model and training.
+    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
+    only, and `fastformer evaluate` needs `--source` and `--target`.
+
+    Args:
+        trainer: of a `TranslationModel`.
+        source_tokenizer, target_tokenizer: the same one twice if it is joint.
+        max_length: longest sentence in tokens with eos; `translate` cuts longer ones.
+
+    Raises:
+        TypeError: the trainer's model is another one.
+        ValueError: the model does not fit the tokenizers, or max_length its positions.
+    """
+    config, tokenizers = getattr(trainer.model, "config", None), (source_tokenizer, target_tokenizer)
+    data = {"max_length": max_length}
+    Processes.current().on_main(lambda: TRANSLATION.complete(trainer.folder, config, tokenizers, data, trainer.config))
+
+
+def evaluate(
+    translator: Translator, corpus: ParallelCorpus, options: SearchOptions | None = None, lowercase: bool = False
+) -> tuple[Scores, list[str]]:
+    """Translate a corpus and compare with its target side: the scores and the translations."""
+    translations = translator.translate(corpus.source, options)
+    return score_translations(translations, corpus.target, lowercase), translations

@@ -1,0 +1,302 @@
+"""Greedy and beam search with a cache, batched; finished sentences leave the batch.
+
+The same sentence gets the same translation whatever stands beside it in the batch: the length limit, the penalties and
+the stopping rule are its own.
+
+Letters: B sentences, N hypotheses a sentence, T steps taken, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastformer.apps.translation.cache import DecoderState
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.static_cache import StaticDecoderState
+from fastformer.host.devices import send
+from fastformer.packing import lengths_of
+from fastformer.settings import Settings, setting
+
+# Rows that finished are taken out once they are this share of the batch: each removal copies the cache.
+_COMPACT_AT = 0.125
+# Where steps are CUDA graphs, a removal takes another graph too, so more must have finished, and few rows stay as they
+# are: a row takes 2 operations a weight, so by its data sheet an H200 reads weights for longer than it computes up to
+# 206 rows in bf16 (989 TFLOP/s, 4.8 TB/s) and 28 in fp32 (67 TFLOP/s). Not measured on a GPU.
+_REPLAYED_COMPACT_AT = 0.5
+_REPLAYED_ROWS = 64
+# Tokens: what is beyond does not fit into 64 bits, or not together with another such number.
+_UNLIMITED = 1 << 31
+# Of a number of tokens: a double holds (2 ** 31) ** 30.
+_HIGHEST_POWER = 30
+_BEAM = {"search": "a beam above 1"}
+
+
+@dataclass(frozen=True)
+class SearchOptions(Settings):
+    """How to search; each setting is described by its help text."""
+
+    beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1)
+    n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
+    length_penalty: float = setting(
+        1.0,
+        "a hypothesis of n tokens (eos included) scores log p / n ** length_penalty; 0: none",
+        at_least=-_HIGHEST_POWER,
+        at_most=_HIGHEST_POWER,
+        only=_BEAM,
+    )
+    max_ratio: float = setting(2.0, "at most max_ratio * source length + max_extra tokens", at_least=0)
+    max_extra: int = setting(10, "see max_ratio", at_least=0)
+    max_length: int | None = setting(None, "at most this many tokens, whatever the source", at_least=1)
+    min_length: int = setting(0, "at least this many tokens before the end", at_least=0, at_most="max_length")
+    no_repeat_ngram: int = setting(0, "no n-gram of this size twice in a translation; 0: off", at_least=0)
+    cuda_graphs: bool = setting(
+        False, "replay each step as a CUDA graph, for small batches; elsewhere than on a GPU, only slower"
+    )
+
+    @property
+    def search(self) -> str:
+        """The kind of search, in words."""
+        return "a beam above 1" if self.beam > 1 else "greedy search"
+
+    def limits(self, source_lengths: Tensor, config: TranslationConfig) -> Tensor:
+        """Compute the most tokens of each sentence, eos included, that the model can hold: int64 `[B]`."""
+        limits = (source_lengths * self.max_ratio).clamp(max=_UNLIMITED).long() + min(self.max_extra, _UNLIMITED)
+        for most in (self.max_length, config.longest):
+            if most is not None:
+                limits = limits.clamp(max=min(most, _UNLIMITED))
+        return limits.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation: ids without bos and eos; log probability in nats, and the score that ranked it.
+
+    The log probability is the model's own, summed over the tokens (eos included, unless the length limit cut it off);
+    tokens that the options rule out keep their share.
+    """
+
+    ids: list[int]
+    log_probability: float
+    score: float
+
+
+@torch.inference_mode()
+def greedy_search(
+    model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
+) -> list[Hypothesis]:
+    """Take the most probable token at every step.
+
+    Args:
+        model: its mode (train or eval) is left as it is; call `.eval()` first.
+        source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
+        source_lengths: int64 `[B]`.
+        options: beam, n_best and length_penalty do not matter here.
+
+    Returns:
+        One hypothesis a sentence.
+    """
+    options = options or SearchOptions(beam=1)
+    config, device = model.config, source.device
+    source_lengths = lengths_of("source_lengths", source_lengths)
+    B = source_lengths.numel()
+    if B == 0:
+        return []
+    state = _state(model, source, source_lengths, 1, options)
+    limits = options.limits(source_lengths, config)
+    longest = int(limits.max())
+    (limits,) = send(device, limits)
+    output = torch.full((B, longest + 1), config.bos_id, device=device)  # column 0 is bos
+    scores = torch.zeros(B, device=device)
+    lengths = limits.clone()  # tokens of each sentence, eos included
+    active = torch.arange(B, device=device)  # sentences still in the batch
+    running = torch.ones(B, dtype=torch.bool, device=device)  # [rows in the batch]
+    for t in range(longest):
+        logits = state.step(output[active, t]).float()
+        total = logits.logsumexp(-1)
+        _forbid(logits, output[active, 1 : t + 1], config, options)
+        best, ids = logits.max(-1)
+        log_p = best - total
+        output[active, t + 1] = ids
+        scores[active] += torch.where(running, log_p, 0.0)
+        ended = running & (ids == config.eos_id)
+        lengths[active] = torch.where(ended, t + 1, lengths[active])
+        running = running & ~ended & (limits[active] > t + 1)
+        left = int(running.sum())
+        if left == 0:
+            break
+        if _compacts(state, left, len(running)):
+            rows = running.nonzero().squeeze(1)
+            state.keep(rows)
+            active, running = active[rows], running[rows]
+    found = zip(output[:, 1:].tolist(), lengths.tolist(), scores.tolist(), strict=True)
+    return [_hypothesis(ids, length, score, score, config.eos_id) for ids, length, score in found]
+
+
+@torch.inference_mode()
+def beam_search(
+    model: TranslationModel, source: Tensor, source_lengths: Tensor, options: SearchOptions | None = None
+) -> list[list[Hypothesis]]:
+    """Keep the N most probable hypotheses at every step.
+
+    A sentence is done when N hypotheses have ended and the best unfinished one scores no better than the worst of
+    them. Arguments as in `greedy_search`.
+
+    Returns:
+        `n_best` hypotheses a sentence, best score first.
+
+    Raises:
+        FloatingPointError: the model gives NaN.
+    """
+    options = options or SearchOptions()
+    config, device = model.config, source.device
+    source_lengths = lengths_of("source_lengths", source_lengths)
+    B, N = source_lengths.numel(), options.beam
+    if B == 0:
+        return []
+    state = _state(model, source, source_lengths, N, options)
+    limits = options.limits(source_lengths, config)
+    longest = int(limits.max())
+    (limits,) = send(device, limits)
+    results: list[list[Hypothesis]] = [[] for _ in range(B)]
+
+    # The unfinished hypotheses [b, N, ...] of the b sentences still in the batch.
+    active = torch.arange(B, device=device)
+    tokens = torch.full((B, N, longest + 1), config.bos_id, device=device)  # column 0 is bos
+    scores = torch.full((B, N), -math.inf, device=device)
+    scores[:, 0] = 0.0  # at first all N are the same, so only one may bring candidates
+    finished = _Finished(B, N, longest, options.length_penalty, device)
+    for t in range(longest):
+        b = active.numel()
+        log_p = state.step(tokens[:, :, t].flatten()).float().log_softmax(-1)
+        _forbid(log_p, tokens[:, :, 1 : t + 1].flatten(0, 1), config, options)
+        log_p = log_p.view(b, N, -1)
+        V = log_p.shape[-1]
+        # 2N candidates: even if N of them end here, N are left to carry on.
+        candidates, where = (scores[:, :, None] + log_p).flatten(1).topk(min(2 * N, N * V), -1)  # [b, 2N]
+        parents, ids = where // V, where % V
+        ends = ids == config.eos_id
+
+        # Those that end among the best N compete with those that ended before.
+        if bool(ends[:, :N].any()):
+            closing = tokens[:, :, 1:].gather(1, parents[:, :N, None].expand(-1, -1, longest))
+            closing[:, :, t] = config.eos_id
+            finished.add(closing, t + 1, torch.where(ends[:, :N], candidates[:, :N], -math.inf))
+
+        # The best N that do not end carry on.
+        scores, kept = candidates.masked_fill(ends, -math.inf).topk(N, -1)
+        parents, ids = parents.gather(1, kept), ids.gather(1, kept)
+        tokens = tokens.gather(1, parents[:, :, None].expand(-1, -1, longest + 1))
+        tokens[:, :, t + 1] = ids
+
+        cut = limits[active] <= t + 1
+        if bool(cut.any()):
+            # What the length limit cuts off ranks with the finished ones, as it is.
+            finished.add(tokens[:, :, 1:], t + 1, torch.where(cut[:, None], scores, -math.inf))
+        promise = scores[:, 0] / (t + 1) ** options.length_penalty
+        done = cut | (promise <= finished.scores[:, -1])
+        rows = done.nonzero().squeeze(1)
+        if rows.numel():
+            for sentence, found in zip(active[rows].tolist(), finished.best(rows, options.n_best, config), strict=True):
+                results[sentence] = found
+        if rows.numel() == b:
+            break
+        state.reorder((parents + torch.arange(b, device=device)[:, None] * N).flatten())
+        if rows.numel():
+            rows = (~done).nonzero().squeeze(1)
+            state.keep(rows)
+            finished.keep(rows)
+            active, tokens, scores = active[rows], tokens[rows], scores[rows]
+    if not all(results):
+        raise FloatingPointError("the model's scores are not numbers: it has diverged")
+    return results
+
+
+def _state(
+    model: TranslationModel, source: Tensor, source_lengths: Tensor, hypotheses: int, options: SearchOptions
+) -> DecoderState:
+    if not options.cuda_graphs:
+        return DecoderState(model, source, source_lengths, hypotheses)
+    longest = int(options.limits(source_lengths, model.config).max())
+    return StaticDecoderState(model, source, source_lengths, hypotheses, longest=longest)
+
+
+def _compacts(state: DecoderState, left: int, rows: int) -> bool:
+    """Whether to take finished rows out, so that `left` of them go on."""
+    if isinstance(state, StaticDecoderState) and state.replays:
+        return rows > _REPLAYED_ROWS and left <= (1 - _REPLAYED_COMPACT_AT) * rows
+    return left <= (1 - _COMPACT_AT) * rows
+
+
+class _Finished:
+    """The best N finished hypotheses of each sentence, best first; scores of -inf where there are fewer."""
+
+    def __init__(self, sentences: int, N: int, longest: int, length_penalty: float, device: torch.device) -> None:
+        self.length_penalty = length_penalty
+        self.tokens = torch.zeros(sentences, N, longest, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(sentences, N, dtype=torch.int64, device=device)
+        self.log_probabilities = torch.full((sentences, N), -math.inf, device=device)
+        self.scores = self.log_probabilities.clone()
+
+    def add(self, tokens: Tensor, length: int, log_probabilities: Tensor) -> None:
+        """Let N more hypotheses a sentence compete: tokens `[b, N, longest]`, log probabilities `[b, N]` or -inf."""
+        N = self.scores.shape[1]
+        scores = torch.cat([self.scores, log_probabilities / length**self.length_penalty], 1)  # [b, 2N]
+        self.scores, best = scores.topk(N, -1)
+        self.log_probabilities = torch.cat([self.log_probabilities, log_probabilities], 1).gather(1, best)
+        self.lengths = torch.cat([self.lengths, torch.full_like(self.lengths, length)], 1).gather(1, best)
+        wide = best[:, :, None].expand(-1, -1, tokens.shape[2])
+        self.tokens = torch.cat([self.tokens, tokens], 1).gather(1, wide)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these sentences only."""
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        self.log_probabilities, self.scores = self.log_probabilities[rows], self.scores[rows]
+
+    def best(self, rows: Tensor, n: int, config: TranslationConfig) -> list[list[Hypothesis]]:
+        """The n best hypotheses of some sentences; fewer where the vocabulary allows no more."""
+        fields = (self.tokens, self.lengths, self.log_probabilities, self.scores)
+        return [
+            [
+                _hypothesis(ids, length, log_probability, score, config.eos_id)
+                for ids, length, log_probability, score in zip(*sentence, strict=True)
+                if score > -math.inf
+            ]
+            for sentence in zip(*(field[rows, :n].tolist() for field in fields), strict=True)
+        ]
+
+
+def _hypothesis(ids: list[int], length: int, log_probability: float, score: float, eos_id: int) -> Hypothesis:
+    ids = ids[:length]
+    return Hypothesis(ids[:-1] if ids[-1] == eos_id else ids, log_probability, score)
+
+
+def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: SearchOptions) -> None:
+    """Rule out, in place, what may not follow `tokens` `[R, t]`: set its scores `[R, V]` to -inf.
+
+    Padding and bos never may, eos not before the minimum length, except where nothing else is left.
+    """
+    scores[:, config.pad_id] = -math.inf
+    scores[:, config.bos_id] = -math.inf
+    early = tokens.shape[1] < options.min_length
+    eos = scores[:, config.eos_id].clone()
+    if early:
+        scores[:, config.eos_id] = -math.inf
+    if options.no_repeat_ngram:
+        _forbid_repeats(scores, tokens, options.no_repeat_ngram)
+        if early:
+            stuck = scores.amax(-1) == -math.inf
+            scores[:, config.eos_id] = torch.where(stuck, eos, -math.inf)
+
+
+def _forbid_repeats(scores: Tensor, tokens: Tensor, size: int) -> None:
+    """Rule out, in place, tokens that would repeat an n-gram of `tokens` `[R, t]`."""
+    t = tokens.shape[1]
+    if t < size:
+        return
+    grams = tokens.unfold(1, size, 1)  # [R, t - size + 1, size]
+    last = tokens[:, t - size + 1 :]  # the size - 1 tokens before the next one; none for size 1
+    seen = (grams[:, :, :-1] == last[:, None]).all(-1)  # [R, t - size + 1]
+    row, start = seen.nonzero(as_tuple=True)
+    scores[row, grams[row, start, -1]] = -math.inf

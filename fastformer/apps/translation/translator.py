@@ -1,0 +1,150 @@
+"""Text to text: tokenise, search in batches of similar length, detokenise, in the order of the input."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastformer.apps.models.common import layouts_of
+from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
+from fastformer.apps.translation.model import TranslationModel
+from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.host.devices import send
+from fastformer.settings import check_value
+
+logger = logging.getLogger("fastformer")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of a sentence; log probability in nats, summed over its tokens, and the score that ranked it."""
+
+    text: str
+    log_probability: float
+    score: float
+
+
+class Translator:
+    """A model with its tokenizers.
+
+    Args:
+        model: put into evaluation mode.
+        source_tokenizer, target_tokenizer: those it was trained with.
+        max_source_length: longer sentences are cut, as in training; tokens with eos. Learned positions may allow less.
+
+    Raises:
+        ValueError: a tokenizer does not belong to the model.
+    """
+
+    def __init__(
+        self,
+        model: TranslationModel,
+        source_tokenizer: Tokenizer,
+        target_tokenizer: Tokenizer,
+        max_source_length: int = 256,
+    ) -> None:
+        for side, tokenizer, size in (
+            ("source", source_tokenizer, model.config.source_vocabulary),
+            ("target", target_tokenizer, model.config.target_vocabulary),
+        ):
+            if tokenizer.size != size:
+                raise ValueError(f"the {side} tokenizer has {tokenizer.size} entries, the model {size}")
+        for name in ("pad_id", "bos_id", "eos_id"):
+            ours, theirs = getattr(target_tokenizer, name), getattr(model.config, name)
+            if ours != theirs:
+                raise ValueError(f"the target tokenizer has {name} {ours}, the model {theirs}")
+        check_value("max_source_length", max_source_length, int, at_least=2)  # a token and eos
+        self.model = model.eval()
+        self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
+        self.max_source_length = min(max_source_length, model.config.longest or max_source_length)
+
+    def translate(
+        self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
+    ) -> list[str]:
+        """Translate sentences; an empty one stays empty.
+
+        Args:
+            sentences: plain text, one sentence each.
+            options: how to search; beam 1 is greedy.
+            batch_size: sentences searched at a time.
+        """
+        options = replace(options or SearchOptions(), n_best=1)
+        return [best[0].text for best in self.candidates(sentences, options, batch_size)]
+
+    def candidates(
+        self, sentences: Sequence[str], options: SearchOptions | None = None, batch_size: int = 64
+    ) -> list[list[Translation]]:
+        """Like `translate`, with the `n_best` translations of each sentence and their scores."""
+        options = options or SearchOptions()
+        check_value("batch_size", batch_size, int, at_least=1)
+        if isinstance(sentences, str):
+            raise TypeError("sentences must be a list of sentences, not one string")
+        results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
+        for indices, found in self._search(sentences, options, batch_size):
+            for index, hypotheses in zip(indices, found, strict=True):
+                results[index] = [
+                    Translation(self.target_tokenizer.decode(h.ids), h.log_probability, h.score) for h in hypotheses
+                ]
+        return results
+
+    def _search(
+        self, sentences: Sequence[str], options: SearchOptions, batch_size: int
+    ) -> Iterator[tuple[list[int], list[list[Hypothesis]]]]:
+        self.model.eval()  # it may have been trained on since the last call
+        sequences, cut = encode_source(sentences, self.source_tokenizer, self.max_source_length)
+        if cut:
+            logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
+        lengths = sequences.lengths
+        order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
+        device = self.model.output.weight.device
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
+            (ids,) = send(device, ids)
+            if options.beam == 1:
+                yield indices, [[h] for h in greedy_search(self.model, ids, source_lengths, options)]
+            else:
+                yield indices, beam_search(self.model, ids, source_lengths, options)
+
+    @torch.inference_mode()
+    def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
+        """Score given translations: (log probability in nats, tokens with eos) of each pair.
+
+        Raises:
+            ValueError: the numbers of sentences differ, or one has no token or more than training reads.
+        """
+        check_value("batch_size", batch_size, int, at_least=1)
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        if not sources:
+            return []
+        pairs = EncodedPairs(
+            self._encode_whole("source", sources, self.source_tokenizer),
+            self._encode_whole("target", targets, self.target_tokenizer),
+            self.source_tokenizer.special_ids,
+            self.target_tokenizer.special_ids,
+        )
+        self.model.eval()
+        device = self.model.output.weight.device
+        results: list[tuple[float, int]] = []
+        for start in range(0, len(pairs), batch_size):
+            end = min(start + batch_size, len(pairs))
+            batch = collate(pairs.take(torch.arange(start, end).numpy())).to(device)
+            source, target = layouts_of(batch, "source_lengths", "target_lengths")
+            hidden = self.model(batch.source, source, batch.target_in, target)
+            log_p = self.model.logits(hidden).float().log_softmax(-1)
+            chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).double()
+            lengths = batch.target_lengths.tolist()
+            parts = torch.split(chosen, lengths)
+            results.extend((float(part.sum()), length) for part, length in zip(parts, lengths, strict=True))
+        return results
+
+    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+        """The ids of sentences of which none is cut or left out."""
+        sequences = Sequences.from_lists(tokenizer.encode_batch(list(sentences)))
+        most = self.max_source_length - 1
+        for number, length in enumerate(sequences.lengths.tolist(), start=1):
+            if not 1 <= length <= most:
+                raise ValueError(f"{side} {number} has {length} tokens; what is scored must have 1 to {most}")
+        return sequences

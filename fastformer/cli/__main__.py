@@ -1,5 +1,0 @@
-"""`python -m fastformer.cli`."""
-
-from fastformer.cli import main
-
-main()

@@ -1,0 +1,353 @@
+"""Drop-in Transformer layers: torch.nn's classes on our modules and ops.
+
+Each layer is one formula, `compose`, written over functions that attend. torch's `forward` gives it attention with
+torch's masks, `packed` gives it attention within packed sequences, and a decoder with a cache gives it attention to
+what it kept. Constructors run torch's own, so initial values under a seed are torch's, then take over what it made.
+
+Letters: B batch, T targets, S sources, D model width.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.host.devices import check_types
+from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
+from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.torch_calls import encoder_masks
+from fastformer.packing import Layout, offsets_of
+
+Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
+
+_BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+
+
+def _feed_forward(layer: Any, x: Tensor) -> Tensor:
+    """The second sublayer: one op where nothing was replaced, else its modules in turn."""
+    first, dropout, second = layer.linear1, layer.dropout, layer.linear2
+    name = activation_name(layer.activation)
+    if name is None or not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
+        return cast(Tensor, second(dropout(layer.activation(first(x)))))
+    return functional.feed_forward(
+        x,
+        first.weight,
+        first.bias,
+        second.weight,
+        second.bias,
+        activation=name,
+        dropout_p=dropout.p if dropout.training else 0.0,
+    )
+
+
+def _add_norm(x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> tuple[Tensor, Tensor]:
+    """The step between sublayers: (norm(residual + dropout(x)), residual + dropout(x))."""
+    # An attention of somebody's own may return what broadcasts.
+    if x.shape != residual.shape or not (plain(dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
+        total = residual + _dropout(x, dropout)
+        return norm(total), total
+    return functional.dropout_add_layer_norm(
+        x,
+        residual,
+        norm.normalized_shape,
+        norm.weight,
+        norm.bias,
+        eps=norm.eps,
+        dropout_p=dropout.p if dropout.training else 0.0,
+    )
+
+
+def _dropout(x: Tensor, dropout: Any) -> Tensor:
+    if not plain(dropout, nn.Dropout):
+        return cast(Tensor, dropout(x))
+    return functional.dropout(x, dropout.p if dropout.training else 0.0)
+
+
+def _overrides(cls: type, original: type, *methods: str) -> bool:
+    """Whether a class, by itself or through a base, replaces one of these methods of torch's."""
+    return any(getattr(cls, name) is not getattr(original, name) for name in methods)
+
+
+class _Layer(nn.Module):
+    """What encoder and decoder layers share."""
+
+    _overridden = False
+
+    @property
+    def has_own_blocks(self) -> bool:
+        """Whether a subclass or the instance replaced `_sa_block`, `_mha_block` or `_ff_block`."""
+        return self._overridden or any(name in self.__dict__ for name in _BLOCKS)
+
+    def _check_composable(self) -> None:
+        """Refuse to compose a layer with a block of its own."""
+        if self.has_own_blocks:
+            raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
+
+    @property
+    def overridden(self) -> bool:
+        """Whether `forward` or a block of the layer was replaced, which `packed` and `compose` do not call."""
+        forwards = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
+        return self.has_own_blocks or type(self).forward not in forwards
+
+    @property
+    def attentions(self) -> tuple[nn.Module, ...]:
+        """Its attention modules: ours, or what took their place."""
+        found: dict[str, Any] = self._modules
+        return tuple(found[name] for name in ("self_attn", "multihead_attn") if name in found)
+
+    @property
+    def watched(self) -> bool:
+        """Whether code that is not ours sees with which arguments the layer, or attention in it, is called."""
+        return self.overridden or has_hooks(self) or not all(plain(x, MultiheadAttention) for x in self.attentions)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        if not hasattr(self, "activation"):
+            self.activation = F.relu
+
+
+@drop_in
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
+
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass or an instance that replaces
+    `_sa_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    """
+
+    self_attn: MultiheadAttention
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """0: closes torch's inference fast path, which skips overridden methods and hands over nested tensors.
+
+        What torch stores under this name stays in the instance, for the day that the layer becomes torch's again.
+        """
+        return 0
+
+    @activation_relu_or_gelu.setter
+    def activation_relu_or_gelu(self, value: int) -> None:
+        self.__dict__["activation_relu_or_gelu"] = value
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._overridden = _overrides(cls, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        take_over(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Encode `[S, B, D]`, `[B, S, D]` if batch_first, or unbatched `[S, D]`.
+
+        Args:
+            src: the input.
+            src_mask: `[S, S]` or `[B * H, S, S]`, bool (True = may not attend) or additive.
+            src_key_padding_mask: `[B, S]`, bool (True = ignore) or additive.
+            is_causal: states that src_mask, which must be given, is the causal mask.
+        """
+        check_types(("src",), src)
+        if self.has_own_blocks:
+            return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+        if not plain(self.self_attn, MultiheadAttention):
+            src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
+
+        def attention(x: Tensor) -> Tensor:
+            return self.self_attn(  # type: ignore[no-any-return]
+                x,
+                x,
+                x,
+                attn_mask=src_mask,
+                key_padding_mask=src_key_padding_mask,
+                need_weights=False,
+                is_causal=is_causal,
+            )[0]
+
+        return self.compose(src, attention)
+
+    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
+        """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
+        check_types(("tokens",), tokens)
+        return self.compose(
+            tokens,
+            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),
+        )
+
+    def compose(self, x: Tensor, attention: Attention) -> Tensor:
+        """Compute the layer, given what attends."""
+        self._check_composable()
+        if self.norm_first:
+            h, x = _add_norm(attention(self.norm1(x)), x, self.dropout1, self.norm2)
+            return x + _dropout(_feed_forward(self, h), self.dropout2)
+        x, _ = _add_norm(attention(x), x, self.dropout1, self.norm1)
+        return _add_norm(_feed_forward(self, x), x, self.dropout2, self.norm2)[0]
+
+
+@drop_in
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
+
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass or an instance that replaces
+    `_sa_block`, `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    """
+
+    self_attn: MultiheadAttention
+    multihead_attn: MultiheadAttention
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._overridden = _overrides(cls, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        take_over(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`.
+
+        Args:
+            tgt: the input.
+            memory: the encoder's output, likewise with S.
+            tgt_mask: `[T, T]` or `[B * H, T, T]`, bool (True = may not attend) or additive.
+            memory_mask: `[T, S]` or `[B * H, T, S]`, likewise.
+            tgt_key_padding_mask: `[B, T]`, bool (True = ignore) or additive.
+            memory_key_padding_mask: `[B, S]`, likewise.
+            tgt_is_causal: states that tgt_mask, which must be given, is the causal mask.
+            memory_is_causal: the same of memory_mask.
+        """
+        if self.has_own_blocks:
+            return nn.TransformerDecoderLayer.forward(
+                self,
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        check_types(("tgt", "memory"), tgt, memory)
+
+        def self_attention(x: Tensor) -> Tensor:
+            return self.self_attn(  # type: ignore[no-any-return]
+                x,
+                x,
+                x,
+                attn_mask=tgt_mask,
+                key_padding_mask=tgt_key_padding_mask,
+                need_weights=False,
+                is_causal=tgt_is_causal,
+            )[0]
+
+        def cross_attention(x: Tensor) -> Tensor:
+            return self.multihead_attn(  # type: ignore[no-any-return]
+                x,
+                memory,
+                memory,
+                attn_mask=memory_mask,
+                key_padding_mask=memory_key_padding_mask,
+                need_weights=False,
+                is_causal=memory_is_causal,
+            )[0]
+
+        return self.compose(tgt, self_attention, cross_attention)
+
+    def packed(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        memory: Tensor,
+        memory_layout: Layout,
+        causal: bool = True,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; masks as in forward, over the columns."""
+        offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
+        check_types(("tokens", "memory"), tokens, memory)
+        return self.compose(
+            tokens,
+            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
+            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout, attn_mask=memory_mask),
+        )
+
+    def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:
+        """Compute the layer, given what attends."""
+        self._check_composable()
+        if self.norm_first:
+            h, x = _add_norm(self_attention(self.norm1(x)), x, self.dropout1, self.norm2)
+            h, x = _add_norm(cross_attention(h), x, self.dropout2, self.norm3)
+            return x + _dropout(_feed_forward(self, h), self.dropout3)
+        x, _ = _add_norm(self_attention(x), x, self.dropout1, self.norm1)
+        x, _ = _add_norm(cross_attention(x), x, self.dropout2, self.norm2)
+        return _add_norm(_feed_forward(self, x), x, self.dropout3, self.norm3)[0]

@@ -1,0 +1,285 @@
+"""Drop-in multi-head attention: torch.nn.MultiheadAttention's doors, and two of our own.
+
+`forward` is torch's, every option of it. `packed` works on sequences without padding, and `queries`, `keys_values` and
+`attend` are its three steps, for decoders that keep keys and values. All of them share one projection and one op.
+
+Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
+
+from fastformer import functional
+from fastformer.host.devices import check_tensors
+from fastformer.nn.modules import drop_in
+from fastformer.packing import Layout, offsets_of, pack, unpack
+
+
+@drop_in
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention on `fastformer.functional.attention` (Vaswani et al. 2017, section 3.2.2).
+
+    Constructor, parameters, masks and exceptions are torch's: in masks, True = ignore. One deliberate difference: a
+    query that may attend to nothing gives the output bias alone (attention 0, gradient 0), where torch gives NaN.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key and value.
+
+        Args:
+            query: `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`.
+            key: `[S, B, kdim]`, likewise.
+            value: `[S, B, vdim]`, likewise.
+            key_padding_mask: `[B, S]` (unbatched `[S]`): bool, True = ignore the key, or additive.
+            need_weights: whether the weights are returned; without them no `[T, S]` matrix is kept.
+            attn_mask: `[T, S]` or `[B * H, T, S]`: bool, True = may not attend, or additive.
+            average_attn_weights: whether returned weights are the mean over the heads.
+            is_causal: states that attn_mask, which must be given, is the causal mask.
+
+        Returns:
+            The output, of query's layout, and the weights `[B, T, S]` (per head `[B, H, T, S]`; without B if
+            unbatched) or None.
+
+        Raises:
+            AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
+        """
+        check_tensors(("query", "key", "value"), query, (key, value))
+        if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
+            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+        # torch's own checks, so that a mistake raises what it raises there.
+        batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if not batched:
+            same = key is query, value is key
+            query = query.unsqueeze(0)
+            key = query if same[0] else key.unsqueeze(0)
+            value = key if same[1] else value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        time, rows = (1, 0) if self.batch_first or not batched else (0, 1)
+        batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
+        self._check(query, key, value, key_padding_mask, attn_mask, is_causal, rows, (batch, length, keys))
+
+        q, k, v = self._project(query, key, value)  # [.., .., H, K]
+        q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
+        k, v, extra = self._extend(k, v)
+        # torch takes the hint where no keys are padding only; here, kernels then skip what lies ahead, padding or not.
+        # A mask that learns gets its gradient where it gets one in torch.
+        learns = attn_mask is not None and attn_mask.requires_grad and key_padding_mask is not None
+        causal = is_causal and not need_weights and not extra and not learns
+        mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
+        dropout_p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            out, weights = functional.attention_with_weights(
+                q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p
+            )
+            if average_attn_weights:
+                weights = weights.mean(1)
+            if not batched:
+                weights = weights.squeeze(0)
+        else:
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p)
+        out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
+        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        return (out if batched else out.squeeze(0)), weights
+
+    def packed(
+        self,
+        query: Tensor,
+        layout: Layout,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        causal: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend within packed sequences: `[T, D]` -> `[T, D]`; to itself, or to memory `[S, D]`.
+
+        Args:
+            query: of all sequences.
+            layout: where they lie.
+            memory: keys and values of all sequences; query if None.
+            memory_layout: where those lie.
+            causal: token t of a sequence attends to its keys s <= t.
+            attn_mask: what forward takes, over the columns of the padded batches that the layouts describe; scores are
+                then padded, projections are not.
+
+        Raises:
+            ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; or both
+                causal and attn_mask are given.
+            AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
+        """
+        check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
+        if not self.packs:
+            raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
+        if causal and attn_mask is not None:
+            raise ValueError("causal must be False with attn_mask, which says who attends to whom")
+        self._check_width(query)
+        if memory is None:
+            q, k, v = self._project(query, query, query)
+        else:
+            q, (k, v) = self.queries(query), self.keys_values(memory)
+        dropout_p = self.dropout if self.training else 0.0
+        key_layout = layout if memory_layout is None else memory_layout
+        if attn_mask is None:
+            out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p)
+        else:
+            self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
+            mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
+            q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
+            key_mask = key_layout.once("mask", key_layout.mask)
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
+            out = pack(out.transpose(1, 2), layout)
+        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    @property
+    def packs(self) -> bool:
+        """Whether `packed` can run: every key belongs to a sequence."""
+        return self.bias_k is None and not self.add_zero_attn
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Project `[..., D]` to queries `[..., H, K]`."""
+        if self._qkv_same_embed_dim:
+            D = self.embed_dim
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[:D]
+            return self._heads(F.linear(x, self.in_proj_weight[:D], bias))
+        weights, biases = self._weights()
+        return self._heads(F.linear(x, weights[0], biases[0]))
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Project `[..., D]` to keys and values, `[..., H, K]` each."""
+        if self._qkv_same_embed_dim:
+            D = self.embed_dim
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[D:]
+            k, v = self._heads(F.linear(x, self.in_proj_weight[D:], bias), 2).unbind(-3)
+            return k, v
+        weights, biases = self._weights()
+        k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
+        return k, v
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project `[..., D]` to its own queries, keys and values, `[..., H, K]` each."""
+        return self._project(x, x, x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None) -> Tensor:
+        """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`."""
+        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths)
+        return F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+
+    def _heads(self, x: Tensor, *parts: int) -> Tensor:
+        """View `[..., parts * D]` as `[..., parts, H, K]`."""
+        return x.view(*x.shape[:-1], *parts, self.num_heads, self.head_dim)
+
+    def _weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """The three input projections, whichever way they are stored."""
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return weights, biases
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to `[..., H, K]`, with one matrix product for what is the same tensor."""
+        if self._qkv_same_embed_dim and key is value:
+            if query is key:
+                q, k, v = self._heads(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3).unbind(-3)
+                return q, k, v
+            return self.queries(query), *self.keys_values(key)
+        weights, biases = self._weights()
+        q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        return q, k, v
+
+    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Append the learned and the zero key of `add_bias_kv` and `add_zero_attn` to `[B, H, S, K]`."""
+        extra = 0
+        if self.bias_k is not None and self.bias_v is not None:
+            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
+            k = torch.cat([k, self.bias_k.view(1, *shape[1:]).expand(shape).to(k.dtype)], 2)
+            v = torch.cat([v, self.bias_v.view(1, *shape[1:]).expand(shape).to(v.dtype)], 2)
+            extra += 1
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            extra += 1
+        return k, v, extra
+
+    def _masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, extra: int, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Turn torch's masks (True = ignore) into the op's mask and key mask (True = attend)."""
+        mask = key_mask = None
+        if attn_mask is not None:
+            mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # the extra keys are open: False or 0.0
+            mask = (
+                mask.view(batch, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
+            )  # [B, H, T, S] or [T, S]
+            mask = ~mask if mask.dtype == torch.bool else mask
+        if key_padding_mask is not None:
+            padding = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
+            if padding.dtype == torch.bool:
+                key_mask = ~padding
+            else:
+                padding = padding[:, None, None, :].to(dtype)
+                if mask is None:
+                    mask = padding
+                elif mask.dtype == torch.bool:
+                    mask = padding.masked_fill(~mask, float("-inf"))
+                else:
+                    mask = mask + padding
+        return mask, key_mask
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        rows: int,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """Raise what torch raises for arguments that do not fit together."""
+        batch, length, keys = sizes
+        if key_padding_mask is not None:
+            _check_mask_dtype("key_padding_mask", key_padding_mask)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which must be given with it")
+        self._check_width(query)
+        if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
+            value.shape[:2] if not self._qkv_same_embed_dim else value.shape
+        ):
+            raise AssertionError(f"key of shape {list(key.shape)} and value of {list(value.shape)} do not match")
+        if key.shape[rows] != batch:
+            raise RuntimeError(f"query and key must have the same batch, not {batch} and {key.shape[rows]}")
+        if attn_mask is not None:
+            self._check_mask(attn_mask, batch, length, keys)
+        if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
+            shape = (batch, keys)
+            raise AssertionError(f"key_padding_mask must be of shape {list(shape)}, not {list(key_padding_mask.shape)}")
+
+    def _check_width(self, query: Tensor) -> None:
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
+
+    def _check_mask(self, attn_mask: Tensor, batch: int, length: int, keys: int) -> None:
+        """Raise what torch raises for an attn_mask that does not fit."""
+        _check_mask_dtype("attn_mask", attn_mask)
+        shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
+        if attn_mask.shape != shape:
+            raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
+
+
+def _check_mask_dtype(name: str, mask: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")

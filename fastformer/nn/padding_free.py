@@ -1,0 +1,185 @@
+"""What a stack asks before it runs without padding: may its layers, where are the tokens, which mask is causal."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from fastformer.functional.checks import stands_for_many
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks
+from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.packing import Layout, pack, unpack
+
+# What works on each token alone, so that it may see `[T, D]` in place of `[B, L, D]`.
+_NORMS = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm, nn.Identity)
+_ACTIVATIONS = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid,
+    nn.Softplus, nn.Hardswish, nn.Identity,
+)  # fmt: skip
+_FUNCTIONS = (
+    F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.relu6, F.tanh, F.sigmoid, F.softplus,
+    F.hardswish, torch.relu, torch.tanh, torch.sigmoid,
+)  # fmt: skip
+_PARTS = (nn.Linear, nn.Dropout, *_NORMS, *_ACTIVATIONS)
+
+
+def obstacle(stack: nn.Module) -> str | None:
+    """Return why the layers of a stack, or its norm, must see padded batches, or None.
+
+    Hooks are one reason: they would see tokens in place of batches.
+    """
+    if not len(stack.layers):  # type: ignore[arg-type]
+        return "it has no layers, which say where the batch is"
+    for index, layer in enumerate(stack.layers):  # type: ignore[arg-type]
+        reason = _layer_obstacle(layer)
+        if reason is not None:
+            return f"layers.{index}{reason}"
+    norm = stack.norm
+    if isinstance(norm, nn.Module):
+        reason = _part_obstacle(norm, _NORMS)
+        return None if reason is None else f"norm {reason}"
+    return None
+
+
+def _layer_obstacle(layer: nn.Module) -> str | None:
+    if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
+        return f" is a {type(layer).__name__}"
+    if layer.overridden:
+        return f" is a {type(layer).__name__} with a part of its own"
+    if has_hooks(layer):
+        return " has hooks"
+    for name, part in layer.named_children():
+        reason = _part_obstacle(part, (*_PARTS, MultiheadAttention))
+        if reason is not None:
+            return f".{name} {reason}"
+        if isinstance(part, MultiheadAttention) and not part.packs:
+            return f".{name} has add_bias_kv or add_zero_attn"
+    if not isinstance(layer.activation, nn.Module) and layer.activation not in _FUNCTIONS:
+        return ".activation is a function of your own"
+    return None
+
+
+def _part_obstacle(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str | None:
+    if has_hooks(part):
+        return "has hooks"
+    if type(part) not in known:
+        return f"is a {type(part).__name__}"
+    shape = getattr(part, "normalized_shape", ())
+    return f"normalises over {len(shape)} dimensions" if len(shape) > 1 else None
+
+
+class Side(NamedTuple):
+    """The source or the target side of a padded batch: how its tensors become tokens, and tokens such tensors."""
+
+    layout: Layout
+    batch_first: bool
+    batched: bool
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Take the real tokens: `[T, D]`."""
+        x = x if self.batched else x.unsqueeze(0 if self.batch_first else 1)
+        return pack(x, self.layout, self.batch_first)
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """Put tokens back, zeros in place of padding."""
+        x = unpack(tokens, self.layout, self.batch_first)
+        return x if self.batched else x.squeeze(0 if self.batch_first else 1)
+
+
+def hidden_keys(padding: Tensor) -> Tensor | None:
+    """Return a key padding mask as bool, True = padding; None where it says something else or cannot be looked at.
+
+    Additive masks of 0 and -inf are read, too.
+    """
+    if not has_values(padding):
+        return None
+    if padding.dtype == torch.bool:
+        return padding
+    if not padding.is_floating_point() or padding.requires_grad:
+        return None
+    hidden = padding == float("-inf")
+    return None if bool(((padding != 0) & ~hidden).any()) else hidden
+
+
+def has_values(padding: Tensor) -> bool:
+    """Whether the values of a mask may decide what runs: not while something else is made of the program.
+
+    torch.compile and torch.export have none, a trace or a CUDA graph would repeat what fits this batch alone.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or padding.device.type == "meta"
+        or isinstance(padding, FakeTensor)
+        or stands_for_many(padding)
+        or (padding.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Side | None:
+    """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
+
+    Args:
+        x: a padded batch.
+        padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
+        batch_first: the order of the dimensions; None if unknown.
+
+    Returns:
+        None where this cannot run without padding, or does not fit together: the padded way then says what is wrong.
+    """
+    batched = x.dim() == 3
+    if x.dim() not in (2, 3) or batch_first is None:
+        return None
+    B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    if padding is None:
+        return Side(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
+    if padding.shape != ((B, L) if batched else (L,)):
+        return None
+    hidden = hidden_keys(padding)
+    if hidden is None:
+        return None
+    layout = Layout.from_mask(hidden.view(B, L))
+    return Side(layout.to(x.device), batch_first, batched)
+
+
+def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two key padding masks are given and hide the same keys."""
+    if one is None or other is None or one is other:
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return alike and has_values(one) and has_values(other) and torch.equal(one, other)
+
+
+def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
+    """Whether an attn_mask `[L, L]` hides what comes later and nothing else: `stated` by the caller, or seen.
+
+    A mask that does not fit is none, so that its check comes; one that learns is none, so that its gradient does.
+    """
+    if mask is None or mask.shape != (length, length) or mask.requires_grad:
+        return False
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return False
+    if stated:
+        return True
+    if not has_values(mask):
+        return False
+    ahead = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu_(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, ahead)
+    return torch.equal(mask == float("-inf"), ahead) and not bool(mask.tril().any())
+
+
+def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
+    """Set the rows of a padded output to 0 where its mask says True or -inf, as the packed way does.
+
+    It stays as it is without knowing the order of the dimensions, batch_first None, and where a mask does not fit, at
+    which layers that take it did not look.
+    """
+    if padding is None or batch_first is None:
+        return x
+    hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
+    hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT
+    return x.masked_fill(hidden[..., None], 0.0) if hidden.shape == x.shape[:-1] else x

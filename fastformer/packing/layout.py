@@ -1,0 +1,348 @@
+"""Sequences of different lengths, one after another, without padding.
+
+A batch of B sequences is a run of T tokens `[T, ...]` and a `Layout` that says where each lies. Every layer that
+works token by token (linear, norm, feed-forward, embedding, loss) takes the run as it is; attention alone needs the
+layout. A layout comes from lengths, from a padding mask or with a nested tensor; from lengths on the CPU, no step waits
+for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastformer.host.devices import check_tensors, check_types, send
+from fastformer.packing.row_map import RowMap
+
+V = TypeVar("V")
+
+MOST_TOKENS = 2**31 - 1  # of a run: what kernels count to
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where B sequences lie in a run of T tokens, and in the padded batch `[B, columns]` that they came from.
+
+    Attributes:
+        lengths: int64 `[B]`, on the CPU; zero is allowed. On "meta" where only the device knows them (`in_place`).
+        offsets: int64 `[B + 1]`, on the tokens' device; sequence b is `offsets[b]:offsets[b + 1]`.
+        positions: int64 `[T]`, on the tokens' device; the position of each token in its sequence.
+        slots: int64 `[T]`, on the tokens' device; the row of each token in `[B * max_length]`, where every sequence
+            starts at column 0.
+        shortest: the shortest length, 0 for an empty batch.
+        max_length: the longest length, 0 for an empty batch.
+        columns: the length L of the padded batch; max_length if there is none.
+        origin: int64 `[T]`, on the tokens' device; the row of each token in the padded batch `[B * columns]`, which may
+            have padding on the left and gaps.
+    """
+
+    lengths: Tensor
+    offsets: Tensor
+    positions: Tensor
+    slots: Tensor
+    shortest: int
+    max_length: int
+    columns: int
+    origin: Tensor
+    _memory: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        names = ("offsets", "positions", "slots", "origin")
+        check_tensors(names, self.offsets, (self.positions, self.slots, self.origin))
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Tensor | Sequence[int], device: torch.device | str | None = None, columns: int | None = None
+    ) -> "Layout":
+        """Build the layout of sequences with these lengths, for tokens on `device` (default: the CPU).
+
+        Args:
+            lengths: integers `[B]`; on the CPU, nothing waits for the device.
+            device: of the tokens.
+            columns: the length L of a padded batch in which every sequence starts at column 0; the longest if None.
+
+        Raises:
+            TypeError: lengths are not integers.
+            ValueError: lengths are not one-dimensional, one is negative or beyond the row, or they add up to more than
+                `MOST_TOKENS`.
+        """
+        lengths = lengths_of("lengths", lengths)
+        shortest, longest = _range(lengths)
+        total = int(lengths.sum())
+        if total > MOST_TOKENS:
+            raise ValueError(f"lengths must add up to at most {MOST_TOKENS}, not {total}")
+        if columns is not None and longest > columns:
+            raise ValueError(f"a length of {longest} is beyond the row of {columns}")
+        columns = longest if columns is None else columns
+        offsets, rows, positions = _number(lengths, lengths, total)
+        slots = rows * longest + positions
+        origin = slots if columns == longest else rows * columns + positions
+        offsets, positions, slots, origin = send(device, offsets, positions, slots, origin)
+        return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
+
+    @classmethod
+    def from_mask(cls, padding: Tensor) -> "Layout":
+        """Build the layout of a padded batch from its padding mask; waits for the device if that is not the CPU.
+
+        Args:
+            padding: bool `[B, L]`, True = padding, as torch's key_padding_mask. Padding may lie on the left, on the
+                right and in between: the tokens of a row keep their order.
+
+        Raises:
+            TypeError: the mask is no bool tensor.
+            ValueError: it is not two-dimensional.
+        """
+        check_types(("padding",), padding)
+        if padding.dtype != torch.bool:
+            raise TypeError(f"padding must be bool, True = padding, not {padding.dtype}")
+        if padding.dim() != 2:
+            raise ValueError(f"padding must be of shape [B, L], not {list(padding.shape)}")
+        columns = padding.shape[1]
+        real = ~padding
+        on_device = real.sum(1)
+        lengths = on_device.cpu()
+        total, (shortest, longest) = int(lengths.sum()), _range(lengths)
+        offsets, rows, positions = _number(lengths, on_device, total)
+        flat = real.flatten()
+        known = padding.device.type in ("cpu", "cuda")  # elsewhere torch has no nonzero of a known size
+        origin = (torch.nonzero_static(flat, size=total) if known else flat.nonzero()).squeeze(1)
+        slots = rows * longest + positions
+        return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
+
+    @classmethod
+    def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
+        """Build a layout of tensors that hold other sequences at each step, of which the host knows the shapes only.
+
+        That is what a CUDA graph needs. Make another one of the same tensors for each step: what it remembers is of
+        that step. Nothing can be unpacked that depends on the lengths as numbers.
+
+        Args:
+            offsets, positions, slots: as in the class.
+            max_length: no sequence is longer, and the columns of the slots.
+        """
+        lengths = torch.empty(offsets.numel() - 1, dtype=torch.int64, device="meta")
+        return cls(lengths, offsets, positions, slots, 0, max_length, max_length, slots)
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows the lengths."""
+        return not self.lengths.is_meta
+
+    def to(self, device: torch.device | str) -> "Layout":
+        """Return the layout of the same tokens on another device, in one transfer; from a CPU, nothing waits."""
+        return self if torch.device(device) == self.offsets.device else self.made_of(send(device, *self.tensors))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What of it is on the tokens' device: offsets, positions, slots and origin."""
+        return self.offsets, self.positions, self.slots, self.origin
+
+    def made_of(self, tensors: Sequence[Tensor]) -> "Layout":
+        """Return the layout of the same tokens made of the same `tensors` on another device."""
+        offsets, positions, slots, origin = tensors
+        return replace(self, offsets=offsets, positions=positions, slots=slots, origin=origin, _memory={})
+
+    @property
+    def batch(self) -> int:
+        """B, the number of sequences."""
+        return self.lengths.numel()
+
+    @property
+    def total(self) -> int:
+        """T, the number of tokens."""
+        return self.positions.numel()
+
+    @property
+    def full(self) -> bool:
+        """Whether all sequences have the same length, so that `[B, max_length]` holds no padding."""
+        return self.total == self.batch * self.max_length
+
+    def mask(self) -> Tensor:
+        """Bool `[B, columns]` on the tokens' device, True at real tokens; a new one, which the caller may change."""
+        flat = torch.zeros(self.batch * self.columns, dtype=torch.bool, device=self.offsets.device)
+        return flat.index_fill_(0, self.origin, True).view(self.batch, self.columns)
+
+    def once(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
+        """Return what `make` returned for this layout the first time; layers of a model ask for the same things.
+
+        Args:
+            name: of the thing.
+            make: makes it, from this layout and the other one.
+            other: the layout of the keys, where the thing depends on it.
+        """
+        # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
+        capturing = self.known and self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or torch.compiler.is_compiling():
+            return make()
+        key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
+        if key not in self._memory:
+            with torch.inference_mode(False):  # or it would be of no use to training afterwards
+                self._memory[key] = make()
+        found: V = self._memory[key]
+        return found
+
+
+def offsets_of(name: str, layout: Layout) -> Tensor:
+    """The offsets of a layout, which say what device it is on.
+
+    Raises:
+        TypeError: it is no Layout.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{name} must be a Layout, not {type(layout).__name__}")
+    return layout.offsets
+
+
+def lengths_of(name: str, lengths: Any) -> Tensor:
+    """Lengths in any form, tensors, arrays and sequences of integers, as int64 `[B]` on the CPU, of their own memory.
+
+    Args:
+        name: of the lengths, for messages.
+        lengths: what a caller gave.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: they are not one-dimensional, or one is negative or above `MOST_TOKENS`.
+    """
+    if isinstance(lengths, np.ndarray):  # torch wants these bytes, positive strides, and the right to write
+        lengths = np.array(lengths, lengths.dtype.newbyteorder("="), order="C")
+    if not isinstance(lengths, Tensor):
+        try:
+            lengths = torch.as_tensor(lengths, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            kind = ValueError if isinstance(error, ValueError | OverflowError) else TypeError
+            raise kind(f"{name} must be integers [B], not {str(lengths)[:99]}: {error}") from None
+    if lengths.numel() == 0:
+        lengths = lengths.to(torch.int64)
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, not {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional [B], not of shape {list(lengths.shape)}")
+    found: Tensor = lengths.to("cpu", torch.int64, copy=True)  # the caller's may change
+    low, high = _range(found)
+    if low < 0 and lengths.dtype == torch.uint64:  # int64 has no such numbers
+        high = low + 2**64
+    elif low < 0:
+        raise ValueError(f"{name} must not be negative: {low}")
+    if high > MOST_TOKENS:
+        raise ValueError(f"{name} must be at most {MOST_TOKENS}, not {high}")
+    return found
+
+
+def _range(lengths: Tensor) -> tuple[int, int]:
+    return (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
+
+
+def _number(lengths: Tensor, on_device: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return offsets `[B + 1]`, and the sequence and the position of each of `total` tokens, on the device."""
+    offsets = torch.zeros(on_device.numel() + 1, dtype=torch.int64, device=on_device.device)
+    torch.cumsum(on_device, 0, out=offsets[1:])
+    device = on_device.device
+    rows = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), on_device, output_size=total)
+    return offsets, rows, torch.arange(total, device=device) - offsets[rows]
+
+
+def _places(layout: Layout, batch_first: bool) -> RowMap:
+    """Where the tokens lie in the flattened padded batch, `[B * columns]` or `[columns * B]`."""
+    B, L, origin = layout.batch, layout.columns, layout.origin
+    if batch_first:
+        return layout.once("batch first", lambda: RowMap.of(origin, B * L))
+    return layout.once("time first", lambda: RowMap.of(origin % L * B + origin // L, B * L))
+
+
+def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
+    """Take the real tokens out of a padded batch: `[B, L, ...]` -> `[T, ...]`. Differentiable.
+
+    Args:
+        padded: any dtype. L is layout.columns; where the layout was made from lengths alone, it may be more.
+        layout: of the B sequences.
+        batch_first: whether padded is `[B, L, ...]`; else `[L, B, ...]`.
+
+    Raises:
+        ValueError: the batch has another number of rows, or a sequence is longer than L.
+    """
+    check_tensors(("padded", "layout"), padded, (offsets_of("layout", layout),))
+    rows, columns = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
+    if rows != layout.batch:
+        raise ValueError(f"padded has {rows} rows, lengths has {layout.batch}")
+    if columns < layout.columns:
+        raise ValueError(f"a length of {layout.columns} is beyond the row of {columns}")
+    if torch.compiler.is_compiling():  # one graph for all batches, with and without padding
+        row, column = layout.origin // layout.columns, layout.origin % layout.columns
+        return padded[row, column] if batch_first else padded[column, row]
+    if columns > layout.columns:
+        padded = padded.narrow(1 if batch_first else 0, 0, layout.columns)
+    if layout.total == layout.batch * layout.columns:
+        padded = padded if batch_first else padded.transpose(0, 1)
+        return padded.reshape(layout.total, *padded.shape[2:])
+    return _places(layout, batch_first).gather(padded.flatten(0, 1))
+
+
+def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
+    """Put packed tokens into a padded batch of zeros: `[T, ...]` -> `[B, columns, ...]`. Differentiable.
+
+    Args:
+        tokens: any dtype.
+        layout: of the B sequences.
+        batch_first: whether the result is `[B, columns, ...]`; else `[columns, B, ...]`.
+
+    Raises:
+        ValueError: the number of tokens is not the layout's.
+    """
+    _check_tokens(tokens, layout)
+    B, L = layout.batch, layout.columns
+    if layout.total == B * L and not torch.compiler.is_compiling():
+        padded = tokens.reshape(B, L, *tokens.shape[1:])
+        return padded if batch_first else padded.transpose(0, 1)
+    flat = _places(layout, batch_first).spread(tokens)
+    return flat.view(*((B, L) if batch_first else (L, B)), *tokens.shape[1:])
+
+
+def _check_tokens(tokens: Tensor, layout: Layout) -> None:
+    check_tensors(("tokens", "layout"), tokens, (offsets_of("layout", layout),))
+    if tokens.shape[0] != layout.total:
+        raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
+
+
+def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
+    """Read a nested tensor `[B, (ragged), ...]`: its tokens `[T, ...]` and their layout. Differentiable.
+
+    Waits for the device where the offsets of a jagged tensor are on one.
+
+    Raises:
+        TypeError: the tensor is not nested.
+        ValueError: another dimension than the second is ragged.
+    """
+    check_tensors(("nested",), nested)
+    if not nested.is_nested:
+        raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
+    if nested.layout != torch.jagged:
+        parts = nested.unbind()
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise ValueError("nested must be ragged in its second dimension alone")
+        tokens = torch.cat(parts) if parts else torch.empty(0, dtype=nested.dtype, device=nested.device)
+        return tokens, Layout.from_lengths([len(part) for part in parts], nested.device)
+    jagged: Any = nested
+    if jagged._ragged_idx != 1:
+        raise ValueError(f"nested must be ragged in its second dimension, not in dimension {jagged._ragged_idx}")
+    values, offsets, lengths = jagged.values(), jagged.offsets(), jagged.lengths()
+    if lengths is None:
+        return values, Layout.from_lengths(offsets.diff().cpu(), values.device)
+    layout = Layout.from_lengths(lengths.cpu(), values.device)  # with holes between the sequences
+    starts = offsets[:-1].repeat_interleave(lengths, output_size=layout.total)
+    return RowMap.of(starts + layout.positions, values.shape[0]).gather(values), layout
+
+
+def to_nested(tokens: Tensor, layout: Layout) -> Tensor:
+    """Make a nested tensor `[B, (ragged), ...]` of layout torch.jagged around packed tokens. Differentiable.
+
+    Raises:
+        ValueError: the number of tokens is not the layout's.
+    """
+    _check_tokens(tokens, layout)
+    return torch.nested.nested_tensor_from_jagged(
+        tokens, layout.offsets, min_seqlen=layout.shortest, max_seqlen=layout.max_length
+    )

@@ -1,0 +1,282 @@
+"""What is shown is never worth a run: broken outputs, a closed terminal, signals; and no output replaces an input."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from fastformer.apps.text import prepare
+from fastformer.apps.train import CheckpointFolder, Result, TrainConfig, read_metrics
+from fastformer.apps.train.interrupt import Interrupt
+from fastformer.apps.train.progress import Progress
+from fastformer.apps.translation.demo import run_demo
+from fastformer.apps.translation.run import DataConfig, TranslationRun
+from tests.apps.runs.test_run_lock import ENVIRONMENT, command, train, wait_for
+from tests.support.train_task import config, trainer
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, /dev/full and closed pipes")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} the quick brown fox {i * 7 % 11} jumps over {i * 3 % 5}\n" for i in range(300)))
+    return path
+
+
+def last_step(run):
+    return CheckpointFolder(run / "checkpoints").open().step
+
+
+class Broken:
+    """A stream whose writes fail after the first `good`."""
+
+    def __init__(self, error, good=0, tty=False):
+        self.error, self.good, self.tty, self.asked = error, good, tty, 0
+
+    def write(self, text):
+        self.asked += 1
+        if self.asked > self.good:
+            raise self.error
+        return len(text)
+
+    def flush(self):
+        if self.asked > self.good:
+            raise self.error
+
+    def isatty(self):
+        return self.tty
+
+    def fileno(self):
+        raise OSError("none")
+
+
+@pytest.mark.parametrize("tty", [False, True], ids=["file", "terminal"])
+@pytest.mark.parametrize("good", [0, 3])
+@pytest.mark.parametrize("error", [OSError(28, "full"), BrokenPipeError(), ValueError("closed")], ids=repr)
+def test_a_broken_stream_ends_the_showing_and_no_run(tmp_path, monkeypatch, error, good, tty):
+    stream = Broken(error, good, tty)
+    monkeypatch.setattr(sys, "stderr", stream)
+    result = trainer(tmp_path, config(), show=True).fit()
+    assert result.reason == "steps"
+    assert last_step(tmp_path) == 20
+    assert stream.asked == good + 1
+
+
+def test_no_stream_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert trainer(tmp_path, config(), show=True).fit().reason == "steps"
+
+
+def test_what_is_shown_is_saved_before(tmp_path, monkeypatch):
+    shown = []
+
+    def line(self, text):
+        shown.append((text.split(":")[0], CheckpointFolder(tmp_path / "checkpoints").last()))
+
+    monkeypatch.setattr(Progress, "line", line)
+    trainer(tmp_path, config(steps=None, epochs=2, validate_every=None)).fit()
+    step = {"step-7": tmp_path / "checkpoints" / "step-7", "step-14": tmp_path / "checkpoints" / "step-14"}
+    told = [(kind, path) for kind, path in shown if kind in ("mean of training", "validation")]
+    assert sorted(told) == sorted((kind, path) for path in step.values() for kind in ("mean of training", "validation"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "redirected", ["2>/dev/full", ">/dev/full", ">/dev/full 2>&1", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+)
+def test_a_command_without_a_terminal_trains(tmp_path, text, redirected):
+    words = " ".join(command(tmp_path / "run", text, "--steps", "3", "--log-every", "1"))
+    ended = subprocess.run(["sh", "-c", f"exec {words} {redirected}"], env=ENVIRONMENT, timeout=120)
+    assert ended.returncode == 0
+    assert last_step(tmp_path / "run") == 3
+    assert (tmp_path / "run" / "history.png").exists()
+
+
+@pytest.mark.slow
+def test_a_pipe_that_nobody_reads_any_more(tmp_path, text):
+    words = " ".join(command(tmp_path / "run", text, "--steps", "5", "--log-every", "1", "--validate-every", "1"))
+    script = f"{{ {words}; echo $? > {tmp_path / 'code'}; }} 2>&1 | head -n 2"
+    subprocess.run(["sh", "-c", script], env=ENVIRONMENT, timeout=120, capture_output=True)
+    assert (tmp_path / "code").read_text().strip() == "0"
+    assert last_step(tmp_path / "run") == 5
+
+
+@pytest.mark.slow
+def test_an_error_on_a_broken_terminal_has_its_exit_code(tmp_path, text):
+    words = " ".join(command(tmp_path / "run", text, "--steps", "-1"))
+    ended = subprocess.run(["sh", "-c", f"exec {words} 2>/dev/full"], env=ENVIRONMENT, timeout=120)
+    assert ended.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_saves_and_is_told_by_the_exit_code(tmp_path, text, number):
+    run = tmp_path / "run"
+    words = command(run, text, "--steps", "1000000", "--log-every", "1", "--validate-every", "1000000")
+    process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0)
+        process.send_signal(number)
+        process.send_signal(number)  # a terminal that closes may send two
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    assert "interrupted" in out
+    assert last_step(run) >= 1
+    assert read_metrics(run)[-1]["kind"] == "validation"
+
+
+def test_nohup_is_respected(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    of_others = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Interrupt(lambda: None) as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.requested
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupt.signal == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGTERM, of_others)
+
+
+def test_a_handler_of_the_caller_stays():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        with Interrupt(lambda: None) as interrupt:
+            signal.raise_signal(signal.SIGTERM)
+            assert not interrupt.requested
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_demo_that_is_asked_to_end_ends_once_it_is_saved(tmp_path, monkeypatch):
+    ended = Result("interrupted", 1, 1, 1, 1.0, {}, None, None, int(signal.SIGTERM))
+    monkeypatch.setattr(TranslationRun, "fit", lambda self: ended)
+    with pytest.raises(SystemExit) as raised:
+        run_demo(tmp_path / "demo", "fr", "cpu", Console(quiet=True))
+    assert raised.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("way", ["symbolic", "hard"])
+def test_a_prepared_dataset_replaces_no_original(tmp_path, way):
+    origin, folder = tmp_path / "from", tmp_path / "to"
+    origin.mkdir()
+    folder.mkdir()
+    for language in ("fr", "en"):
+        lines = [f"{language} {i}" for i in range(20_000)]
+        (origin / f"europarl-v7.fr-en.{language}").write_text("\n".join(lines) + "\n")
+    original = origin / "europarl-v7.fr-en.en"
+    before = original.read_bytes()
+    (folder / "train.en").symlink_to(original) if way == "symbolic" else os.link(original, folder / "train.en")
+    with pytest.raises(ValueError, match=r"train\.en is one of the originals"):
+        prepare("europarl", origin, folder)
+    assert original.read_bytes() == before
+    assert os.listdir(folder) == ["train.en"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A translation run, and a language run, with their text."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = "".join(f"{i} the quick brown fox {i * 7 % 11} jumps over {i * 3 % 5}\n" for i in range(200))
+    for name in ("source.txt", "target.txt"):
+        (folder / name).write_text(lines)
+    source, target = folder / "source.txt", folder / "target.txt"
+    model = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
+    data = DataConfig(
+        dataset="files", train_source=source, train_target=target, valid_source=source, valid_target=target,
+        test_source=source, test_target=target,
+        tokenizer="words", bleu_sentences=0,
+    )  # fmt: skip
+    TranslationRun.create(folder / "translation", data, model, TrainConfig(steps=2)).fit(show=False)
+    assert train(folder / "language", source, "--steps", "2").returncode == 0
+    return folder
+
+
+@pytest.fixture
+def invoke(runs, monkeypatch):
+    from typer.testing import CliRunner
+
+    from fastformer.apps.cli.common import app
+
+    monkeypatch.chdir(runs)
+
+    def run(line):
+        return CliRunner().invoke(app, line.split())
+
+    return run
+
+
+OUTPUTS = {
+    "translate": "translate --run translation --input source.txt --output {}",
+    "score": "score --run translation --source source.txt --target target.txt --output {}",
+    "evaluate": "evaluate --run translation --source source.txt --target target.txt --output {}",
+    "evaluate the run's own": "evaluate --run translation --split valid --output {}",
+    "generate": "generate --run language --prompt-file source.txt --output {}",
+}
+
+
+@pytest.mark.parametrize("way", ["same", "symbolic", "hard"])
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.slow
+def test_an_output_never_replaces_its_input(runs, invoke, tmp_path, name, way):
+    before = (runs / "source.txt").read_bytes()
+    output = runs / "source.txt" if way == "same" else tmp_path / "output"
+    if way == "symbolic":
+        output.symlink_to(runs / "source.txt")
+    elif way == "hard":
+        os.link(runs / "source.txt", output)
+    ended = invoke(OUTPUTS[name].format(output))
+    assert "would be replaced" in str(ended.exception)
+    assert (runs / "source.txt").read_bytes() == before
+
+
+WRITES = {
+    **{name: line for name, line in OUTPUTS.items() if name != "evaluate the run's own"},
+    "plot history": "plot history translation --output {}",
+    "plot positions": "plot positions --run translation --output {}",
+    "plot attention": "plot attention --run translation --source the --output {}",
+    "compare": "compare translation language --plot {}",
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_an_output_never_replaces_a_file_of_its_run(runs, invoke, tmp_path, name):
+    run = runs / ("language" if name == "generate" else "translation")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    (tmp_path / "run").symlink_to(run)
+    os.link(run / "data.json", tmp_path / "hard")
+    for output in (
+        run / "config.toml",
+        run / "tokenizer" / "new.png",
+        tmp_path / "run" / "metrics.csv",
+        next(run.rglob("model.safetensors")),
+        tmp_path / "hard",
+    ):
+        ended = invoke(WRITES[name].format(output))
+        assert "would be replaced" in str(ended.exception), output
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_an_output_beside_the_files_of_a_run_is_written(runs, invoke):
+    for name in ("history.png", "mine.png"):
+        ended = invoke(f"plot history translation --output translation/{name}")
+        assert ended.exit_code == 0, ended.exception
+        (runs / "translation" / name).unlink()
+
+
+def test_an_export_into_the_run_is_refused(runs, invoke):
+    ended = invoke("export --run translation --to translation/exported --format safetensors")
+    assert "is in the run folder" in str(ended.exception)
+    assert not (runs / "translation" / "exported").exists()

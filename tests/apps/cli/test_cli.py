@@ -1,0 +1,406 @@
+"""The command line as a person uses it, with real files, right and wrong input."""
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+import fastformer as fastformer_package
+from fastformer import functional
+from fastformer.apps.cli import main
+from fastformer.apps.translation.model import TranslationModel
+from fastformer.apps.translation.run import TRANSLATION
+
+TRAIN = (
+    "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
+    "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --steps 4 --warmup-steps 2 "
+    "--validate-every 2 --bleu-sentences 4 --threads 1 --device cpu"
+)
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def fastformer(*arguments: str, cwd: Path, stdin: bytes = b"") -> Done:
+    """Run a command in this process, which saves two seconds of imports each; its streams hold UTF-8 only."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setenv("COLUMNS", "160")
+        patch.setattr(sys, "argv", ["fastformer", *arguments])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    written = [stream.detach().getvalue().decode("utf-8") for stream in (out, err) if not stream.flush()]
+    return Done(code, *written)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny trained run in `run/`."""
+    folder = tmp_path_factory.mktemp("cli")
+    done = fastformer(*TRAIN.split(), "--run", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "ended after 4 steps" in done.stdout
+    return folder
+
+
+def test_given_translations_are_scored(run: Path, tmp_path: Path) -> None:
+    """The log probabilities of the model, one line a pair in the order of the files, whatever the batch."""
+    sources, targets = ["nine", "twelve thousand one", "nine"], ["neuf", "douze mille un", "douze mille"]
+    (tmp_path / "s").write_text("".join(f" {line} \n" for line in sources), encoding="utf-8")
+    (tmp_path / "t").write_text("\n".join(targets), encoding="utf-8")
+    arguments = ["score", "--run", "run", "--source", str(tmp_path / "s"), "--target", str(tmp_path / "t")]
+    done = fastformer(*arguments, "--batch-size", "2", "--device", "cpu", cwd=run)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    model, (source, target) = (
+        TRANSLATION.load_weights(run / "run", "best", TranslationModel).eval(),
+        (TRANSLATION.load_tokenizers(run / "run")),
+    )
+    for row, text, translation in zip(rows, sources, targets, strict=True):
+        read = torch.tensor([*source.encode(text), source.eos_id])
+        ids = target.encode(translation)
+        given, wanted = torch.tensor([target.bos_id, *ids]), torch.tensor([*ids, target.eos_id])
+        with torch.no_grad():
+            hidden = model(read, torch.tensor([len(read)]), given, torch.tensor([len(given)]))
+            log_p = float(model.logits(hidden).log_softmax(-1)[torch.arange(len(wanted)), wanted].sum())
+        assert float(row[0]) == pytest.approx(log_p, abs=2e-4)  # four digits, and fp32's roundings of another batch
+        assert int(row[1]) == len(wanted)
+        assert float(row[2]) == pytest.approx(math.exp(-log_p / len(wanted)), rel=1e-3)
+    assert rows[0] != rows[2]
+    done = fastformer(*arguments, "--output", str(tmp_path / "scores"), "--batch-size", "2", cwd=run)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert [line.split("\t") for line in (tmp_path / "scores").read_text().splitlines()] == rows
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("nine\none", "neuf", "s has 2 lines but t has 1; they must be pairs"),
+        ("nine\n\n", "neuf\nun\n", "s:2: an empty line cannot be scored; leave the pair out"),
+        ("nine\none\n", "neuf\n  \n", "t:2: an empty line cannot be scored; leave the pair out"),
+        ("nine\n" + "one " * 300, "neuf\nun", "source 2 has 300 tokens; what is scored must have 1 to 255"),
+        ("", "neuf", "s: the file is empty"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(run: Path, source: str, target: str, message: str) -> None:
+    (run / "s").write_text(source, encoding="utf-8")
+    (run / "t").write_text(target, encoding="utf-8")
+    done = fastformer("score", "--run", "run", "--source", "s", "--target", "t", "--output", "scores", cwd=run)
+    assert done.returncode == 2
+    assert re.sub(r"has \d{3} tokens", "has 300 tokens", done.stderr) == f"error: {message}\n"
+    assert not (run / "scores").exists()
+    assert fastformer("score", "--run", "run", "--source", "s", cwd=run).returncode == 2
+
+
+def test_a_run_folder_describes_itself(run: Path) -> None:
+    names = {path.name for path in (run / "run").iterdir()}
+    assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "metrics.csv"} <= names
+    assert (run / "run" / "history.png").stat().st_size > 1000
+    described = fastformer("info", "--run", "run", cwd=run)
+    assert described.returncode == 0
+    assert "parameters" in described.stdout
+    assert "backend: auto" in described.stdout
+
+
+def ops_after(heading: str, text: str) -> dict[str, str]:
+    """The indented `op: verdict` lines under a heading of `fastformer info`."""
+    lines = text.split("\n")[text.split("\n").index(heading) + 1 :]
+    return dict(line.strip().split(": ", 1) for line in takewhile(lambda line: line.startswith("  "), lines))
+
+
+def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(
+        "fastformer.apps.cli.describe.metadata.version", lambda name: {"triton": "3.6.0"}.get(name, "1.0")
+    )
+    monkeypatch.setattr("fastformer.functional.choice._TRITON", True)
+    monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    heading = "with backend auto, a float32 tensor on cpu takes"
+    text = fastformer("info", cwd=tmp_path).stdout
+    assert {"Triton: 3.6.0", "GPU: none"} <= set(text.split("\n"))
+    assert f"torch {torch.__version__}" in text
+    verdicts = ops_after(heading, text)
+    assert tuple(verdicts) == functional.OPS
+    assert all(verdict.startswith(f"reference ({op} needs a GPU") for op, verdict in verdicts.items())
+    with fastformer_package.backend("triton"):
+        text = fastformer("info", cwd=tmp_path).stdout
+    assert "backend: triton (" in text
+    assert ops_after(heading, text) == verdicts
+    assert "raises (" in ops_after("with it, a float32 tensor on cpu takes", text)["layer_norm"]
+
+
+def test_info_with_a_gpu_and_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    gpu = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr("fastformer.apps.cli.describe.metadata.version", absent)
+    lines = fastformer("info", cwd=tmp_path).stdout.split("\n")
+    assert "GPU 0: H200, compute capability 9.0, 132 multiprocessors, 140 GiB" in lines
+    assert "Triton: not installed (pip install 'fastformer[triton]')" in lines
+
+
+def test_translate_sentence_file_and_standard_input_agree(run: Path) -> None:
+    sentences = ["seven", "", "twelve thousand one"]
+    (run / "in.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
+    by_argument = fastformer("translate", "--run", "run", "--max-length", "5", sentences[0], cwd=run)
+    by_stdin = fastformer(
+        "translate", "--run", "run", "--max-length", "5", cwd=run, stdin="\n".join(sentences).encode()
+    )
+    by_file = fastformer(
+        *["translate", "--run", "run", "--max-length", "5", "--input", "in.txt", "--output", "out.txt"], cwd=run
+    )
+    assert (by_argument.returncode, by_stdin.returncode, by_file.returncode) == (0, 0, 0)
+    lines = (run / "out.txt").read_text(encoding="utf-8").split("\n")
+    assert lines[-1] == ""
+    assert by_stdin.stdout == "\n".join(lines)
+    assert by_argument.stdout.strip() == lines[0].strip()
+    assert lines[1] == ""
+
+
+@pytest.mark.parametrize("beam", ["1", "3"])
+def test_cuda_graphs_do_nothing_to_results_on_a_cpu(run: Path, beam: str) -> None:
+    command = ["translate", "--run", "run", "--beam", beam, "--scores", "--device", "cpu", "nine", "twelve"]
+    plain, static = fastformer(*command, cwd=run), fastformer(*command, "--cuda-graphs", cwd=run)
+    assert static.returncode == 0, static.stderr
+    assert static.stdout == plain.stdout
+    assert not static.stderr
+
+
+def test_n_best_prints_scores_in_order(run: Path) -> None:
+    done = fastformer(
+        *["translate", "--run", "run", "--beam", "3", "--n-best", "3", "--scores", "--max-length", "6", "nine"], cwd=run
+    )
+    assert done.returncode == 0, done.stderr
+    scores = [float(line.split("\t")[0]) for line in done.stdout.strip("\n").split("\n")]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_evaluate_prints_signatures(run: Path) -> None:
+    done = fastformer(*["evaluate", "--run", "run", "--beam", "1", "--max-length", "5"], cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"BLEU \d+\.\d+ \(nrefs:1\|case:mixed\|.*tok:13a", done.stdout)
+    assert re.search(r"chrF \d+\.\d+ \(nrefs:1", done.stdout)
+
+
+def test_resume_continues_and_a_longer_budget_is_taken(run: Path) -> None:
+    done = fastformer(*["train", "--run", "run", "--resume", "--steps", "6", "--device", "cpu"], cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert "ended after 6 steps" in done.stdout
+    steps = [json.loads(line)["step"] for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 6
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        "[data]\nvocabulary = 60\njoint = false\ntrain_size = 100\nvalid_size = 5\ntest_size = 5\nbleu_sentences = 0\n"
+        "[model]\nd_model = 16\nheads = 2\nencoder_layers = 1\ndecoder_layers = 1\nfeed_forward = 16\n"
+        "[train]\nsteps = 1\nlr = 0.5\nbatch_tokens = 200\n"
+    )
+    done = fastformer(*["train", "--config", "c.toml", "--lr", "0.25", "--device", "cpu", "--run", "r"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = (tmp_path / "r" / "config.toml").read_text()
+    assert "lr = 0.25" in config
+    assert "d_model = 16" in config
+
+
+@pytest.mark.parametrize("target", ["fr", "de"])
+def test_demo_refuses_a_folder_that_is_not_a_demo(tmp_path: Path, target: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    done = fastformer("demo", "--target", target, "--run", "mine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mine is not empty" in done.stderr
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+WRONG = [
+    ("train --run run --steps 1", "run holds a run already"),
+    ("train --run new", "no end of training is set"),
+    ("train --run new --steps 1 --heads 3", "heads (3) must divide d_model (512)"),
+    ("train --run new --steps 1 --tokenizer wordpiece", "tokenizer"),
+    ("train --run new --steps 1 --activation swish", "activation must be one of"),
+    ("train --run new --steps 1 --dropout 2", "dropout"),
+    ("train --run new --steps 1 --target it", "fr, de"),
+    ("train --run new --steps 1 --dataset missing", "missing"),
+    ("train --run new --steps 1 --train-source a.txt", "train_source and train_target must be given together"),
+    ("train --run new --steps 1 --train-source no.en --train-target no.fr", "no.en"),
+    ("train --run new --steps 1 --train-source three.txt --train-target two.txt", "has 3 lines but two.txt has 2"),
+    ("train --run new --steps 1 --train-source bad.txt --train-target two.txt", "bad.txt:2: not valid UTF-8"),
+    ("train --run new --steps 1 --train-source empty.txt --train-target two.txt", "empty.txt"),
+    ("train --run new --config typo.toml", "did you mean 'd_model'?"),
+    ("train --run new --config derived.toml --steps 1", "pad_id is set from the tokenizer"),
+    ("train --run new --config no.toml", "no such configuration file"),
+    ("train --run run --resume --heads 4", "takes its data and model from the run folder"),
+    ("train --run nothing --resume --steps 9", "not a run folder"),
+    ("train --run new --steps 1 --device tpu", "device must be"),
+    ("translate --run nothing hello", "not a run folder"),
+    ("translate --run run --checkpoint newest hello", "best, last, average"),
+    ("translate --run run --beam 0 hello", "beam must be at least 1"),
+    ("translate --run run --beam 2 --n-best 3 hello", "n_best must be at least 1 and at most beam (2), not 3"),
+    ("translate --run run --input no.txt", "no.txt"),
+    ("translate --run run --batch-size 0 hello", "batch_size must be at least 1"),
+    ("evaluate --run run --split dev", "split must be one of test, valid"),
+    ("evaluate --run run --source three.txt", "--source and --target must be given together"),
+    ("data multi31k --from .", "multi30k"),
+    ("data multi30k --from nowhere", "nowhere"),
+    ("demo --target it --run new", "fr, de"),
+    ("info --run nothing", "not a run folder"),
+    ("translate --run run --input two.txt seven", "give sentences or --input, not both"),
+    (
+        "translate --run run --beam 1 --length-penalty 0.5 seven",
+        "length_penalty has an effect only with a beam above 1",
+    ),
+    ("evaluate --run run --beam 1 --length-penalty 0.5", "length_penalty has an effect only with a beam above 1"),
+    ("evaluate --run run --split valid --source two.txt --target two.txt", "give --split or --source, not both"),
+    ("generate --run run --temperature 0 --top-k 3 a", "top_k has an effect only with a temperature above 0"),
+    ("generate --run run --temperature 0 --top-p 0.3 a", "top_p has an effect only with a temperature above 0"),
+    ("generate --run run --temperature 0 --seed 3 a", "seed has an effect only with a temperature above 0"),
+    (
+        "export --run run --to out --format safetensors --quantization int8",
+        "--quantization is not for format safetensors",
+    ),
+    ("export --run run --to out --format safetensors --positions 9", "--positions is not for format safetensors"),
+    ("export --run run --to out --dtype float16", "--dtype is not for format ctranslate2"),
+    ("plot positions --checkpoint last", "--checkpoint is of a run; give --run too"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG, ids=[command for command, _ in WRONG])
+def test_a_mistake_gets_one_line_and_loses_nothing(run: Path, command: str, message: str) -> None:
+    (run / "three.txt").write_text("a\nb\nc\n")
+    (run / "two.txt").write_text("a\nb\n")
+    (run / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
+    (run / "empty.txt").write_text("")
+    (run / "typo.toml").write_text("[model]\nd_modle = 3\n")
+    (run / "derived.toml").write_text("[model]\npad_id = 3\n")
+    before = {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")}
+    done = fastformer(*command.split(), cwd=run)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().split("\n")) == 1
+    assert not (run / "new" / "config.toml").exists()
+    assert not (run / "out").exists()
+    assert {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")} == before
+
+
+def test_standard_input_that_is_not_utf8(run: Path) -> None:
+    done = fastformer("translate", "--run", "run", cwd=run, stdin=b"ok\n\xff\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "standard input:2: not valid UTF-8 (byte 0xff)" in done.stderr
+
+
+def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
+    weights = next((run / "run" / "checkpoints").rglob("model.safetensors"))
+    content = {path: path.read_bytes() for path in (run / "run" / "checkpoints").rglob("model.safetensors")}
+    try:
+        for path in content:
+            path.write_bytes(content[path][:-10])
+        done = fastformer("translate", "--run", "run", "one", cwd=run)
+    finally:
+        for path, kept in content.items():
+            path.write_bytes(kept)
+    assert done.returncode == 2
+    assert weights.name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_every_command_and_setting(tmp_path: Path) -> None:
+    text = fastformer("--help", cwd=tmp_path).stdout
+    assert all(name in text for name in ("demo", "data", "train", "translate", "evaluate", "info"))
+    text = fastformer("train", "--help", cwd=tmp_path).stdout
+    assert all(name in text for name in ("--d-model", "--lr", "--vocabulary", "Settings: train"))
+
+
+@pytest.mark.slow
+def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch': print('policy', os.environ.get('OMP_WAIT_POLICY'))\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import fastformer.apps.cli\n"
+    )
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[0] == "policy PASSIVE"
+
+
+def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
+    with fastformer_package.backend("triton"):
+        done = fastformer("translate", "--run", "run", "--device", "cpu", "one", cwd=run)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: backend 'triton' was asked for, but")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["fastformer.backend"].process, "backend", "tritn")
+        done = fastformer("info", cwd=run)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: FASTFORMER_BACKEND is 'tritn'; it must be one of auto, triton, reference\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 12 bytes"),
+    ],
+    ids=["host", "GPU", "torch on a CPU"],
+)
+def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def full() -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["fastformer.apps.cli"], "app", full)
+    done = fastformer("info", cwd=run)
+    assert done.returncode == 2
+    assert done.stderr == f"error: out of memory ({error})\n"
+
+
+def test_another_runtime_error_is_a_bug_and_shows_where(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(sys.modules["fastformer.apps.cli"], "app", broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        fastformer("info", cwd=run)

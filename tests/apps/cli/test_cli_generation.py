@@ -1,0 +1,160 @@
+"""`fastformer generate` as a person uses it: streamed, batched, from files, with right and wrong input."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.text import WordTokenizer
+from tests.apps.cli.test_cli import Done, fastformer
+from tests.support.language_task import random_model
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "slept", "."]
+SETTINGS = ["--run", "run", "--device", "cpu", "--seed", "3", "--max-new-tokens", "12", "--min-new-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def generator() -> TextGenerator:
+    tokenizer = WordTokenizer.from_lines([" ".join(WORDS)])
+    return TextGenerator(random_model(1, vocabulary=tokenizer.size), tokenizer, context=8)
+
+
+@pytest.fixture
+def loaded(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """Runs are this generator; the list tells which were asked for."""
+    asked = []
+
+    def load_generator(folder: Path, checkpoint: str, device: str) -> TextGenerator:
+        asked.append((str(folder), checkpoint, device))
+        return generator
+
+    monkeypatch.setattr("fastformer.apps.language.generation.load_generator", load_generator)
+    return asked
+
+
+def generate(*arguments: str, cwd: Path) -> Done:
+    return fastformer("generate", *SETTINGS, *arguments, cwd=cwd)
+
+
+def test_one_prompt_is_streamed(loaded, generator, tmp_path, monkeypatch):
+    pieces = []
+    stream = generator.stream
+    monkeypatch.setattr(generator, "stream", lambda *given: (pieces.append(p) or p for p in stream(*given)))
+    done = generate("the cat ", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(pieces) == 12
+    assert done.stdout == "the cat" + "".join(pieces) + "\n"
+    assert loaded == [("run", "best", "cpu")]
+    again = generate("the cat", "--checkpoint", "last", cwd=tmp_path)
+    assert again.stdout == done.stdout
+    assert loaded[1] == ("run", "last", "cpu")
+    assert generate("the cat", "--seed", "4", cwd=tmp_path).stdout != done.stdout
+    assert generate("the cat", "--temperature", "0", "--top-k", "3", cwd=tmp_path).stdout != done.stdout
+
+
+def test_without_a_prompt_the_model_begins(loaded, tmp_path):
+    done = generate(cwd=tmp_path)
+    assert done.returncode == 0
+    assert len(done.stdout.split()) > 4
+    assert not done.stdout.startswith(" ")
+    assert done.stdout == generate("", cwd=tmp_path).stdout
+
+
+def test_several_prompts_arguments_files_and_single_ones_agree(loaded, tmp_path):
+    prompts = ["the cat", "", "a mat , and"]
+    single = [generate(prompt, cwd=tmp_path).stdout for prompt in prompts]
+    assert generate(*prompts, cwd=tmp_path).stdout == "".join(single)
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    for batch_size in ("1", "2"):
+        done = generate("--prompt-file", "prompts.txt", "--batch-size", batch_size, cwd=tmp_path)
+        assert done.stdout == "".join(single)
+    done = generate("--prompt-file", "prompts.txt", "--output", "texts.txt", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (tmp_path / "texts.txt").read_text(encoding="utf-8") == "".join(single)
+    generate("the cat", "--output", "one.txt", cwd=tmp_path)
+    assert (tmp_path / "one.txt").read_text(encoding="utf-8") == single[0]
+
+
+def test_an_interrupted_run_leaves_what_is_finished(loaded, generator, tmp_path, monkeypatch):
+    prompts = ["the cat", "a mat", "on", "the"]
+    whole = generate(*prompts, cwd=tmp_path).stdout.splitlines(keepends=True)
+    model, calls = generator.model, []
+
+    def interrupt(*given):
+        calls.append(given)
+        if len(calls) > 30:  # 2 x 12 tokens of two batches
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupt)
+    output_hook = model.output.register_forward_pre_hook(interrupt)
+    try:
+        done = generate(*prompts, "--batch-size", "1", "--output", "texts.txt", cwd=tmp_path)
+    finally:
+        hook.remove(), output_hook.remove()
+    assert done.returncode == 130
+    written = (tmp_path / "texts.txt").read_text().splitlines(keepends=True)
+    assert 0 < len(written) < 4
+    assert written == whole[: len(written)]
+
+
+def test_texts_of_several_lines(loaded, tmp_path):
+    """An empty line ends each; nothing is lost on the way to a file."""
+    arguments = ("the", "a", "--no-stop-at-eos", "--min-new-tokens", "0", "--max-new-tokens", "60")
+    done = generate(*arguments, "--temperature", "4", cwd=tmp_path)
+    single = generate("the", *arguments[2:], "--temperature", "4", cwd=tmp_path)
+    assert single.stdout.count("\n") > 1
+    assert done.stdout.startswith(single.stdout + "\na")
+    assert done.stdout.endswith("\n\n")
+    assert generate(*arguments, "--temperature", "4", "--output", "out.txt", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == done.stdout
+
+
+def test_unknown_words_and_long_prompts_are_warnings(loaded, tmp_path, caplog):
+    done = generate("the zebra", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("the zebra ")
+    assert "the model does not know these words: zebra" in caplog.text
+    done = generate("the cat " * 6, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "the last 8 tokens are read" in caplog.text
+
+
+WRONG = [
+    (["the", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
+    (["the", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
+    (["the", "--top-p", "1.5"], "top_p must be above 0 and at most 1, not 1.5"),
+    (["the", "--top-k", "-2"], "top_k must be at least 0, not -2"),
+    (["the", "--repetition-penalty", "0"], "repetition_penalty must be above 0, not 0.0"),
+    (["the", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+    (["the", "a", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
+    (["the", "--seed", "-1"], "seed must be at least 0, not -1"),
+    (["the", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+    (["the", "--prompt-file", "prompts.txt"], "give prompts or --prompt-file, not both"),
+    (["--prompt-file", "no.txt"], "no.txt"),
+    (["--prompt-file", "empty.txt"], "empty.txt"),
+    (["the", "--output", "nowhere/out.txt"], "nowhere"),
+    (["the", "--output", "."], "is a folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_a_mistake_gets_one_line(loaded, generator, tmp_path, monkeypatch, arguments, message):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "prompts.txt").write_text("the\n")
+    if "--output" in arguments:  # found before anything is written, or the texts would be lost
+        monkeypatch.setattr(generator, "generate_each", None)
+    done = generate(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().split("\n")) == 1
+    assert done.stdout == ""
+
+
+def test_help_names_every_setting(tmp_path):
+    text = fastformer("generate", "--help", cwd=tmp_path).stdout
+    names = "--max-new-tokens --temperature --top-k --top-p --repetition-penalty --seed --prompt-file --output"
+    assert all(name in text for name in names.split())
+    assert "generate" in fastformer("--help", cwd=tmp_path).stdout

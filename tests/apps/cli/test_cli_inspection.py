@@ -1,0 +1,224 @@
+"""`fastformer plot` and `fastformer compare` as a person uses them, right and wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+pytest.importorskip("matplotlib", reason="plots need matplotlib")
+
+from matplotlib.figure import Figure
+
+from fastformer.apps.language.run import load_language_model
+from fastformer.apps.models.embeddings import sinusoidal_positions
+from fastformer.apps.translation.attention_maps import attend
+from fastformer.apps.translation.run import load_translator
+from fastformer.apps.translation.search import SearchOptions
+from tests.apps.cli.test_cli import TRAIN, fastformer
+from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny trained runs: of subword pieces, of words, of a language model; and one that only began."""
+    folder = tmp_path_factory.mktemp("inspection")
+    for name, options in (("pieces", ""), ("words", "--tokenizer words --decoder-layers 2 --positions learned")):
+        done = fastformer(*TRAIN.split(), *options.split(), "--run", name, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    (folder / "text.txt").write_text("\n".join(TEXT) + "\n")
+    done = fastformer(*TRAIN_LM.split(), "--positions", "learned", "--max-positions", "9", "--run", "lm", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "begun").mkdir()
+    (folder / "begun" / "config.toml").write_text((folder / "pieces" / "config.toml").read_text())
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["pieces", "words"])
+def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path, run: str) -> None:
+    translator = load_translator(runs / run)
+    found = attend(translator, "twelve thousand one")
+    assert found.target == translator.translate(["twelve thousand one"], SearchOptions())[0]
+    source, target = translator.source_tokenizer, translator.target_tokenizer
+    ids = source.encode("twelve thousand one")
+    assert found.source_tokens == source.pieces([*ids, source.eos_id])
+    assert found.source_tokens[-1] == "<eos>"
+    assert (found.read[0], found.written[-1]) == ("<bos>", "<eos>")
+    assert found.read[1:] == found.written[:-1]
+    given = attend(translator, "twelve thousand one", "douze mille un")
+    assert given.written == target.pieces([*target.encode("douze mille un"), target.eos_id])
+    read = torch.tensor([target.bos_id, *target.encode("douze mille un")])
+    expected = translator.model.attention_maps(torch.tensor([*ids, source.eos_id]), read)
+    assert all(torch.equal(given.maps[kind], expected[kind]) for kind in ("encoder", "decoder", "cross"))
+    assert attend(translator, "one", "").written == ["<eos>"]
+
+
+def test_a_figure_draws_the_maps_that_were_asked_for(runs: Path) -> None:
+    found = attend(load_translator(runs / "words"), "twelve thousand one", "douze mille un")
+    cross = found.maps["cross"]
+    cases = [
+        (("cross", 1, 2), [cross[0, 1]], "cross attention, layer 1, head 2: "),
+        (("cross", None, "all"), list(cross[1]), "cross attention, layer 2: "),
+        (("cross", 2, "mean"), [cross[1].mean(0)], "cross attention, layer 2, mean of 2 heads: "),
+        (("cross", "all", "all"), list(cross.flatten(0, 1)), "cross attention, all layers: "),
+        (("cross", "all", "mean"), list(cross.mean(1)), "cross attention, all layers, mean of 2 heads: "),
+        (("cross", "all", 1), list(cross[:, 0]), "cross attention, all layers, head 1: "),
+        (("encoder", None, 1), [found.maps["encoder"][-1, 0]], "encoder attention, layer 1, head 1: "),
+        (("decoder", 1, 1), [found.maps["decoder"][0, 0]], "decoder attention, layer 1, head 1: "),
+    ]
+    for choice, expected, title in cases:
+        figure = found.figure(*choice)
+        drawn = [torch.from_numpy(axes.images[0].get_array().filled()) for axes in figure.axes if axes.images]
+        assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=False))
+        assert len([axes for axes in figure.axes if axes.images]) == len(expected)
+        shown = figure.get_suptitle().replace("\n", " ")
+        assert shown == f"{title}twelve thousand one -> douze mille un"
+    axes = found.figure("decoder", 1, 1).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == found.read
+    assert [label.get_text() for label in axes.get_yticklabels()] == found.written
+    figure = axes.figure
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("target token read", "target token written")
+    axes = found.figure("encoder", 1, 1).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == found.source_tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "--kind encoder --layer 1 --head 2", "--layer all --head mean --target deux", "--kind decoder --layer all"],
+)
+def test_plot_attention_writes_a_picture(runs: Path, tmp_path: Path, options: str) -> None:
+    command = ["plot", "attention", "--run", "pieces", "--source", "two", "--output", str(tmp_path / "deep" / "a.png")]
+    done = fastformer(*command, *options.split(), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "deep" / "a.png").read_bytes().startswith(PNG)
+    assert done.stdout.startswith("two -> ")
+    assert str(tmp_path / "deep" / "a.png") in done.stdout
+
+
+@pytest.mark.parametrize("options", ["", "--layer all --head mean", "--layer 1 --head 2"])
+def test_plot_attention_of_a_language_model(runs: Path, tmp_path: Path, options: str) -> None:
+    command = ["plot", "attention", "--run", "lm", "--text", "the cat sees", "--output", str(tmp_path / "a.png")]
+    done = fastformer(*command, *options.split(), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+    assert done.stdout == f"wrote {tmp_path / 'a.png'}\n"
+
+
+def test_plot_positions_of_a_run_draws_what_it_uses(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[torch.Tensor, str]] = []
+
+    def plot_positions(encoding: torch.Tensor, title: str) -> Figure:
+        drawn.append((encoding, title))
+        return Figure()
+
+    monkeypatch.setattr("fastformer.apps.plots.plot_positions", plot_positions)
+    words = load_translator(runs / "words").model
+    language, _, _ = load_language_model(runs / "lm")
+    sinusoidal = sinusoidal_positions(100, 16)
+    assert words.source_embedding.positions is not None
+    assert words.target_embedding.positions is not None
+    assert language.embedding.positions is not None
+    source, target, one = (
+        each.positions.weight  # type: ignore[union-attr]
+        for each in (words.source_embedding, words.target_embedding, language.embedding)
+    )
+    for options, expected, title in (
+        ("--run words", source, "learned positions of words, source, d_model 16"),
+        ("--run words --side target --length 7", target[:7], "learned positions of words, target, d_model 16"),
+        ("--run lm", one, "learned positions of lm, d_model 16"),
+        ("--run pieces", sinusoidal, "sinusoidal positions of pieces, source, d_model 16"),
+        ("--d-model 16", sinusoidal, "sinusoidal positions, d_model 16"),
+        ("--run pieces --length 700", sinusoidal_positions(700, 16), "sinusoidal positions of pieces, source"),
+    ):
+        done = fastformer("plot", "positions", *options.split(), "--output", str(tmp_path / "p.png"), cwd=runs)
+        assert done.returncode == 0, done.stderr
+        encoding, shown = drawn.pop()
+        assert torch.equal(encoding, expected)
+        assert shown.startswith(title)
+    assert source.shape == (512, 16)
+    assert one.shape == (9, 16)
+
+
+def test_plot_positions_and_history_write_pictures(runs: Path, tmp_path: Path) -> None:
+    for command in (
+        "positions --d-model 7 --length 5",
+        "positions --run lm",
+        "history pieces",
+        "history pieces begun words",
+    ):
+        done = fastformer("plot", *command.split(), "--output", str(tmp_path / "p.png"), cwd=runs)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "p.png").read_bytes().startswith(PNG)
+        (tmp_path / "p.png").unlink()
+
+
+def test_compare_prints_a_table_and_draws_the_curves(runs: Path, tmp_path: Path) -> None:
+    done = fastformer("compare", "pieces", "words", "begun", "--plot", str(tmp_path / "c.png"), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    rows = {line.strip().rsplit(maxsplit=3)[0]: line.split()[-3:] for line in done.stdout.splitlines()[1:] if line}
+    assert done.stdout.splitlines()[0].split() == ["pieces", "words", "begun"]
+    assert rows["steps"] == ["4", "4", "–"]
+    assert rows["data.tokenizer"] == ["bpe", "words", "bpe"]
+    assert rows["parameters"][:2] == [
+        f"{sum(p.numel() for p in load_translator(runs / name).model.parameters()):,}" for name in ("pieces", "words")
+    ]
+    for name in ("loss", "perplexity", "bleu"):
+        assert float(rows[name][0]) >= 0
+    assert "losses and perplexities per token do not compare" in done.stdout
+    assert "No metrics yet: begun" in done.stdout
+    assert (tmp_path / "c.png").read_bytes().startswith(PNG)
+
+
+WRONG = [
+    ("plot attention --run pieces", "pieces is a translation run; give --source"),
+    ("plot attention --run pieces --source two --text two", "pieces is a translation run; --text is not for it"),
+    ("plot attention --run lm", "lm is a language-model run; give --text"),
+    ("plot attention --run lm --source two", "lm is a language-model run; give --text"),
+    ("plot attention --run lm --text the --source two", "lm is a language-model run; --source is not for it"),
+    ("plot attention --run lm --text the --target two", "lm is a language-model run; --target is not for it"),
+    ("plot attention --run lm --text the --kind cross", "lm is a language-model run; --kind is not for it"),
+    ("plot attention --run lm --text the --layer 2", "layer must be 1 to 1 or all, not 2"),
+    ("plot attention --run nothing --source two", "nothing is not a run folder"),
+    ("plot attention --run begun --source two", "begun"),
+    ("plot attention --run pieces --source two --kind self", "kind must be one of cross, encoder, decoder, not 'self'"),
+    ("plot attention --run pieces --source two --layer 2", "layer must be 1 to 1 or all, not 2"),
+    ("plot attention --run pieces --source two --layer 0", "layer must be 1 to 1 or all, not 0"),
+    ("plot attention --run pieces --source two --layer last", "layer must be a number or all, not 'last'"),
+    ("plot attention --run pieces --source two --head 3", "head must be 1 to 2 or all or mean, not 3"),
+    ("plot attention --run pieces --source=", "source must hold at least one token, not ''"),
+    ("plot positions --d-model 0", "d_model must be at least 1 and at most 16,384, not 0"),
+    ("plot positions --length 0", "length must be at least 1 and at most 16,384, not 0"),
+    ("plot positions --run nothing", "nothing is not a run folder"),
+    ("plot positions --run words --side left", "side must be one of source, target, not 'left'"),
+    ("plot positions --run lm --side source", "lm is a language-model run; --side is not for it"),
+    ("plot positions --run lm --length 10", "a sequence of 10 is longer than max_length, 9"),
+    ("plot positions --run lm --length 0", "length must be at least 1 and at most 16,384, not 0"),
+    ("plot positions --run lm --d-model 16", "--d-model is for positions without a run"),
+    ("plot positions --side source", "--side is for the run of a translation model"),
+    ("plot history begun", "begun: no metrics yet, so there is nothing to draw"),
+    ("plot history pieces pieces", "runs names pieces twice"),
+    ("compare nothing", "nothing is not a run folder"),
+    ("compare begun --plot c.png", "begun: no metrics yet"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG, ids=[command for command, _ in WRONG])
+def test_a_mistake_gets_one_line_and_no_picture(runs: Path, command: str, message: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    done = fastformer(*command.split(), cwd=runs)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
+
+
+def test_a_target_too_long_for_learned_positions_is_refused(runs: Path) -> None:
+    translator = load_translator(runs / "words")
+    longest = translator.model.config.longest
+    with pytest.raises(ValueError, match=f"target must have at most {longest - 1} tokens, not {longest}"):
+        attend(translator, "two", "un " * longest)

@@ -1,0 +1,310 @@
+"""Every option of `fastformer train`, in all kinds of data and batches: it is read, or it is refused by name.
+
+What applies where is derived from the settings' declarations (`only=`), and compared with what the code does: an option
+that applies must be read by something else than the checks, and saved; one that does not must be refused, rightly: with
+another value of it, data, batches, model, optimiser and rates are the same.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.language import run as language_modelling
+from fastformer.apps.language.run import LanguageRun
+from fastformer.apps.runs.folder import Application, Machine
+from fastformer.apps.runs.run import Run
+from fastformer.apps.text import DatasetReport, docstring_corpora, number_corpus, write_lines
+from fastformer.apps.train import Trainer
+from fastformer.apps.translation.run import TranslationRun
+from fastformer.settings import SET, unmet
+from tests.apps.cli.test_cli import fastformer
+
+RUNS: dict[str, type[Run]] = {"translation": TranslationRun, "language": LanguageRun}
+PACKAGE = Path(sys.modules["fastformer"].__file__ or "").parent
+COMMANDS = {"translation": ["train"], "language": ["train", "lm"]}
+Settings = dict[str, dict[str, Any]]
+TRAIN = {"steps": 2, "validate_every": 1, "log_every": 1, "warmup_steps": 1, "threads": 1}
+MODEL = {"d_model": 16, "heads": 2, "feed_forward": 16}
+SMALL = {
+    "translation": {
+        "data": {"vocabulary": 70, "bleu_sentences": 2, "max_length": 64},
+        "model": {**MODEL, "encoder_layers": 1, "decoder_layers": 1},
+        "train": TRAIN,
+    },
+    "language": {"data": {"vocabulary": 200, "context": 16}, "model": {**MODEL, "layers": 1}, "train": TRAIN},
+}
+# What each kind of data, and of batches, is made by; %s is the folder of the files.
+FILES = {"train_source": "%s/train.en", "train_target": "%s/train.fr"}
+ENDS = {"source": "en", "target": "fr"}
+HELD = {f"{part}_{side}": f"%s/{part}.{end}" for part in ("valid", "test") for side, end in ENDS.items()}
+NEAR = {"valid_size": 10, "test_size": 10}
+DATA = {
+    "translation": {
+        "numbers": {**NEAR, "train_size": 80},
+        "files to split": {**FILES, **NEAR},
+        "files": {**FILES, **HELD},
+        "folder": {"dataset": "%s/pairs"},
+    },
+    "language": {
+        "docstrings": {"size": 60_000},
+        "a file to split": {"train_text": "%s/train.en"},
+        "files": {f"{part}_text": f"%s/{part}.en" for part in ("train", "valid", "test")},
+        "folder": {"dataset": "%s/text"},
+    },
+}
+BATCHES: dict[str, dict[str, Settings]] = {
+    "translation": {"tokens": {"train": {"batch_tokens": 200}}, "sentences": {"train": {"batch_sentences": 8}}},
+    "language": {
+        "documents": {"train": {"batch_tokens": 64}},
+        "columns": {"data": {"stream": "columns", "columns": 3}},
+    },
+}
+COMBINATIONS = [(app, data, batch) for app in RUNS for data in DATA[app] for batch in BATCHES[app]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _docstrings_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_modelling, "docstring_corpora", functools.cache(docstring_corpora))
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of sentences, and prepared folders of pairs and of text."""
+    folder = tmp_path_factory.mktemp("options")
+    corpora = number_corpus("fr", 80, 12, 12)
+    pairs = {f"{c.name}.{end}": lines for c in corpora for end, lines in (("en", c.source), ("fr", c.target))}
+    text = {f"{c.name}.txt": c.source for c in corpora}
+    tokens = {name: sum(len(line.split()) + 1 for line in lines) for name, lines in text.items()}
+    for to, contents, languages, counts in (
+        (folder / "pairs", pairs, ["en", "fr"], {}),
+        (folder / "text", {k: ["= A =", "", *v] for k, v in text.items()}, [], {k: v + 5 for k, v in tokens.items()}),
+    ):
+        to.mkdir()
+        for name, lines in contents.items():
+            write_lines(to / name, lines)
+        report = DatasetReport("mine", str(to), languages, {k: len(v) for k, v in contents.items()}, "", counts)
+        (to / "dataset.json").write_text(json.dumps(dataclasses.asdict(report)))
+    for name, lines in pairs.items():
+        write_lines(folder / name, lines)
+    return folder
+
+
+def settings(app: str, data: str, batch: str, files: Path, *changes: Mapping[str, Mapping[str, Any]]) -> Settings:
+    """What a user states for a small run of this kind."""
+    own = {"data": {k: v % files if isinstance(v, str) else v for k, v in DATA[app][data].items()}}
+    layers = (SMALL[app], own, BATCHES[app][batch], *changes)
+    return {name: {k: v for each in layers for k, v in each.get(name, {}).items()} for name in SMALL[app]}
+
+
+def made(application: Application, stated: Settings) -> tuple[Any, Any, Any]:
+    """The settings with their defaults: data, model, train."""
+    data, train = application.data(**stated["data"]), application.train(**stated["train"])
+    return data, application.planned(stated["model"], data), train
+
+
+def options(application: Application, stated: Settings) -> Iterator[tuple[str, "dataclasses.Field[Any]", bool]]:
+    """Section, option, and whether it applies to such a run on one CPU; all that a user can state."""
+    parts = dict(zip(("data", "model", "train"), made(application, stated), strict=True))
+    for section, each in parts.items():
+        for item in dataclasses.fields(each):
+            if item.name not in application.derived or section != "model":
+                yield section, item, not list(unmet(item, (each, *parts.values(), Machine("cpu"))))
+
+
+def other(item: "dataclasses.Field[Any]", value: Any, files: Path) -> Any:
+    """Another value of an option."""
+    special = {"dataset": "elsewhere", "source": "de", "target": "de", "document": "file", "betas": (0.5, 0.6)}
+    if item.name in special:
+        return special[item.name]
+    if item.name.endswith(("_source", "_target", "_text")):
+        return files / ("test.fr" if item.name.endswith("_target") else "test.en")
+    if choices := item.metadata.get("choices"):
+        return next(each for each in choices if each != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return 0.99 if item.name == "character_coverage" else value / 2 or 1e-4
+    return 7 if value is None else value * 2
+
+
+def companions(name: str, value: Any) -> dict[str, Any]:
+    """Options that stand together."""
+    pair = {"source": "target", "target": "source"}.get(name.rpartition("_")[2], "")
+    return {f"{name.rpartition('_')[0]}_{pair}": value} if pair and "_" in name else {}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The settings that are read, by section, while runs are made and trained, by other code than the checks."""
+    seen: dict[str, set[str]] = {"data": set(), "model": set(), "train": set()}
+    checks = {"__post_init__", "check", "computed", "corpus", "parts", "planned", "model_config"}
+
+    def watch(section: str, settings: type) -> type:
+        names = {item.name for item in dataclasses.fields(settings)}
+
+        def read(self: Any, name: str) -> Any:
+            if name in names:
+                code = sys._getframe(1).f_code
+                file = Path(code.co_filename)
+                inside = PACKAGE in file.parents and file.name not in ("settings.py", "config.py")
+                if inside and code.co_name not in checks:
+                    seen[section].add(name)
+            return object.__getattribute__(self, name)
+
+        return type(settings.__name__, (settings,), {"__getattribute__": read, "__module__": settings.__module__})
+
+    for kind in RUNS.values():
+        app = kind.application
+        parts = {name: watch(name, getattr(app, name)) for name in seen}
+        monkeypatch.setattr(kind, "application", dataclasses.replace(app, **parts))
+    return seen
+
+
+@pytest.mark.parametrize(("app", "data", "batch"), COMBINATIONS, ids=lambda x: x.replace(" ", "_"))
+def test_what_applies_is_read_and_saved(
+    tmp_path: Path, files: Path, watched: dict[str, set[str]], app: str, data: str, batch: str
+) -> None:
+    stated = settings(app, data, batch, files)
+    kind = RUNS[app]
+    text, _, train = made(kind.application, stated)
+    run = kind.create(tmp_path / "run", text, stated["model"], train)
+    run.fit(show=False)
+    saved = kind.application.read_config(tmp_path / "run")
+    for section, item, applies in options(kind.application, stated):
+        assert not applies or item.name in watched[section], f"{item.name} applies, and nothing reads it"
+        value = getattr({"data": text, "model": run.model_config, "train": train}[section], item.name)
+        assert saved[section].get(item.name) == value, item.name
+
+
+def variants(application: Application, stated: Settings) -> list[Settings]:
+    """Changes to a run under which the options apply that wait for another option's value, derived from conditions."""
+    found: list[Settings] = []
+    parts = dict(zip(("data", "model", "train"), made(application, stated), strict=True))
+    homes = {item.name: name for name, each in parts.items() for item in dataclasses.fields(each)}
+    for name, item, applies in options(application, stated):
+        wanted = {k: v for k, v in (item.metadata.get("only") or {}).items() if v not in (None, SET)}
+        if not applies and wanted and set(wanted) <= set(homes):
+            values = {k: v[0] if isinstance(v, tuple) else v for k, v in wanted.items()}
+            change: Settings = {home: {k: v for k, v in values.items() if homes[k] == home} for home in parts}
+            found += [change] if change not in found else []
+            assert any(o.name == item.name and yes for _, o, yes in options(application, merged(stated, change))), name
+    return found
+
+
+def merged(stated: Settings, change: Settings) -> Settings:
+    return {name: {**values, **change.get(name, {})} for name, values in stated.items()}
+
+
+@pytest.mark.parametrize(("app", "count"), [("translation", 5), ("language", 5)])
+def test_what_waits_for_another_option_is_read_beside_it(
+    tmp_path: Path, files: Path, watched: dict[str, set[str]], app: str, count: int
+) -> None:
+    stated = settings(app, next(iter(DATA[app])), next(iter(BATCHES[app])), files)
+    kind = RUNS[app]
+    found = variants(kind.application, stated)
+    assert len(found) >= count - 1, found  # sgd, two plateaus, learned positions, a word list …
+    for number, change in enumerate(found):
+        for names in watched.values():
+            names.clear()
+        varied = merged(stated, change)
+        text, _, train = made(kind.application, varied)
+        kind.create(tmp_path / f"run{number}", text, varied["model"], train).fit(show=False)
+        for section, item, applies in options(kind.application, varied):
+            assert not applies or item.name in watched[section], f"{change}: {item.name} applies, and nothing reads it"
+
+
+def observed(kind: type[Run], stated: Settings, folder: Path) -> list[Any]:
+    """What a run does with its settings: the text, ids and batches, the model's begin, the optimiser and its rates."""
+    data, _, train = made(kind.application, stated)
+    run = kind(folder, data, stated["model"], train)
+    torch.manual_seed(0)
+    trainer = Trainer(run.new_model(), run.loss, run.batches(), train, folder, show=False)
+    report = {k: v for k, v in run.data_report().items() if k != "corpora"}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer._update.optimizer.param_groups]
+    rates = [trainer._schedule.rate(step, step / 9) for step in range(1, 9)]
+    return [
+        report,
+        [getattr(c, "lines", None) or (c.source, c.target) for c in run.corpora.values()],
+        [tokenizer.pieces(range(tokenizer.size)) for tokenizer in run.tokenizers],
+        [[x.tolist() for x in vars(batch).values()] for batch in run.batches().epoch(0)],
+        {name: x.tolist() for name, x in run.new_model().state_dict().items() if x.dim() > 1},
+        groups,
+        rates,
+    ]
+
+
+def as_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Settings as they are typed."""
+    arguments: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return arguments
+
+
+def becomes_another(application: Application, stated: Settings, name: str) -> bool:
+    """Whether an option applies once it is given."""
+    try:
+        return any(item.name == name and applies for _, item, applies in options(application, stated))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(("app", "data", "batch"), COMBINATIONS, ids=lambda x: x.replace(" ", "_"))
+def test_what_does_not_apply_is_refused_by_name_and_rightly(
+    tmp_path: Path, files: Path, app: str, data: str, batch: str
+) -> None:
+    stated = settings(app, data, batch, files)
+    kind = RUNS[app]
+    command = [
+        *COMMANDS[app],
+        "--device",
+        "cpu",
+        "--run",
+        "new",
+        *as_arguments({k: v for s in stated.values() for k, v in s.items()}),
+    ]
+    torch.manual_seed(0)
+    before = observed(kind, stated, tmp_path / "observed")
+    refused = []
+    parts = dict(zip(("data", "model", "train"), made(kind.application, stated), strict=True))
+    for section, item, applies in options(kind.application, stated):
+        if applies:
+            continue
+        value = other(item, getattr(parts[section], item.name), files)
+        given = {item.name: value} | companions(item.name, value)
+        if (
+            "_" in item.name
+            and item.name.startswith(("valid_", "test_"))
+            and data in ("numbers", "folder", "docstrings")
+        ):
+            given = {item.name: value} | companions(item.name, value)
+        changed = merged(stated, {section: given})
+        if becomes_another(kind.application, changed, item.name):
+            continue  # a pair of files that makes another kind of data of it, which has its own combination
+        done = fastformer(*command, *as_arguments(given), cwd=tmp_path)
+        assert done.returncode == 2, item.name
+        whole = any(f"{name} has an effect only " in done.stderr for name in given)
+        assert whole or f"{item.name.split('_')[0]}_" in done.stderr.split(" need")[0], done.stderr
+        assert not (tmp_path / "new").exists()
+        refused.append(item.name)
+        if whole and item.name not in ("batch_sentences", "initialisation_range", "embedding_range"):  # in Python too
+            torch.manual_seed(0)
+            after = observed(kind, changed, tmp_path / "observed")
+            assert after == before, f"{item.name} was refused, but it changes the run"
+    assert {"momentum", "plateau_factor", "max_positions", "parallel"} <= set(refused)
+    assert ("batch_tokens" in refused) == (batch in ("sentences", "columns"))

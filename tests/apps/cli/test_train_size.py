@@ -1,0 +1,158 @@
+"""The first pairs of a corpus, whatever it is made of, and settings that are paths."""
+
+import gzip
+import os
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.language.run import LanguageDataConfig, evaluate_text
+from fastformer.apps.text import TextError, open_dataset, prepare, read_parallel, write_lines
+from fastformer.apps.train import TrainConfig
+from fastformer.apps.translation import run as translation
+from fastformer.apps.translation.run import DataConfig, read_corpora
+from tests.apps.cli.test_cli import fastformer
+from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+
+SMALL = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 16}
+FILES = "train --run new --steps 1 --device cpu --train-source s.txt --train-target t.txt"
+
+
+def pairs(folder: Path, count: int, blank: int = 0) -> dict[str, Path]:
+    """Files of numbered pairs, of which every `blank`-th has an empty side."""
+    source = [f"s {i}" if not blank or i % blank else "" for i in range(count)]
+    write_lines(folder / "s", source)
+    write_lines(folder / "t", [f"t {i}" for i in range(count)])
+    return {"train_source": folder / "s", "train_target": folder / "t"}
+
+
+def test_the_first_pairs_of_files_are_taken_after_those_split_off(tmp_path: Path) -> None:
+    data = DataConfig(**pairs(tmp_path, 1000, blank=10), train_size=100, valid_size=7, test_size=5)
+    parts = read_corpora(data)
+    assert [len(parts[name]) for name in ("train", "valid", "test")] == [100, 7, 5]
+    taken = {int(line.split()[1]) for part in parts.values() for line in part.source}
+    assert taken == {i for i in range(125) if i % 10}  # 112 of the first 125 lines have two sides
+    assert "875 more left out" in str(parts["train"])
+    assert len(read_corpora(replace(data, train_size=None))["train"]) == 888
+    held: dict[str, Any] = {
+        f"{part}_{side}": tmp_path / side[0] for part in ("valid", "test") for side in ("source", "target")
+    }
+    parts = read_corpora(DataConfig(**pairs(tmp_path, 1000), **held, train_size=100))
+    assert {int(line.split()[1]) for line in parts["train"].source} == set(range(100))
+    assert len(parts["valid"]) == 1000
+
+
+def test_the_first_pairs_of_a_dataset_folder_are_taken(tmp_path: Path) -> None:
+    count = 8000
+    write_lines(tmp_path / "europarl-v7.fr-en.fr", [f"f {i}" for i in range(count)])
+    write_lines(tmp_path / "europarl-v7.fr-en.en", [f"e {i}" for i in range(count)])
+    prepare("europarl", tmp_path, tmp_path / "data")
+    folder = str(tmp_path / "data")
+    whole = read_corpora(DataConfig(dataset=folder))
+    part = read_corpora(DataConfig(dataset=folder, train_size=150))
+    assert part["train"].source == whole["train"].source[:150]
+    assert part["train"].target == whole["train"].target[:150]
+    assert part["valid"] == whole["valid"]
+    assert part["test"] == whole["test"]
+    lines = (tmp_path / "data" / "train.en").read_text().splitlines()
+    for name in ("en", "fr"):
+        write_lines(tmp_path / "data" / f"train.{name}", lines[:-1])
+    with pytest.raises(TextError, match="1,999 lines, but 2,000 were prepared"):
+        open_dataset(folder, "en", "fr", 150)
+
+
+def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
+    files = pairs(tmp_path, 300)
+    command = [*FILES.split(), "--valid-size", "5", "--test-size", "5", "--train-size", "40", "--vocabulary", "30"]
+    sizes = [x for k, v in SMALL.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    for name, path in zip(("s.txt", "t.txt"), files.values(), strict=True):
+        path.rename(tmp_path / name)
+    done = fastformer(*command, *sizes, "--bleu-sentences", "0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "train: 40 pairs, 250 more left out" in done.stdout
+    config = tmp_path / "new" / "config.toml"
+    assert "train_size = 40" in config.read_text()
+    done = fastformer("train", "--run", "new", "--resume", "--steps", "2", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # A folder of an earlier version holds a train_size that counted for nothing.
+    config.write_text(config.read_text().replace("version = 2\n", ""))
+    assert "train_size" not in translation.TRANSLATION.read_config(tmp_path / "new")["data"]
+    config.write_text(config.read_text().replace('kind = "translation"\n', 'kind = "translation"\nversion = 3\n'))
+    with pytest.raises(ValueError, match="version must be at least 1 and at most 2, not 3"):
+        translation.TRANSLATION.read_config(tmp_path / "new")
+
+
+def peak_of_reading(folder: Path, suffix: str, lines: int) -> int:
+    """Bytes at the most, of Python's own, while the first 100 pairs of two files are taken."""
+    paths = folder / f"s{suffix}", folder / f"t{suffix}"
+    for path in paths:
+        with (gzip.open if suffix else open)(path, "wb") as file:  # type: ignore[operator]
+            file.writelines(b"%06d " % i + b"word " * 15 + b"\n" for i in range(lines))
+    tracemalloc.start()
+    try:
+        corpus = read_parallel(*paths, limit=100)
+        assert (len(corpus), corpus.beyond) == (100, lines - 100)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_what_is_left_out_is_not_held_but_checked(tmp_path: Path, suffix: str) -> None:
+    # A line is 82 characters in 49 bytes of Python's and 8 of a list: as many more as this would be seen if held.
+    held = 2 * 30_000 * (82 + 49 + 8)
+    assert peak_of_reading(tmp_path, suffix, 60_000) - peak_of_reading(tmp_path, suffix, 30_000) < held / 10
+    paths = tmp_path / f"s{suffix}", tmp_path / f"t{suffix}"
+    opened: Any = gzip.open if suffix else open
+    with opened(paths[1], "ab") as file:
+        file.write(b"one more\n")
+    with pytest.raises(TextError, match=r"has 30,000 lines but .* has 30,001"):
+        read_parallel(*paths, limit=100)
+    with opened(paths[0], "ab") as file:
+        file.write(b"\xff\n")
+    with pytest.raises(TextError, match=rf"s{suffix}:30001: not valid UTF-8"):
+        read_parallel(*paths, limit=100)
+
+
+# Paths in Python.
+
+
+class _Link(os.PathLike):  # type: ignore[type-arg]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+@pytest.mark.parametrize("form", [str, Path, _Link])
+def test_paths_are_taken_in_any_form(tmp_path: Path, form: Any) -> None:
+    files = {name: form(path) for name, path in pairs(tmp_path, 40).items()}
+    data = DataConfig(**files, valid_size=2, test_size=2)
+    assert (data.train_source, data.train_target) == (tmp_path / "s", tmp_path / "t")
+    assert isinstance(data.train_source, Path)
+    assert len(read_corpora(data)["train"]) == 36
+    assert DataConfig(dataset=form(tmp_path)).dataset == str(tmp_path)
+    text = LanguageDataConfig(train_text=form(tmp_path / "s"), valid_text=form(tmp_path / "t"))
+    assert (text.train_text, text.valid_text) == (tmp_path / "s", tmp_path / "t")
+    for value in (7, b"s", ["s"]):
+        with pytest.raises(ValueError, match=r"train_source must be a path, not "):
+            DataConfig(**{**files, "train_source": value})  # type: ignore[arg-type]
+
+
+def test_lists_are_taken_for_tuples() -> None:
+    assert TrainConfig(steps=1, betas=[0.5, 0.6]).betas == (0.5, 0.6)  # type: ignore[arg-type]
+
+
+def test_a_text_to_evaluate_is_a_split_or_a_path(tmp_path: Path) -> None:
+    write_lines(tmp_path / "text.txt", TEXT)
+    done = fastformer(*TRAIN_LM.split(), "--run", "lm", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ValueError, match=r"split must be test, valid or the Path of a file, not 'text.txt'"):
+        evaluate_text(tmp_path / "lm", "text.txt")  # type: ignore[arg-type]
+    assert evaluate_text(tmp_path / "lm", _Link(tmp_path / "text.txt"))[1].tokens == 6 * len(TEXT)  # type: ignore[arg-type]

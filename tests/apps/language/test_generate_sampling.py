@@ -1,0 +1,344 @@
+"""One choice after another: against an oracle in plain Python, at the edges, and in its frequencies."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
+from tests.support.language_task import random_model
+
+UNK, PAD, BOS, EOS = range(4)
+
+
+def oracle(logits, options, uniform, seen, forbidden):
+    """The six documented steps for one row, in fp64 and plain Python."""
+    x = {i: float(value) for i, value in enumerate(logits) if i not in forbidden}
+    penalty = options.repetition_penalty
+    for i in x:
+        if seen[i]:
+            x[i] = x[i] / penalty if x[i] > 0 else x[i] * penalty
+    ranked = sorted(x, key=lambda i: (-x[i], i))
+    if options.temperature == 0:
+        return ranked[0]
+    ranked = ranked[: options.top_k or None]
+    weight = {i: math.exp((x[i] - x[ranked[0]]) / options.temperature) for i in ranked}
+    total = math.fsum(weight.values())
+    kept, mass = [], 0.0
+    for i in ranked:
+        if options.top_p < 1 and mass >= options.top_p:
+            break
+        kept.append(i)
+        mass += weight[i] / total
+    mass = math.fsum(weight[i] for i in kept)
+    below = 0.0
+    for i in sorted(kept):
+        below += weight[i] / mass
+        if below > uniform:
+            return i
+    return max(kept)
+
+
+def grid(n):
+    """Numbers in [0, 1) that meet no boundary of a probability by chance."""
+    return (torch.arange(n, dtype=torch.float64) + math.sqrt(2) / 2) / n
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0},
+        {"temperature": 0.3},
+        {"temperature": 7.0},
+        {"top_k": 3},
+        {"top_k": 1},
+        {"top_k": 0, "top_p": 0.6},
+        {"top_p": 0.05},
+        {"top_p": 0.999},
+        {"repetition_penalty": 3.0},
+        {"repetition_penalty": 0.4},
+        {"temperature": 0, "repetition_penalty": 5.0},
+        {"temperature": 0.7, "top_k": 6, "top_p": 0.8, "repetition_penalty": 1.7},
+        {"temperature": 2.5, "top_k": 5, "top_p": 0.4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [13, 700])
+def test_every_choice_is_the_oracles(options, vocabulary):
+    options = SamplingOptions(**options)
+    B = 60
+    logits = 3 * torch.randn(B, vocabulary)
+    before = logits.clone()
+    seen = torch.rand(B, vocabulary) < 0.4
+    forbidden = [1, 2, 7]
+    uniform = grid(B)[torch.randperm(B)]
+    found = choose_ids(logits, options, uniform, seen, forbidden)
+    expected = [oracle(logits[b].double(), options, float(uniform[b]), seen[b], forbidden) for b in range(B)]
+    assert found.tolist() == expected
+    assert torch.equal(logits, before)
+    assert found.dtype == torch.int64
+
+
+def kept(logits, **options):
+    """The ids that can be chosen, each hit by many numbers."""
+    n = 4000
+    return choose_ids(torch.tensor([logits]).expand(n, -1), SamplingOptions(**options), grid(n)).unique().tolist()
+
+
+def test_ties_go_to_the_lowest_ids_and_no_more_are_kept_than_must_be():
+    flat = [0.0] * 8
+    for k in range(1, 9):
+        assert kept(flat, top_k=k) == list(range(k))
+    for p, n in ((0.01, 1), (0.125, 1), (0.126, 2), (0.25, 2), (0.5, 4), (0.874, 7), (0.876, 8), (1.0, 8)):
+        assert kept(flat, top_p=p) == list(range(n)), p
+    # Equals around the boundary: ids 1, 3 and 5 are the largest, two of them stay, or all and one of the next.
+    tied = [0.0, 2.0, 0.0, 2.0, 0.0, 2.0]
+    assert kept(tied, top_k=2) == [1, 3]
+    assert kept(tied, top_k=4) == [0, 1, 3, 5]
+    assert kept(tied, top_k=4, top_p=0.5) == [1, 3]
+    assert choose_ids(torch.tensor([tied]), SamplingOptions(temperature=0)).tolist() == [1]
+
+
+def test_nothing_is_lost_with_everything_kept():
+    logits = [0.0, -7.0, -7.5, 1.0]
+    for options in ({}, {"top_p": 1.0}, {"top_k": 4}, {"top_k": 5}, {"top_k": 10**9}, {"top_k": 0}, {"top_k": None}):
+        assert kept(logits, **options) == [0, 1, 2, 3]
+    assert kept(logits, top_k=10**9, top_p=0.9) == [0, 3]
+
+
+def test_top_p_beyond_the_first_ranked():
+    """A nucleus larger than what is ranked at first, beside a row whose nucleus is one token."""
+    V = 5000
+    logits = torch.zeros(2, V)
+    logits[1, 77] = 50.0
+    n = round(0.5 * V)
+    options = SamplingOptions(top_p=0.5 - 0.5 / V)
+    last = torch.tensor([1 - 1e-12, 1 - 1e-12], dtype=torch.float64)
+    assert choose_ids(logits, options, last).tolist() == [n - 1, 77]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-45, 5e-324])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4, 1e30])
+def test_tiny_temperatures_take_the_largest(temperature, scale):
+    logits = scale * torch.randn(20, 11)
+    greedy = choose_ids(logits, SamplingOptions(temperature=0))
+    for options in ({}, {"top_k": 4}, {"top_p": 0.9}, {"top_k": 4, "top_p": 0.5, "repetition_penalty": 1.0}):
+        found = choose_ids(logits, SamplingOptions(temperature=temperature, **options), grid(20))
+        assert torch.equal(found, greedy)
+
+
+def test_a_high_temperature_takes_any():
+    assert kept([50.0, -50.0, 0.0], temperature=1e38) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 30.0}], ids=str)
+def test_the_ends_of_the_unit_interval_choose_what_is_allowed(options):
+    """The first and the last token that have a probability, never one that was ruled out."""
+    logits = torch.randn(200, 37) - 4.0
+    forbidden = [0, 1, 35, 36]
+    for number in (0.0, 1 - 2**-53):
+        uniform = torch.full((200,), number, dtype=torch.float64)
+        found = choose_ids(logits, SamplingOptions(**options), uniform, forbidden=forbidden)
+        expected = [oracle(row.double(), SamplingOptions(**options), number, [False] * 37, forbidden) for row in logits]
+        assert found.tolist() == expected
+
+
+def test_rare_words_keep_their_share():
+    """Those that a sum in fp32 would lose beside a frequent one; and each of a million."""
+    p = math.exp(-25.0)
+    uniform = torch.tensor([1 - 1.5 * p, 1 - 0.5 * p], dtype=torch.float64)
+    assert choose_ids(torch.tensor([[0.0, -25.0]] * 2), SamplingOptions(), uniform).tolist() == [0, 1]
+    V = 2**20
+    uniform = grid(5)
+    found = choose_ids(torch.zeros(1, V).expand(5, -1), SamplingOptions(), uniform)
+    assert found.tolist() == (uniform * V).long().tolist()
+
+
+def test_the_penalty_knows_signs():
+    """It makes a token less probable whether its logit is positive or negative."""
+    logits = torch.tensor([[2.0, 1.5, -1.0], [-1.0, -1.5, -4.0], [2.0, 1.5, -1.0]])
+    seen = torch.tensor([[True, False, False], [True, False, False], [False, False, True]])
+    options = SamplingOptions(temperature=0, repetition_penalty=2.0)
+    assert choose_ids(logits, options, seen=seen).tolist() == [1, 1, 0]
+    # Zero is neither: it stays.
+    logits = torch.tensor([[0.0, -0.1]])
+    assert choose_ids(logits, options, seen=torch.tensor([[True, False]])).tolist() == [0]
+
+
+def test_half_precision_logits_are_sampled_in_fp32():
+    logits = torch.randn(50, 3000).bfloat16()
+    for options in ({"top_p": 0.9}, {"temperature": 0.1, "top_k": 20}, {}):
+        found = choose_ids(logits, SamplingOptions(**options), grid(50))
+        assert torch.equal(found, choose_ids(logits.float(), SamplingOptions(**options), grid(50)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.6}, {"temperature": 1.8, "top_k": 9}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.7}],
+    ids=str,
+)
+def test_frequencies_are_the_probabilities(options):
+    """Chi-square of 40,000 draws, below its mean by chance in all but one of a million seeds."""
+    V, draws = 25, 40_000
+    logits = 1.5 * torch.randn(V)
+    options = SamplingOptions(**options)
+    streams = random_streams([[7]], seed=11)
+    uniform = torch.tensor(streams[0].random(draws))
+    found = choose_ids(logits.expand(draws, -1), options, uniform)
+    x = logits.double() / options.temperature
+    order = x.argsort(descending=True)[: options.top_k or V]
+    p = torch.zeros(V, dtype=torch.float64)
+    p[order] = x[order].softmax(0)
+    if options.top_p < 1:
+        n = int((p[order].cumsum(0) < options.top_p).sum()) + 1
+        p[order[n:]] = 0
+        p /= p.sum()
+    counts = found.bincount(minlength=V)
+    assert counts[p == 0].sum() == 0
+    possible = p > 0
+    degrees = int(possible.sum()) - 1
+    expected = draws * p[possible]
+    statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
+    # Mean `degrees`, variance 2 * degrees; Laurent and Massart 2000, lemma 1, with x = 14 (e^-14 < 1e-6).
+    assert statistic < degrees + 2 * math.sqrt(14 * degrees) + 28
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_scores_that_are_no_numbers(value):
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = value
+    for temperature in (0, 1.0):
+        with pytest.raises(FloatingPointError, match="the model's scores are not numbers"):
+            choose_ids(logits, SamplingOptions(temperature=temperature), grid(3))
+
+
+def test_sampling_needs_random_numbers():
+    with pytest.raises(ValueError, match="uniform must be given unless the temperature is 0"):
+        choose_ids(torch.zeros(1, 5), SamplingOptions())
+
+
+def test_streams_depend_on_seed_prompt_and_copy_alone():
+    def numbers(prompts, seed):
+        return [tuple(stream.random(4)) for stream in random_streams(prompts, seed)]
+
+    a, b, again = numbers([[2, 5], [2, 6], [2, 5]], 3)
+    assert len({a, b, again}) == 3
+    assert numbers([[2, 6], [2, 9], [2, 5], [2, 5]], 3) == [b, numbers([[2, 9]], 3)[0], a, again]
+    assert numbers([[2, 5]], 4) != [a]
+    # Zeros at the end are part of a prompt, and which number is the seed matters.
+    assert len(set(numbers([[0], [0, 0], [0, 0, 0], [1, 0], [1]], 0))) == 5
+    assert numbers([[2]], None) != numbers([[2]], None)
+
+
+def texts(model, prompts, options, context=6, **arguments):
+    """Ids that follow each prompt."""
+    found = [[] for _ in prompts]
+    for step in sample(model, prompts, options, context, random_streams(prompts, options.seed), **arguments):
+        for row, token in step:
+            found[row].append(token)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(3)
+
+
+PROMPTS = [[2, 5, 6, 7], [2], [2, 9, 10, 11, 12, 13, 14, 15, 16, 4], [2, 8]]
+
+
+def test_what_may_not_be_written(model):
+    options = SamplingOptions(seed=0, max_new_tokens=60, stop_at_eos=False, temperature=1e3)
+    assert {t for text in texts(model, PROMPTS, options, unk_id=UNK) for t in text} == set(range(17)) - {UNK, PAD, BOS}
+    allowed = replace(options, allow_unk=True)
+    for found in (texts(model, PROMPTS, options), texts(model, PROMPTS, allowed, unk_id=UNK)):
+        assert {t for text in found for t in text} == set(range(17)) - {PAD, BOS}
+
+
+def test_a_text_ends_at_eos_and_leaves_the_batch(model):
+    options = SamplingOptions(seed=1, max_new_tokens=60, temperature=2.0)
+    found = texts(model, PROMPTS * 3, options)
+    assert len({len(text) for text in found}) > 4
+    for text in found:
+        assert EOS not in text[:-1]
+        assert len(text) == 60 or text[-1] == EOS
+    eager = random_model(3, output_bias=True)
+    with torch.no_grad():
+        eager.output.bias[EOS] += 1000.0  # ends as soon as it may
+    for least in (0, 1, 9):
+        found = texts(eager, PROMPTS, replace(options, min_new_tokens=least))
+        assert [(len(text), text.index(EOS)) for text in found] == [(least + 1, least)] * 4
+    endless = texts(model, PROMPTS, replace(options, stop_at_eos=False))
+    assert [len(text) for text in endless] == [60] * 4
+    assert any(EOS in text[:-1] for text in endless)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 5},
+        {"seed": 5, "temperature": 1.5, "top_k": 8, "top_p": 0.9, "repetition_penalty": 1.3},
+        {"temperature": 0, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_a_text_does_not_know_the_batch(options):
+    """Nor when the others leave it."""
+    model = random_model(3, output_bias=True)
+    with torch.no_grad():
+        model.output.bias[EOS] += 2.0
+    options = SamplingOptions(max_new_tokens=25, **options)
+    prompts = [*PROMPTS, [2, 16, 6], [2, 12], [2, 7, 7, 7]]
+    together = texts(model, prompts, options)
+    if options.temperature:
+        assert len({len(text) for text in together}) >= 3
+    assert [texts(model, [prompt], options)[0] for prompt in prompts] == together
+    assert texts(model, prompts[::-1], options) == together[::-1]
+    assert texts(model, [[2, 4, 4], *prompts[1:], [2, 4]], options)[1:-1] == together[1:]
+    shorter = texts(model, prompts, replace(options, max_new_tokens=10))
+    assert shorter == [text[:10] for text in together]
+
+
+def test_seeds_and_copies_differ(model):
+    options = SamplingOptions(seed=5, max_new_tokens=25, stop_at_eos=False)
+    once, twice = texts(model, [[2, 5], [2, 5]], options)
+    assert once != twice
+    assert texts(model, [[2, 5]], options) == [once]
+    assert texts(model, [[2, 5]], replace(options, seed=6)) not in ([once], [twice])
+    greedy = replace(options, temperature=0)
+    assert texts(model, [[2, 5], [2, 5]], greedy)[0] == texts(model, [[2, 5]], replace(greedy, seed=None))[0]
+
+
+def test_the_penalty_counts_the_prompt_and_the_text_but_not_the_special_tokens(model):
+    """So strong a penalty that nothing comes twice before everything came."""
+    options = SamplingOptions(temperature=0, repetition_penalty=1e6, max_new_tokens=14, stop_at_eos=False)
+    with torch.no_grad():
+        positive = random_model(3, output_bias=True)
+        positive.output.bias += 100.0  # all logits above 0, so that the penalty drops them below all others
+        positive.output.bias[EOS] -= 1000.0
+    words = set(range(4, 17))
+    for prompt in PROMPTS:
+        [text] = texts(positive, [prompt], options, unk_id=UNK)
+        expected = words - set(prompt)
+        assert set(text[: len(expected)]) == expected
+    # Ends of line may come as often as they like.
+    with torch.no_grad():
+        positive.output.bias[EOS] += 2000.0
+    assert texts(positive, [[2, 5]], options) == [[EOS] * 14]
+
+
+def test_numbers_are_drawn_once_a_token(model):
+    """One number a token, in order: what was drawn says what was chosen."""
+    options = SamplingOptions(max_new_tokens=12, stop_at_eos=False)
+    stream, twin = (np.random.default_rng(8) for _ in range(2))
+    [text] = [[t for [(_, t)] in sample(model, [[2, 5]], options, 20, [stream])]]
+    ids = [2, 5]
+    for token in text:
+        logits = model.logits(model(torch.tensor(ids), torch.tensor([len(ids)]))[-1:])
+        uniform = torch.tensor([twin.random()], dtype=torch.float64)
+        assert choose_ids(logits, options, uniform, forbidden=[PAD, BOS]).item() == token
+        ids.append(token)
+    assert stream.random() == twin.random()

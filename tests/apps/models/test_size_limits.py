@@ -1,0 +1,188 @@
+"""Sizes are bounded before anything is built: settings may be a typing error, or a stranger's."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
+from fastformer.apps.export import export_safetensors, load_safetensors
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.models import sizes
+from fastformer.apps.models.embeddings import Embedding
+from fastformer.apps.models.sizes import check_memory
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.train import CheckpointError, CheckpointFolder, TrainConfig
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.run import TRANSLATION, DataConfig, TranslationRun, load_translator
+from tests.support.train_task import config as train_config
+from tests.support.train_task import trainer
+
+SMALL: dict[str, Any] = {"d_model": 8, "heads": 2, "feed_forward": 12}
+LAYERS = {"encoder_layers": 2, "decoder_layers": 3}
+
+
+def matrices(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])
+def test_the_numbers_of_a_model_are_counted_from_its_settings(embeddings: str, positions: str) -> None:
+    shape = {**SMALL, "positions": positions, "max_positions": 17}
+    translation = TranslationConfig(21, 21, embeddings=embeddings, **LAYERS, **shape)
+    assert translation.matrix_numbers == matrices(TranslationModel(translation))
+    language = LanguageConfig(23, layers=2, embeddings="tied" if embeddings == "shared" else embeddings, **shape)
+    assert language.matrix_numbers == matrices(LanguageModel(language))
+    classifier = ClassifierConfig(23, 3, layers=2, **shape)
+    assert classifier.matrix_numbers == matrices(SequenceClassifier(classifier))
+
+
+@pytest.mark.parametrize(
+    "name", ["source_vocabulary", "target_vocabulary", "d_model", "feed_forward", "max_positions", "heads"]
+)
+@pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 2**64])
+def test_a_size_beyond_counting_is_refused_by_name(name: str, size: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most 2,147,483,647, not {size}"):
+        TranslationConfig(**{"source_vocabulary": 9, "target_vocabulary": 9, name: size})
+
+
+@pytest.mark.parametrize("name", ["encoder_layers", "decoder_layers"])
+def test_a_stack_beyond_building_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most 10,000, not 1000000000"):
+        TranslationConfig(9, 9, **{name: 10**9})
+
+
+def test_a_model_beyond_the_memory_is_refused_before_data_is_read(tmp_path: Path) -> None:
+    data = DataConfig(train_source=tmp_path / "no", train_target=tmp_path / "no")
+    for settings in ({"d_model": 2**31 - 2, "heads": 2}, {"feed_forward": 2**31 - 1, "encoder_layers": 9999}):
+        with pytest.raises(ValueError, match=r"at least [\d,]+ parameters, [\d,.]+ GiB in fp32, but this machine has"):
+            TranslationRun.check(data, settings, TrainConfig(steps=1))
+    check_memory(TranslationConfig(9, 9))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of memory")
+def test_the_memory_is_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 20) if kind == resource.RLIMIT_AS else None)
+    check_memory(TranslationConfig(9, 9, **SMALL))
+    with pytest.raises(
+        ValueError, match=r"at least 44,049,408 parameters, 0\.2 GiB in fp32, but this machine has 0\.0 GiB"
+    ):
+        check_memory(TranslationConfig(9, 9))
+
+
+GROUPS = {
+    "v2": ("0::/job/7", "sys/fs/cgroup/job/7/memory.max", "2048\n"),
+    "v2, of the group above": ("0::/job/7", "sys/fs/cgroup/job/memory.max", "2048\n"),
+    "v2, in a container": ("0::/", "sys/fs/cgroup/memory.max", "2048\n"),
+    "v2, in a container with names from outside": ("0::/docker/ab", "sys/fs/cgroup/memory.max", "2048\n"),
+    "v2, from another root": ("0::/../..", "sys/fs/cgroup/memory.max", "2048\n"),
+    "v1": ("5:cpu:/a\n4:hugetlb,memory:/job:7", "sys/fs/cgroup/memory/job:7/memory.limit_in_bytes", "2048\n"),
+    "v1, in a container": ("4:memory:/docker/ab\n0::/", "sys/fs/cgroup/memory/memory.limit_in_bytes", "2048\n"),
+    "v2, none": ("0::/job/7", "sys/fs/cgroup/job/7/memory.max", "max\n"),
+    "v1, none": ("4:memory:/", "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+    "of others": ("0::/job/7", "sys/fs/cgroup/job/8/memory.max", "2048\n"),
+    "of no memory": ("5:cpu:/job", "sys/fs/cgroup/memory/memory.limit_in_bytes", "2048\n"),
+    "damaged": ("\n0\n:\n0::", "sys/fs/cgroup/memory.max", "\x00\n"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of memory")
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_memory_is_what_a_container_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    groups, name, content = GROUPS[case]
+    for path, text in (("proc/self/cgroup", f"{groups}\n"), (name, content)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(sizes, "_ROOT", tmp_path)
+    if content == "2048\n" and not case.startswith("of"):
+        with pytest.raises(ValueError, match=r"but this machine has 0\.0 GiB"):
+            check_memory(TranslationConfig(9, 9, **SMALL))
+    else:
+        check_memory(TranslationConfig(9, 9, **SMALL))
+
+
+def run_folder(folder: Path) -> TranslationConfig:
+    tokenizer = WordTokenizer.from_lines(["a b c d e f"])
+    config = TranslationConfig(tokenizer.size, tokenizer.size, **LAYERS, **SMALL)
+    model = TranslationModel(config)
+    CheckpointFolder(folder / "checkpoints").save(1, model.state_dict(), {}, config)
+    made = trainer(folder, train_config(), model=model, architecture=config)
+    TRANSLATION.complete(made.folder, config, (tokenizer, tokenizer), {"max_length": 9}, made.config)
+    load_translator(folder)
+    return config
+
+
+@pytest.mark.parametrize("agreeing", [False, True])
+@pytest.mark.parametrize("changes", [{"encoder_layers": 9000}, {"d_model": 2**20}, {"feed_forward": 2**31 - 1}])
+def test_a_run_that_claims_a_large_model_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], agreeing: bool
+) -> None:
+    config = run_folder(tmp_path)
+    claimed = replace(config, **changes)
+    TRANSLATION.save_settings(tmp_path, {"max_length": 9}, claimed, TrainConfig(steps=1))
+    if agreeing:  # with what the checkpoint says of itself
+        CheckpointFolder(tmp_path / "checkpoints").save(1, TranslationModel(config).state_dict(), {}, claimed)
+
+    def build(*arguments: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(TranslationModel, "__init__", build)
+    message = "bytes of weights are there" if agreeing else "is of another architecture"
+    with pytest.raises(CheckpointError, match=message):
+        load_translator(tmp_path)
+
+
+@pytest.mark.parametrize("agreeing", [False, True])
+def test_a_resumed_run_that_claims_a_large_model_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreeing: bool
+) -> None:
+    data = DataConfig(train_size=50, valid_size=5, test_size=5, vocabulary=60, bleu_sentences=0)
+    TranslationRun.create(tmp_path, data, {**SMALL, **LAYERS}, TrainConfig(steps=1, batch_tokens=99)).fit(show=False)
+    places = [tmp_path / "config.toml"]
+    places += [tmp_path / "checkpoints" / "step-1" / "meta.json"] if agreeing else []
+    for path in places:
+        path.write_text(re.sub(r'(feed_forward"?( =|:)) 12', r"\1 300000", path.read_text()))
+    run = TranslationRun.open(tmp_path)
+
+    def build(*arguments: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(TranslationModel, "__init__", build)
+    with pytest.raises(CheckpointError, match="bytes of weights are" if agreeing else "is of another architecture"):
+        run.fit(resume=True, show=False)
+
+
+def test_an_exported_model_that_claims_to_be_large_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    tokenizer = WordTokenizer.from_lines(["a b c d e f"])
+    export_safetensors(tmp_path / "m", LanguageModel(LanguageConfig(tokenizer.size, layers=1, **SMALL)), [tokenizer])
+    path = tmp_path / "m" / "config.json"
+    path.write_text(path.read_text().replace('"layers": 1', '"layers": 10000'))
+    began = process_time()
+    with pytest.raises(CheckpointError, match="bytes of weights are there"):
+        load_safetensors(tmp_path / "m")
+    assert process_time() - began < 2  # building takes 20 s
+
+
+def test_a_table_of_sinusoids_begins_small_and_grows() -> None:
+    embedding = Embedding(9, 8, "sinusoidal", max_length=2**31 - 1, dropout=0.0)
+    assert embedding.table.shape == (4096, 8)
+    assert embedding.encodings(5000).shape[0] >= 5000
+    assert torch.equal(embedding.table[:9], Embedding(9, 8, "sinusoidal", 9).table)
+
+
+def test_threads_are_bounded_by_the_processors(tmp_path: Path) -> None:
+    most = 4 * (os.cpu_count() or 1)
+    with pytest.raises(ValueError, match=f"threads must be at most {most} here, 4 a processor, not {most + 1}"):
+        trainer(tmp_path, train_config(threads=most + 1))
+    with pytest.raises(ValueError, match=f"threads must be at most {most} here, 4 a processor, not 100000"):
+        TranslationRun.check(DataConfig(), SMALL, TrainConfig(steps=1, threads=100_000))
+    TranslationRun.check(DataConfig(), SMALL, TrainConfig(steps=1, threads=most))

@@ -1,0 +1,182 @@
+"""Where a language model and a classifier look: the weights that torch's layers apply, under the right tokens."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
+from fastformer.apps.language.attention_maps import attend_text
+from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.plots.attention_maps import attend_ids
+from fastformer.apps.text import WordTokenizer
+from fastformer.packing import Layout
+from tests.apps.classification import test_classification
+from tests.support import translation_task
+from tests.support.language_task import TorchTwin, random_model
+from tests.support.translation_task import random_ids
+
+VARIANTS = {
+    "pre-norm": {},
+    "post-norm": {"norm_first": False, "final_norm": False},
+    "learned": {"positions": "learned", "max_positions": 8},
+}
+IDS = [2, 5, 9, 16, 5]
+TOKENS = ["<bos>", "the", "cat", "sat", "the"]
+
+
+def weights_of_torch(twin: nn.Module) -> torch.Tensor:
+    """What each of the twin's attentions weighs when it reads IDS: `[layers, H, T, T]`."""
+    seen = []
+
+    def watch(module: nn.MultiheadAttention) -> None:
+        original = module.forward
+
+        def forward(*args, **kwargs):
+            seen.append(original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1][0])
+            return original(*args, **kwargs)
+
+        module.forward = forward
+
+    for module in twin.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            watch(module)
+    twin(torch.tensor([IDS]), torch.tensor([len(IDS)]))
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_of_a_language_model(variant):
+    model = random_model(3, **VARIANTS[variant])
+    found = model.attention_maps(torch.tensor(IDS))
+    assert found.shape == (2, 3, 5, 5)
+    assert found.triu(1).abs().max() == 0
+    torch.testing.assert_close(found, weights_of_torch(TorchTwin(model.config).copy(model)), atol=1e-5, rtol=1e-5)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", [TokenClassifier, SequenceClassifier])
+def test_of_a_classifier(kind, variant):
+    model = test_classification.random_model(kind, 3, **VARIANTS[variant])
+    twin = test_classification.TorchTwin(model.config, kind).copy(model)
+    maps = attend_ids(model, IDS, TOKENS)
+    assert maps.weights.shape == (2, 3, 5, 5)
+    assert maps.weights.triu(1).abs().max() > 0
+    torch.testing.assert_close(maps.weights, weights_of_torch(twin), atol=1e-5, rtol=1e-5)
+
+
+LENGTHS = [5, 1, 8, 3]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_of_several_texts_are_those_of_each(variant, padded):
+    """Packed, padded and by their layout: no text sees another, or padding."""
+    models = [random_model(3, **VARIANTS[variant])]
+    models += [
+        test_classification.random_model(kind, 3, **VARIANTS[variant]) for kind in (TokenClassifier, SequenceClassifier)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.tensor(random_ids(n, generator, 12)) for n in LENGTHS]
+    lengths = torch.tensor(LENGTHS)
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True) if padded else torch.cat(texts)
+    for model in models:
+        model.double()
+        expected = [model.attention_maps(text) for text in texts]
+        for given in (lengths, Layout.from_lengths(lengths)):
+            found = model.attention_maps(ids, given)
+            assert len(found) == 4
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+        assert model.attention_maps(ids[:0], torch.tensor([], dtype=torch.int64)) == []
+        some = model.attention_maps(torch.cat(texts[:2]), torch.tensor([5, 0, 1]))
+        assert [tuple(each.shape) for each in some] == [(2, 3, 5, 5), (2, 3, 0, 0), (2, 3, 1, 1)]
+        torch.testing.assert_close(some[2], expected[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_of_several_pairs_are_those_of_each(norm_first, padded):
+    model = translation_task.random_model(4, norm_first=norm_first).double()
+    batch = translation_task.random_batch([(4, 6), (1, 2), (7, 1), (3, 3)])
+    sources = batch.source.split(batch.source_lengths.tolist())
+    targets = batch.target_in.split(batch.target_lengths.tolist())
+    given = translation_task.random_batch([(4, 6), (1, 2), (7, 1), (3, 3)], packed=not padded)
+    found = model.attention_maps(given.source, given.target_in, given.source_lengths, given.target_lengths)
+    assert len(found) == 4
+    for maps, source, target in zip(found, sources, targets, strict=True):
+        expected = model.attention_maps(source, target)
+        assert list(maps) == list(expected) == ["encoder", "decoder", "cross"]
+        for name, weights in expected.items():
+            assert weights.shape[-1] == len(target if name == "decoder" else source)
+            torch.testing.assert_close(maps[name], weights, atol=1e-12, rtol=0)
+
+
+def words(context: int = 8, first_id: int | None = None) -> TextGenerator:
+    tokenizer = WordTokenizer.from_lines(["the cat sat on a mat"])
+    return TextGenerator(random_model(1, vocabulary=tokenizer.size), tokenizer, context, first_id=first_id)
+
+
+def test_a_text_is_read_as_a_prompt_is():
+    generator = words()
+    generator.model.train()
+    generator.model.decoder.layers[0].dropout1.p = 0.9
+    maps = attend_text(generator, "the cat\nsat")
+    assert maps.keys == maps.queries == ["<bos>", "the", "cat", "<eos>", "sat"]
+    [ids] = generator.encode(["the cat\nsat"])
+    assert torch.equal(maps.weights, generator.model.attention_maps(torch.tensor(ids)))
+    assert attend_text(generator, "").keys == ["<bos>"]
+    assert attend_text(words(first_id=3), "on").keys == ["<eos>", "on"]
+
+
+def test_of_a_text_longer_than_the_context_the_last_tokens_are_read(caplog):
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        maps = attend_text(words(context=3), "the cat sat on a mat")
+    assert maps.keys == ["on", "a", "mat"]
+    assert maps.weights.shape[-2:] == (3, 3)
+    assert "the last 3 tokens are read" in caplog.text
+
+
+def test_the_figure_has_the_maps_that_were_asked_for():
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    maps = attend_text(words(), "the cat sat")
+    for choice, expected, title in (
+        ((), list(maps.weights[1]), "attention, layer 2: the cat sat"),
+        ((1, 3), [maps.weights[0, 2]], "attention, layer 1, head 3: the cat sat"),
+        (("all", "mean"), list(maps.weights.mean(1)), "attention, all layers, mean of 3 heads: the cat sat"),
+    ):
+        figure = maps.figure(*choice)
+        drawn = [torch.from_numpy(axes.images[0].get_array().filled()) for axes in figure.axes if axes.get_images()]
+        assert len([axes for axes in figure.axes if axes.get_images()]) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
+        assert figure.get_suptitle().replace("\n", " ") == title
+        assert (figure.get_supxlabel(), figure.get_supylabel()) == ("token looked at", "token")
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["<bos>", "the", "cat", "sat"]
+    assert maps.figure(1, 1).axes[0].get_title() == ""
+    title = attend_ids(random_model(0), IDS, TOKENS).figure(1, 1).get_suptitle()
+    assert title.replace("\n", " ") == "attention, layer 1, head 1: <bos> the cat sat the"
+
+
+def test_wrong_shapes():
+    model, pairs = random_model(0), translation_task.random_model(0)
+    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, where no lengths are given, not \[1, 5\]"):
+        model.attention_maps(torch.tensor([IDS]))
+    with pytest.raises(ValueError, match=r"ids must be packed \[4\] or padded \[2, length\], not \[5\]"):
+        model.attention_maps(torch.tensor(IDS), torch.tensor([1, 3]))
+    ids = torch.tensor(IDS)
+    with pytest.raises(ValueError, match="source and target_in must be equally many, not 2 and 1"):
+        pairs.attention_maps(ids, ids, torch.tensor([2, 3]), torch.tensor([5]))
+
+
+def test_wrong_arguments():
+    for ids, tokens in (([], []), ([4], []), ([4], ["a", "b"])):
+        message = f"equally many and at least one, not {len(ids)} and {len(tokens)}"
+        with pytest.raises(ValueError, match=message):
+            attend_ids(random_model(0), ids, tokens)
+    learned = random_model(0, positions="learned", max_positions=2)
+    with pytest.raises(ValueError, match="a sequence of 5 is longer than max_length, 2"):
+        attend_ids(learned, IDS, TOKENS)
+    with pytest.raises(ValueError, match="layer must be 1 to 2 or all, not 3"):
+        attend_ids(random_model(0), IDS, TOKENS).figure(3)

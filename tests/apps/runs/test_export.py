@@ -1,0 +1,177 @@
+"""Exported models compute what ours do: in CTranslate2 itself, and read back from safetensors."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer
+from fastformer.apps.export import export_ctranslate2, export_safetensors, load_safetensors
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.text import WordTokenizer, load_tokenizer
+from fastformer.apps.text.special_ids import SpecialIds
+from fastformer.apps.train import CheckpointError
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import Translator
+
+SENTENCES = ["a b c d", "e", "b b a f g", "unknown h a"]
+# Other ids and names than CTranslate2's defaults.
+IDS = SpecialIds(unk_id=4, pad_id=0, bos_id=3, eos_id=1)
+TOKENIZERS = [WordTokenizer.from_lines(["a b c d e f g h"] * 2, special_ids=ids) for ids in (IDS, SpecialIds())]
+SIZES = {"d_model": 16, "heads": 2, "feed_forward": 24, "dropout": 0.0}
+VARIANTS = {
+    "pre-norm": {},
+    "post-norm, gelu": {"norm_first": False, "activation": "gelu"},
+    "post-norm without a final norm": {"norm_first": False, "final_norm": False},
+    "pre-norm without a final norm": {"final_norm": False},
+    "learned positions": {"positions": "learned", "max_positions": 40},
+    "no bias, another epsilon": {"bias": False, "norm_eps": 0.1},
+    "not tied, not scaled, output bias": {"embeddings": "separate", "scale_embeddings": False, "output_bias": True},
+}
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Norms and biases are random too, and logits far apart, so that a swapped tensor shows."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif "embedding" in name or "output" in name:
+                parameter.mul_(3)
+    return model.eval()
+
+
+def translation_model(**changes) -> TranslationModel:
+    torch.manual_seed(1)
+    source, target = TOKENIZERS
+    ids = {name: getattr(target, name) for name in ("pad_id", "bos_id", "eos_id")}
+    sizes = {**SIZES, "encoder_layers": 2, "decoder_layers": 1}
+    return randomised(TranslationModel(TranslationConfig(source.size, target.size, **{**sizes, **ids, **changes})))
+
+
+def language_model(**changes) -> LanguageModel:
+    torch.manual_seed(2)
+    tokenizer = TOKENIZERS[0]
+    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
+    return randomised(LanguageModel(LanguageConfig(tokenizer.size, layers=2, **{**SIZES, **ids, **changes})))
+
+
+def exact(values: Tensor) -> dict:
+    return {"rtol": 1e-4, "atol": 1e-4 * float(values.abs().max())}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ctranslate2_translates_and_scores_the_same(tmp_path, variant):
+    """tests/apps/translation/test_demo.py compares the beam search, on a model that has learned something."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    model = translation_model(**VARIANTS[variant])
+    source, target = TOKENIZERS
+    export_ctranslate2(tmp_path / "model", model, TOKENIZERS)
+    theirs = ctranslate2.Translator(str(tmp_path / "model"))
+    pieces = [source.pieces(source.encode(sentence)) for sentence in SENTENCES]
+    ids = {piece: i for i, piece in enumerate(target.words)}
+    never = [[target.words[i]] for i in (target.pad_id, target.bos_id)]
+    limits = {"max_decoding_length": 8, "min_decoding_length": 0}
+    greedy = theirs.translate_batch(pieces, beam_size=1, suppress_sequences=never, **limits)
+    ours = Translator(model, *TOKENIZERS).translate(SENTENCES, SearchOptions(beam=1, max_length=8, max_ratio=9))
+    texts = [target.decode(ids[piece] for piece in result.hypotheses[0]) for result in greedy]
+    assert texts == ours
+    # Log probabilities of given targets: the whole forward pass, token by token.
+    texts = ["a h g", "b", "c d e e f a", "unknown"]
+    scores = theirs.score_batch(pieces, [target.pieces(target.encode(text)) for text in texts])
+    for sentence, text, score in zip(SENTENCES, texts, scores, strict=True):
+        read = torch.tensor([*source.encode(sentence), source.eos_id])
+        expected = [*target.encode(text), target.eos_id]
+        given = torch.tensor([target.bos_id, *expected[:-1]])
+        hidden = model(read, torch.tensor([len(read)]), given, torch.tensor([len(given)]))
+        wanted = model.logits(hidden).log_softmax(-1)[range(len(expected)), expected].detach()
+        torch.testing.assert_close(torch.tensor(score.log_probs), wanted, **exact(wanted))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ctranslate2_scores_a_language_model_the_same(tmp_path, variant):
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    model, tokenizer = language_model(**VARIANTS[variant]), TOKENIZERS[0]
+    export_ctranslate2(tmp_path / "model", model, [tokenizer])
+    theirs = ctranslate2.Generator(str(tmp_path / "model"))
+    for sentence in ("a b c d e", "h g a a"):
+        ids = [tokenizer.bos_id, *tokenizer.encode(sentence), tokenizer.eos_id]
+        (score,) = theirs.score_batch([tokenizer.pieces(ids)])
+        hidden = model(torch.tensor(ids[:-1]), torch.tensor([len(ids) - 1]))
+        wanted = model.logits(hidden).log_softmax(-1)[range(len(ids) - 1), ids[1:]].detach()
+        torch.testing.assert_close(torch.tensor(score.log_probs), wanted, **exact(wanted))
+
+
+def test_the_exported_folder_is_complete(tmp_path):
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    export_ctranslate2(tmp_path / "new" / "model", translation_model(), TOKENIZERS, quantization="int8")
+    folder = tmp_path / "new" / "model"
+    assert [load_tokenizer(folder / "tokenizer" / side).size for side in ("source", "target")] == [12, 12]
+    assert ctranslate2.contains_model(str(folder))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("make", [translation_model, language_model])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_safetensors_come_back(tmp_path, make, dtype):
+    model = make()
+    tokenizers = TOKENIZERS if make is translation_model else TOKENIZERS[:1]
+    export_safetensors(tmp_path / "model", model, tokenizers, dtype)
+    loaded = load_safetensors(tmp_path / "model")
+    assert loaded.config == model.config
+    expected = model.to(getattr(torch, dtype)).state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert not loaded.training
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size < 1.2 * sum(
+        p.numel() * p.element_size() for p in model.parameters()
+    ) + 20_000
+
+
+def test_mistakes_leave_nothing_behind(tmp_path):
+    model = translation_model()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    for export in (export_safetensors, export_ctranslate2):
+        with pytest.raises(FileExistsError, match="full exists already; choose another folder"):
+            export(tmp_path / "full", model, TOKENIZERS)
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16, not 'int8'"):
+        export_safetensors(tmp_path / "x", model, TOKENIZERS, "int8")
+    with pytest.raises(ValueError, match=r"quantization must be one of int8, .* not 'int4'"):
+        export_ctranslate2(tmp_path / "x", model, TOKENIZERS, "int4")
+    with pytest.raises(ValueError, match="positions must be at least 1, not 0"):
+        export_ctranslate2(tmp_path / "x", model, TOKENIZERS, positions=0)
+    with pytest.raises(ValueError, match="tokenizers"):
+        export_safetensors(tmp_path / "x", model, TOKENIZERS[:1])
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_damaged_exports_are_said_to_be(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no exported model, there is no config\.json"):
+        load_safetensors(tmp_path)
+    export_safetensors(tmp_path / "model", language_model(), TOKENIZERS[:1])
+    config = tmp_path / "model" / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "kind": "vision"}))
+    with pytest.raises(CheckpointError, match="not the configuration of an exported model"):
+        load_safetensors(tmp_path / "model")
+    config.write_text(json.dumps({**content, "model": {**content["model"], "layers": 1}}))
+    with pytest.raises(CheckpointError, match="which this model does not have"):
+        load_safetensors(tmp_path / "model")
+
+
+def test_torch_export_takes_every_batch_and_length(tmp_path):
+    layer = fastformer.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+    encoder = fastformer.TransformerEncoder(layer, 2, fastformer.LayerNorm(16)).eval()
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    shapes = {"src": axes, "src_key_padding_mask": axes}
+    arguments = {"src_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [2], [5]])}
+    with fastformer.backend("reference"), torch.no_grad():
+        program = torch.export.export(encoder, (torch.randn(3, 7, 16),), arguments, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "encoder.pt2")
+    exported = torch.export.load(tmp_path / "encoder.pt2").module()
+    x, hidden = torch.randn(5, 11, 16), torch.arange(11) >= torch.tensor([[7], [2], [5], [11], [0]])
+    with torch.no_grad():
+        torch.testing.assert_close(exported(x, src_key_padding_mask=hidden), encoder(x, src_key_padding_mask=hidden))

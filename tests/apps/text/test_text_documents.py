@@ -1,0 +1,248 @@
+"""Documents to batches: every token predicted exactly once from its own past, nothing padded, resumable."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastformer.apps.text import (
+    EncodedDocuments,
+    LanguageBatch,
+    LanguageBatches,
+    Sequences,
+    SpecialIds,
+    WordTokenizer,
+    collate_pieces,
+    counted_positions,
+    cut_documents,
+    cut_stream,
+    encode_documents,
+    token_stream,
+)
+
+IDS = SpecialIds(unk_id=3, pad_id=0, bos_id=1, eos_id=2)
+VOCABULARY = 100
+
+
+def make_documents(documents: list[list[int]]) -> EncodedDocuments:
+    return EncodedDocuments(Sequences.from_lists(documents), IDS, VOCABULARY)
+
+
+def random_documents(count: int, longest: int, seed: int = 0) -> EncodedDocuments:
+    random = np.random.default_rng(seed)
+    return make_documents([random.integers(4, VOCABULARY, n).tolist() for n in random.integers(1, longest + 1, count)])
+
+
+def pieces_of(batch: LanguageBatch) -> list[tuple[list[int], list[int]]]:
+    """(ids in, ids out) of each piece."""
+    lengths = batch.lengths.tolist()
+    return [
+        (read.tolist(), predicted.tolist())
+        for read, predicted in zip(batch.ids_in.split(lengths), batch.ids_out.split(lengths), strict=True)
+    ]
+
+
+def expected_pieces(documents: list[list[int]], context: int) -> list[tuple[list[int], list[int]]]:
+    """Cut documents one by one: what the arrays must come to."""
+    found = []
+    for tokens in documents:
+        read, predicted = [IDS.bos_id, *tokens], [*tokens, IDS.eos_id]
+        for start in range(0, len(read), context):
+            found.append((read[start : start + context], predicted[start : start + context]))
+    return found
+
+
+some_documents = st.lists(st.lists(st.integers(2, VOCABULARY - 1), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+def test_a_document_is_cut_where_the_context_ends():
+    """Every token but bos is predicted once; a piece begins with what the piece before it predicted last."""
+    batch = collate_pieces(cut_documents(make_documents([[10, 11, 12, 13, 14], [20]]), context=3), np.arange(3))
+    assert batch.ids_in.tolist() == [IDS.bos_id, 10, 11, 12, 13, 14, IDS.bos_id, 20]
+    assert batch.ids_out.tolist() == [10, 11, 12, 13, 14, IDS.eos_id, 20, IDS.eos_id]
+    assert batch.lengths.tolist() == [3, 3, 2]
+    assert len(batch) == 3
+    assert batch.tokens == 8
+    assert {tensor.dtype for tensor in vars(batch).values()} == {torch.int64}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "lengths"), [(3, 4, [4]), (4, 4, [4, 1]), (7, 4, [4, 4]), (1, 1, [1, 1]), (2, 9, [3])]
+)
+def test_lengths_around_the_context(tokens, context, lengths):
+    """eos counts: a document of exactly `context` tokens does not fit in one piece."""
+    assert cut_documents(make_documents([[9] * tokens]), context).lengths.tolist() == lengths
+
+
+@settings(deadline=None)
+@given(some_documents, st.integers(1, 12))
+def test_pieces_in_order_are_the_documents(documents, context):
+    pieces = cut_documents(make_documents(documents), context)
+    batch = collate_pieces(pieces, np.arange(len(pieces)))
+    assert pieces_of(batch) == expected_pieces(documents, context)
+
+
+def expected_predictions(ids: list[int], context: int, overlap: int) -> list[tuple[int, int, int]]:
+    """(where its window begins, where it ends, the token) of every prediction of one run of ids, one after another."""
+    found, begin, end = [], 0, context
+    for position in range(len(ids) - 1):
+        if position == end:  # the window is full: the next one begins `overlap` tokens back
+            begin, end = position - overlap, position - overlap + context
+        found.append((begin, position, ids[position + 1]))
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["documents", "stream"])
+@settings(deadline=None)
+@given(some_documents, st.integers(1, 12), st.data())
+def test_overlapping_pieces_predict_every_token_once(stream, documents, context, data):
+    """What each counted prediction sees is what a loop over the tokens, one at a time, says."""
+    overlap = data.draw(st.integers(0, context - 1))
+    encoded = make_documents(documents)
+    if stream:
+        pieces, runs = cut_stream(encoded, context, overlap), [[IDS.eos_id, *token_stream(encoded).tolist()]]
+    else:
+        runs = [[IDS.bos_id, *tokens, IDS.eos_id] for tokens in documents]
+        pieces = cut_documents(encoded, context, overlap)
+    expected = [
+        (run[begin : position + 1], token)
+        for run in runs
+        for begin, position, token in expected_predictions(run, context, overlap)
+    ]
+    order = np.arange(len(pieces))
+    batch = collate_pieces(pieces, order)
+    counted = set(counted_positions(pieces, order).tolist())
+    found, offset = [], 0
+    for read, predicted in pieces_of(batch):
+        assert 0 < len(read) <= context
+        found += [(read[: i + 1], token) for i, token in enumerate(predicted) if offset + i in counted]
+        offset += len(read)
+    assert found == expected
+    assert pieces.predictions == len(counted) == len(expected) == sum(len(run) - 1 for run in runs)
+
+
+def test_positions_that_count_are_those_of_the_batch():
+    pieces = cut_documents(make_documents([[9] * 9, [9]]), context=4, overlap=3)
+    assert pieces.lengths.tolist() == [4] * 7 + [2]
+    assert pieces.reread.tolist() == [0] + [3] * 6 + [0]
+    assert counted_positions(pieces, np.array([7, 2, 0, 6])).tolist() == [0, 1, 5, 6, 7, 8, 9, 13]
+    assert counted_positions(pieces, np.array([7, 2, 0, 6])).dtype == torch.int64
+
+
+@settings(deadline=None)
+@given(some_documents, st.integers(1, 12), st.integers(0, 20), st.booleans(), st.integers(0, 3), st.integers(0, 4))
+def test_every_token_is_predicted_exactly_once_within_the_budget(documents, context, more, shuffle, seed, epoch):
+    """Each epoch holds each piece once, whole, whatever the order; so each token but bos is predicted once."""
+    budget = context + more
+    batches = LanguageBatches(make_documents(documents), context=context, tokens=budget, seed=seed, shuffle=shuffle)
+    seen = list(batches.epoch(epoch))
+    assert len(seen) == batches.batches_in(epoch)
+    found = [piece for batch in seen for piece in pieces_of(batch)]
+    assert sorted(found) == sorted(expected_pieces(documents, context))
+    assert sum(batch.tokens for batch in seen) == sum(len(tokens) + 1 for tokens in documents)
+    assert all(0 < batch.tokens <= budget for batch in seen)
+    assert all(batch.tokens == batch.ids_in.numel() == batch.ids_out.numel() for batch in seen)
+    # A batch ends where the next piece does not fit, and not before.
+    firsts = [int(batch.lengths[0]) for batch in seen[1:]]
+    assert all(batch.tokens + first > budget for batch, first in zip(seen, firsts, strict=False))
+    assert shuffle or found == expected_pieces(documents, context)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(1, 12), st.booleans(), st.integers(0, 3), st.data())
+def test_resuming_equals_not_stopping(count, context, shuffle, epoch, data):
+    def fresh() -> LanguageBatches:
+        return LanguageBatches(random_documents(count, 20), context=context, tokens=30, seed=5, shuffle=shuffle)
+
+    uninterrupted = list(fresh().epoch(epoch))
+    start = data.draw(st.integers(0, len(uninterrupted)))
+    resumed = list(fresh().epoch(epoch, start=start))
+    assert len(resumed) == len(uninterrupted) - start
+    for left, right in zip(resumed, uninterrupted[start:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(vars(left).values(), vars(right).values(), strict=True))
+
+
+def test_shuffled_by_seed_and_epoch():
+    def order(seed: int, epoch: int) -> list[int]:
+        batches = LanguageBatches(random_documents(80, 20), context=8, tokens=40, seed=seed)
+        return [i for batch in batches.epoch(epoch) for i in batch.ids_in.tolist()]
+
+    state = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(*key)) for key in ((1, 0), (1, 1), (2, 0), (0, 1))}) == 4
+    assert state == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_an_earlier_epoch_can_be_asked_for_again():
+    batches = LanguageBatches(random_documents(80, 20), context=8, tokens=40)
+    first = [batch.ids_in.tolist() for batch in batches.epoch(0)]
+    assert [batch.ids_in.tolist() for batch in batches.epoch(1)] != first
+    assert [batch.ids_in.tolist() for batch in batches.epoch(0)] == first
+
+
+def test_budgets_are_filled_with_many_documents():
+    batches = list(LanguageBatches(random_documents(2000, 40), context=64, tokens=400).epoch(0))
+    assert np.mean([batch.tokens for batch in batches[:-1]]) > 375
+    assert np.mean([len(batch) for batch in batches]) > 15
+
+
+def test_the_number_of_predictions_does_not_depend_on_context_or_budget():
+    documents = random_documents(50, 40)
+    for context, tokens in ((1, 1), (7, 50), (1000, 1000)):
+        batches = LanguageBatches(documents, context=context, tokens=tokens, shuffle=False)
+        assert sum(batch.tokens for batch in batches.epoch(0)) == len(documents.documents.ids) + 50
+
+
+def test_to_moves_ids_and_leaves_lengths():
+    batch = next(LanguageBatches(random_documents(3, 5), context=5, tokens=20).epoch(0)).to("meta", non_blocking=True)
+    assert {batch.ids_in.device.type, batch.ids_out.device.type} == {"meta"}
+    assert batch.lengths.device.type == "cpu"
+
+
+def test_encoding_drops_and_counts_empty_documents():
+    tokenizer = WordTokenizer.from_lines(["a b c"])
+    documents = encode_documents(["a b", "", "c a b", "  \n"], tokenizer)
+    assert [tokenizer.decode(documents.documents[i]) for i in range(len(documents))] == ["a b", "c a b"]
+    assert (documents.special_ids, documents.vocabulary) == (tokenizer.special_ids, tokenizer.size)
+    assert str(documents) == "2 documents, 5 tokens, 2 empty documents dropped"
+    assert str(encode_documents(["a"], tokenizer)) == "1 documents, 1 tokens"
+    for texts, count in (([], 0), (["", " "], 2)):
+        with pytest.raises(ValueError, match=f"^none of the {count} documents has a token$"):
+            encode_documents(texts, tokenizer)
+
+
+def test_ids_of_the_vocabulary_and_no_others():
+    make_documents([[0, VOCABULARY - 1, IDS.bos_id, IDS.eos_id]])  # a line's end within a document is an id like others
+    for documents, number, wrong in (([[4, 5], [VOCABULARY, 6]], 2, VOCABULARY), ([[4], [5, -1], [-2]], 2, -1)):
+        message = f"ids must lie between 0 and 99, but document {number} holds {wrong}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            make_documents(documents)
+    for special, name, value in ((SpecialIds(0, 1, 7, 3), "bos_id", 7), (SpecialIds(0, 1, 2, 9), "eos_id", 9)):
+        with pytest.raises(ValueError, match=rf"^{name} must be below vocabulary \(7\), not {value}$"):
+            EncodedDocuments(Sequences.from_lists([[4]]), special, 7)
+
+
+def test_bad_arguments():
+    documents = make_documents([[9] * 5, [9]])
+    for context in (0, -3):
+        for call in (
+            lambda c: LanguageBatches(documents, context=c, tokens=9),
+            lambda c: cut_documents(documents, c),
+        ):
+            with pytest.raises(ValueError, match=f"^context must be at least 1, not {context}$"):
+                call(context)
+    for overlap in (-1, 4, 5):
+        message = rf"^overlap must be at least 0 and below context \(4\), not {overlap}$"
+        for cut in (cut_documents, cut_stream):
+            with pytest.raises(ValueError, match=message):
+                cut(documents, 4, overlap)
+    with pytest.raises(ValueError, match=r"^tokens=7 is less than context=8: a batch must have room for a piece$"):
+        LanguageBatches(documents, context=8, tokens=7)
+    assert LanguageBatches(documents, context=8, tokens=8).batches_in(0) == 1
+    with pytest.raises(ValueError, match=r"^there are no documents to make batches of$"):
+        LanguageBatches(make_documents([]), context=8, tokens=8)
+    with pytest.raises(ValueError, match=r"^document 2 of 3 is empty: leave it out$"):
+        make_documents([[9], [], [9]])

@@ -1,0 +1,236 @@
+"""Lines, aligned pairs and splits: what is read is what is in the file, and bad input is one clear line."""
+
+import gzip
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastformer.apps.text import (
+    ParallelCorpus,
+    TextError,
+    read_lines,
+    read_parallel,
+    sample_lines,
+    split,
+    write_atomic,
+    write_lines,
+    write_texts,
+)
+
+# Everything that str.splitlines would split at, but a translator's file does not.
+SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"a\nb\n", ["a", "b"]),
+        (b"a\nb", ["a", "b"]),
+        (b"a\r\nb\r\n", ["a", "b"]),
+        (b"\xef\xbb\xbfa\n", ["a"]),
+        (b"\n", [""]),
+        (b"a\n\n\n", ["a", "", ""]),
+        (b"a\rb\n", ["a\rb"]),
+        (f"a{SEPARATORS}b\nc\n".encode(), [f"a{SEPARATORS}b", "c"]),
+    ],
+)
+def test_lines_end_at_newlines_only(tmp_path, data, lines):
+    (tmp_path / "plain").write_bytes(data)
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "packed_unnamed").write_bytes(gzip.compress(data))
+    for name in ("plain", "packed.gz", "packed_unnamed"):
+        assert read_lines(tmp_path / name) == lines
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0\ufeff")), min_size=1))
+def test_written_lines_are_read_back(lines):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines"
+        write_lines(path, lines)
+        assert read_lines(path) == lines
+        assert [file.name for file in path.parent.iterdir()] == ["lines"]
+
+
+BAD_FILES = {
+    "empty": (b"", "the file is empty"),
+    "empty.gz": (b"", "the file is empty"),
+    "only_mark": (b"\xef\xbb\xbf", "the file is empty"),
+    "latin1": (b"ok\ncaf\xe9\nok\n", r"latin1:2: not valid UTF-8 \(byte 0xe9\)"),
+    "cut_character": (b"ok\nok\n\xc3", "cut_character:3: not valid UTF-8"),
+    "utf16": ("ab\ncd".encode("utf-16-le"), "utf16:1: a NUL character"),
+    "plain.gz": (b"not packed\n", "plain.gz: not a complete gzip file"),
+    "cut.gz": (gzip.compress(b"a line\n" * 100)[:-9], "cut.gz: not a complete gzip file"),
+    "flipped.gz": (gzip.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.gz: not a complete gzip file"),
+    "garbage.gz": (gzip.compress(b"a line\n")[:10] + b"\xff" * 20, "garbage.gz: not a complete gzip file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_one_line_errors(tmp_path, name):
+    data, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(TextError, match=message) as caught:
+        read_lines(tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.en: no such file"):
+        read_lines(tmp_path / "absent.en")
+    with pytest.raises(TextError, match="is a folder"):
+        read_lines(tmp_path)
+
+
+def test_a_newline_cannot_be_written_inside_a_line(tmp_path):
+    with pytest.raises(TextError, match=r"out:2: a newline inside"):
+        write_lines(tmp_path / "out", ["fine", "two\nlines"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fastformer.apps.system.atomic.os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path):
+    """A rename would put a file in the place of /dev/null, for whoever may do that."""
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    write_atomic(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(tmp_path / "pipe", b"through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_atomic(tmp_path / "folder", b"new")
+
+
+def test_parallel_drops_and_counts_empty_sides(tmp_path):
+    write_lines(tmp_path / "a.en", ["one", "", "three ", " \t", "\u3000", "six"])
+    write_lines(tmp_path / "a.fr", ["un", "deux", " trois", "", "cinq", " "])
+    corpus = read_parallel(tmp_path / "a.en", tmp_path / "a.fr")
+    assert (corpus.source, corpus.target) == (["one", "three"], ["un", "trois"])
+    assert corpus.dropped_empty == 4
+    assert str(corpus) == "a.en: 2 pairs, 4 with an empty side dropped"
+
+
+def test_parallel_errors(tmp_path):
+    write_lines(tmp_path / "a.en", ["one", "two"])
+    write_lines(tmp_path / "a.fr", ["un"])
+    write_lines(tmp_path / "a.de", ["", ""])
+    with pytest.raises(TextError, match=r"a\.en has 2 lines but .*a\.fr has 1: "):
+        read_parallel(tmp_path / "a.en", tmp_path / "a.fr")
+    with pytest.raises(TextError, match="every pair of lines has an empty side"):
+        read_parallel(tmp_path / "a.en", tmp_path / "a.de")
+    with pytest.raises(TextError, match="2 source lines but 1 target lines"):
+        ParallelCorpus(["a", "b"], ["a"])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("xyz")), min_size=12, max_size=40),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 5),
+)
+def test_split_is_disjoint_in_content_and_loses_only_copies(pairs, validation, test, seed):
+    corpus = ParallelCorpus([left for left, _ in pairs], [right for _, right in pairs])
+    if len(set(pairs)) <= validation + test:
+        with pytest.raises(TextError, match="leave none for training"):
+            split(corpus, validation, test, seed)
+        return
+    parts = split(corpus, validation, test, seed)
+    train, valid, held = (list(zip(part.source, part.target, strict=True)) for part in parts)
+    assert (len(valid), len(held)) == (validation, test)
+    assert len(set(valid + held)) == validation + test
+    assert not set(train) & set(valid + held)
+    assert sorted(train) == sorted(pair for pair in pairs if pair not in valid + held)
+    assert len(train) + len(valid) + len(held) + parts[0].dropped_copies == len(pairs)
+    assert split(corpus, validation, test, seed) == parts
+
+
+def test_split_shuffles_by_seed_and_refuses_negative_counts():
+    numbers = [str(i) for i in range(100)]
+    corpus = ParallelCorpus(numbers, numbers)
+    first, second = split(corpus, 10, 10, 1), split(corpus, 10, 10, 2)
+    assert first[1].source != second[1].source
+    assert first[0].source != sorted(first[0].source, key=int)
+    assert [part.name for part in first] == ["train", "valid", "test"]
+    with pytest.raises(ValueError, match="validation must be at least 0, not -1"):
+        split(corpus, -1, 3, 1)
+
+
+def test_sample_lines():
+    lines = [str(i) for i in range(50)]
+    chosen = sample_lines(lines, 20, seed=3)
+    assert len(set(chosen)) == 20
+    assert chosen == sorted(chosen, key=int) == sample_lines(lines, 20, seed=3)
+    assert chosen != sample_lines(lines, 20, seed=4)
+    assert sample_lines(lines, 99, seed=3) == lines
+
+
+def test_texts_are_in_the_file_as_soon_as_they_come(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("earlier\n")
+    texts = ["eins", "zwei\nund drei ü", ""]
+
+    def coming():
+        assert path.read_text() == "earlier\n"  # nothing came yet
+        for i, text in enumerate(texts):
+            yield text
+            assert path.read_text(encoding="utf-8") == "".join(f"{one}\n" for one in texts[: i + 1])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_texts(path, coming())
+    assert path.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
+    write_texts(path, [])
+    assert path.read_text() == ""
+
+
+def test_an_error_before_the_first_text_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("earlier\n")
+    with pytest.raises(ZeroDivisionError):
+        write_texts(path, (str(1 // i) for i in range(2)))
+    assert path.read_text() == "earlier\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit to a file's size")
+def test_a_full_disk_leaves_no_half_of_a_text(tmp_path):
+    """A limit to the size of files stands in for the disk: the write that meets it is cut short."""
+    code = (
+        "import resource, sys, types\n"
+        "for name in ('fastformer', 'fastformer.apps.text'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "    sys.modules[name].__path__ = [name.replace('.', '/')]\n"
+        "from fastformer.apps.text.files import write_texts\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (25, 25))\n"
+        "write_texts(sys.argv[1], ['0123456789'] * 3)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "texts.txt")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert (tmp_path / "texts.txt").read_text() == "0123456789\n" * 2

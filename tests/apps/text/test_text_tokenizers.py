@@ -1,0 +1,306 @@
+"""Sentencepiece and word tokenizers: round trips, special ids, clamping, saving and loading, silence."""
+
+import doctest
+import json
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastformer.apps.text import (
+    SentencePieceTokenizer,
+    SpecialIds,
+    TextError,
+    Tokenizer,
+    WordTokenizer,
+    load_tokenizer,
+    number_corpus,
+    read_lines,
+    train_sentencepiece,
+    vocabulary,
+)
+
+LINES = number_corpus("fr", 400, 1, 1)[0].target
+MULTI30K = Path(__file__).parents[4] / "shared" / "data" / "multi30k"
+WIKITEXT = MULTI30K.with_name("wikitext-2")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.WARNING, "fastformer")
+
+
+@pytest.fixture(params=["unigram", "bpe", "char", "word", "words", "whitespace"])
+def tokenizer(request) -> Tokenizer:
+    if request.param == "words":
+        return WordTokenizer.from_lines(LINES)
+    if request.param == "whitespace":
+        return WordTokenizer.from_lines(LINES, splitting="whitespace")
+    return train_sentencepiece(LINES, 60, model_type=request.param)
+
+
+def test_round_trip_and_special_ids(tokenizer, tmp_path):
+    assert isinstance(tokenizer, Tokenizer)
+    for text in LINES[:50]:
+        ids = tokenizer.encode(text)
+        assert not {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+        assert all(0 <= i < tokenizer.size for i in ids)
+        if tokenizer.unk_id not in ids:
+            assert tokenizer.decode(ids) == text
+            wrapped = [tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id, tokenizer.pad_id]
+            assert tokenizer.decode(wrapped) == text
+    assert tokenizer.encode_batch(LINES) == [tokenizer.encode(line) for line in LINES]
+    assert tokenizer.encode("") == []
+    assert tokenizer.encode_batch([]) == []
+    assert tokenizer.decode([]) == ""
+    tokenizer.save(tmp_path / "new" / "folder")
+    again = load_tokenizer(tmp_path / "new" / "folder")
+    assert type(again) is type(tokenizer)
+    assert again.special_ids == tokenizer.special_ids
+    assert again.encode_batch(LINES) == tokenizer.encode_batch(LINES)
+    assert pickle.loads(pickle.dumps(tokenizer)).encode(LINES[7]) == tokenizer.encode(LINES[7])
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "word"])
+def test_text_never_becomes_a_special_id(kind):
+    """Neither newlines nor what looks like a special symbol: a tutorial had newline tokens in its vocabulary."""
+    lines = ["a <pad> <bos>\n", "b <eos> c\r\n", "</s> <s> d"] * 3
+    if kind == "word":
+        tokenizer = WordTokenizer.from_lines(lines, splitting="whitespace")
+        assert tokenizer.encode("a <unk>") == [tokenizer._ids["a"], tokenizer.unk_id]
+        assert "\n" not in "".join(tokenizer.words)
+    else:
+        tokenizer = train_sentencepiece(lines, 30, model_type="char")
+        assert not any("\n" in piece or "\r" in piece for piece in tokenizer.pieces(range(tokenizer.size)))
+    silent = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id}
+    for text in ("<pad> <bos> <eos>", "<pad>", "a\n", "</s>", "<s>"):
+        assert not silent & set(tokenizer.encode(text))
+    assert tokenizer.encode("a\n") == tokenizer.encode("a")
+    assert tokenizer.encode("a\nd") == tokenizer.encode("a d")
+
+
+@pytest.mark.parametrize("special_ids", [SpecialIds(1, 0, 2, 3), SpecialIds(unk_id=3, pad_id=12, bos_id=0, eos_id=7)])
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "char", "word", "words"])
+def test_configured_special_ids_are_used_and_stored(kind, special_ids, tmp_path):
+    if kind == "words":
+        tokenizer = WordTokenizer.from_lines(LINES, special_ids=special_ids)
+    else:
+        tokenizer = train_sentencepiece(LINES, 40, model_type=kind, special_ids=special_ids)
+    assert tokenizer.special_ids == special_ids
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert (again.unk_id, again.pad_id, again.bos_id, again.eos_id) == tuple(vars(special_ids).values())
+    assert again.decode(again.encode("deux")) == "deux"
+    assert again.encode("☃")[-1] == again.unk_id
+
+
+def test_special_ids_must_be_four_different_ones():
+    for wrong in ((0, 1, 2, 0), (0, 1, 2, -1), (0, 1, 2, 3.0), (0, 1, 2, True)):
+        with pytest.raises(ValueError, match="four distinct integers >= 0, got unk_id=0, pad_id=1, bos_id=2, eos_id="):
+            SpecialIds(*wrong)
+    with pytest.raises(ValueError, match="special id 90 is beyond vocabulary_size 50"):
+        train_sentencepiece(LINES, 50, special_ids=SpecialIds(eos_id=90))
+    with pytest.raises(ValueError, match="special id 90 is beyond the vocabulary"):
+        WordTokenizer.from_lines(["a b c"], special_ids=SpecialIds(eos_id=90))
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe", "char", "word"])
+def test_a_vocabulary_too_large_is_clamped_with_one_warning(model_type, caplog, capfd):
+    tokenizer = train_sentencepiece(LINES, 5000, model_type=model_type)
+    assert tokenizer.size < 5000
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    message = caplog.records[0].getMessage()
+    assert "5,000" in message
+    assert f"using {tokenizer.size:,}" in message
+    assert "\n" not in message
+    largest = train_sentencepiece(LINES, tokenizer.size, model_type=model_type)
+    assert largest.model == tokenizer.model
+    assert len(caplog.records) == 1
+    assert capfd.readouterr() == ("", "")  # sentencepiece's own log is silent
+
+
+def test_training_is_deterministic():
+    first, second = (train_sentencepiece(LINES, 50, model_type="unigram") for _ in range(2))
+    assert first.model == second.model
+
+
+def test_only_the_given_lines_are_seen():
+    """A tutorial trained its tokenizers on validation data too: a character that only occurs there must be unknown."""
+    training, validation = ["the cat sat", "the dog ran"] * 4, "the žebra ran"
+    for tokenizer in (
+        train_sentencepiece(training, 20, model_type="char"),
+        WordTokenizer.from_lines(training),
+    ):
+        assert tokenizer.unk_id in tokenizer.encode(validation)
+        assert tokenizer.unk_id not in tokenizer.encode("the cat ran")
+
+
+def test_long_lines_are_not_left_out():
+    tokenizer = train_sentencepiece(["ab " * 3000 + "q", "ab ab"], 10, model_type="char")
+    assert tokenizer.unk_id not in tokenizer.encode("q")
+
+
+def test_lower_casing_is_stored(tmp_path):
+    for tokenizer in (train_sentencepiece(["Die Äpfel"], 12, lowercase=True, model_type="char"),
+                      WordTokenizer.from_lines(["Die Äpfel"], lowercase=True)):  # fmt: skip
+        tokenizer.save(tmp_path)
+        again = load_tokenizer(tmp_path)
+        assert again.decode(again.encode("DIE ÄPFEL")) == "die äpfel"
+        assert again.encode_batch(["DIE ÄPFEL"]) == [again.encode("die äpfel")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_type": "wordpiece"}, "model_type must be one of unigram, bpe, char, word, not 'wordpiece'"),
+        ({"vocabulary_size": 4}, "vocabulary_size must be at least 5, not 4"),
+        ({"vocabulary_size": 9}, "vocabulary_size 9 is too small: .* need 2[0-9]"),
+        ({"character_coverage": 9995}, "character_coverage must be at least 0.98 and at most 1, not 9995"),
+        ({"lines": []}, "no text to train a tokenizer on"),
+        ({"lines": ["", " "]}, "no text to train a tokenizer on"),
+        ({"lines": ["\u200b"]}, "cannot be trained on these lines"),
+    ],
+)
+def test_bad_arguments_for_sentencepiece(arguments, message, capfd):
+    with pytest.raises(ValueError, match=message) as caught:
+        train_sentencepiece(**{"lines": LINES, "vocabulary_size": 50, **arguments})
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def _damage(folder: Path, file: str, how: str) -> None:
+    path = folder / file
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif how == "garbage":
+        path.write_bytes(b"\x00\xff garbage")
+    elif how == "list":
+        path.write_text("[]")
+    else:
+        content = json.loads(path.read_text())
+        key, value = how.split("=")
+        content[key] = json.loads(value)
+        path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "error", "message"),
+    [
+        ("tokenizer.json", "missing", FileNotFoundError, r"tokenizer\.json: no such file"),
+        ("tokenizer.json", "cut", TextError, r"tokenizer\.json: not a JSON file"),
+        ("tokenizer.json", "garbage", TextError, r"tokenizer\.json: not a JSON file"),
+        ("tokenizer.json", "list", TextError, r"tokenizer\.json: not a tokenizer file, or damaged"),
+        ("tokenizer.json", 'kind="bert"', TextError, r"tokenizer\.json: unknown kind 'bert'"),
+        ("tokenizer.json", "special_ids=[0]", TextError, r"tokenizer\.json: not a tokenizer file, or damaged"),
+        ("tokenizer.json", 'special_ids={"pad_id": 9}', TextError, r"its special ids .* are not those of"),
+        ("sentencepiece.model", "missing", FileNotFoundError, r"sentencepiece\.model: no such file"),
+        ("sentencepiece.model", "cut", TextError, r"sentencepiece\.model: damaged"),
+        ("sentencepiece.model", "garbage", TextError, r"sentencepiece\.model: damaged"),
+    ],
+)
+def test_missing_and_damaged_tokenizers(tmp_path, file, how, error, message):
+    train_sentencepiece(LINES, 40).save(tmp_path)
+    load_tokenizer(tmp_path)
+    _damage(tmp_path, file, how)
+    with pytest.raises(error, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["words=[]", "words=5", 'words=["<unk>", "<pad>", "<bos>", "<eos>", "a", "a"]', "splitting=null", "lowercase"],
+)
+def test_damaged_word_tables(tmp_path, how):
+    WordTokenizer.from_lines(["a b"]).save(tmp_path)
+    _damage(tmp_path, "tokenizer.json", how if "=" in how else "cut")
+    with pytest.raises(TextError, match=r"tokenizer\.json: not a (tokenizer|JSON) file") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_not_a_sentencepiece_model():
+    with pytest.raises(TextError, match="not a sentencepiece model"):
+        SentencePieceTokenizer(b"something else")
+    with pytest.raises(TextError, match="not a sentencepiece model"):
+        SentencePieceTokenizer(b"")
+
+
+def test_word_counts_decide_the_table():
+    lines = ["b a b c", "b a d <unk> <eos>"]
+    words = WordTokenizer.from_lines(lines, splitting="whitespace")
+    assert words.words == ["<unk>", "<pad>", "<bos>", "<eos>", "b", "a", "c", "d"]
+    lines = ["b a b c", "b a d"]
+    assert WordTokenizer.from_lines(lines, minimum_frequency=2).words[4:] == ["b", "a"]
+    assert WordTokenizer.from_lines(lines, maximum_size=7).words[4:] == ["b", "a", "c"]
+    assert words.decode(words.encode("a x b")) == "a <unk> b"
+    with pytest.raises(TextError, match="no word occurs 9 times"):
+        WordTokenizer.from_lines(lines, minimum_frequency=9)
+    with pytest.raises(ValueError, match="minimum_frequency must be at least 1, not 0"):
+        WordTokenizer.from_lines(lines, minimum_frequency=0)
+    with pytest.raises(ValueError, match="maximum_size must be above 4, not "):
+        WordTokenizer.from_lines(lines, maximum_size=4)
+    with pytest.raises(ValueError, match="splitting must be one of punctuation, whitespace, not 'bert'"):
+        WordTokenizer.from_lines(lines, splitting="bert")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A man (aged 45) says: “hello, you!”; isn't that 3.5% of 1,000?",
+        "L'homme d’affaires aujourd'hui porte un T-Shirt blanc-cassé.",
+        'Zwei junge weiße Männer sind "im Freien" in der Nähe vieler Büsche.',
+        "Was ist das? Ein Ball!",
+    ],
+)
+def test_detokenised_text_is_the_text(text):
+    tokenizer = WordTokenizer.from_lines([text])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_decomposed_letters_are_one_word():
+    assert vocabulary.split_words("cafe\u0301 noir") == ["café", "noir"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.text("abcéß", min_size=1, max_size=4), min_size=1, max_size=8).map(" ".join))
+def test_plain_words_survive_any_tokenizer(text):
+    words = WordTokenizer.from_lines([text])
+    assert words.decode(words.encode(text)) == text
+    spaces = WordTokenizer.from_lines([text], splitting="whitespace")
+    assert spaces.decode(spaces.encode(text)) == text
+
+
+def test_examples_in_the_docstrings():
+    assert doctest.testmod(vocabulary) == (0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k files are not there")
+@pytest.mark.parametrize(("language", "size"), [("en", 7_931), ("de", 13_416), ("fr", 9_028)])
+def test_multi30k_allows_so_many_pieces(language, size, caplog):
+    tokenizer = train_sentencepiece(read_lines(MULTI30K / f"train.{language}.gz"), 16_000)
+    assert tokenizer.size == size
+    assert "vocabulary_size 16,000 is more than these 29,000 lines allow for a unigram model" in caplog.text
+    assert f"using {size:,}" in caplog.text
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k files are not there")
+def test_real_sentences_survive():
+    lines = read_lines(MULTI30K / "val.de.gz")
+    tokenizer = train_sentencepiece(lines, 500, model_type="bpe")
+    decoded = [tokenizer.decode(ids) for ids in tokenizer.encode_batch(lines)]
+    changed = [line for line, text in zip(lines, decoded, strict=True) if line != text]
+    assert len(changed) < len(lines) / 100  # typographic forms that sentencepiece's NFKC normalisation replaces
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="the WikiText-2 files are not there")
+def test_wikitext_vocabulary_has_the_published_size():
+    """33,278 types with <unk> and <eos>; <pad> and <bos> are ours."""
+    tokenizer = WordTokenizer.from_lines(read_lines(WIKITEXT / "train.txt.gz"), splitting="whitespace")
+    assert tokenizer.size == 33_278 + 2

@@ -1,0 +1,289 @@
+"""What two processes do in the tests of distributed training; every process leaves what it saw as a JSON file."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from fastformer.apps.text.shares import share_of
+from fastformer.apps.train import ProcessError, Trainer
+from tests.support.train_task import Overflow, Rows, Source, network, summed_loss, trainer
+from tests.support.train_task import config as train_config
+
+WORLD = 2
+# Batches of 1 to 6 rows: one row leaves the second process without any.
+DOUBLE = {"steps": 20, "accumulate": 2, "clip_norm": 0.1, "log_every": 1, "validate_every": 4, "batch_tokens": 64}
+
+
+class SharedRows(Rows):
+    def share(self, rank: int, world: int) -> "SharedRows | None":
+        rows = share_of(torch.ones(len(self.labels), dtype=torch.int64), rank, world)
+        return None if rows.start == rows.stop else SharedRows(self.inputs[rows], self.labels[rows])
+
+
+class SharedSource(Source):
+    def epoch(self, epoch: int, start: int = 0) -> Any:
+        for batch in super().epoch(epoch, start):
+            yield SharedRows(batch.inputs.double(), batch.labels)
+
+
+def validate(model: nn.Module) -> dict[str, float]:
+    batches = list(SharedSource(2).epoch(1000))
+    return {"loss": float(sum(summed_loss(model, b) for b in batches)) / sum(b.tokens for b in batches)}
+
+
+def summed(model: nn.Module, batch: Rows) -> Tensor:
+    return nn.functional.cross_entropy(model(batch.inputs), batch.labels, reduction="sum")
+
+
+def double_trainer(folder: Path, dropout: float = 0.0, seed: int = 3, **changes: Any) -> Trainer:
+    """A run in fp64, where nothing but a mistake makes a difference."""
+    given = {"validate": validate, "loss": summed} | {
+        key: changes.pop(key) for key in ("validate", "loss", "clock") if key in changes
+    }
+    source = SharedSource(sizes=(1, 7))
+    return trainer(folder, train_config(**(DOUBLE | changes)), source, model=network(seed, dropout).double(), **given)
+
+
+def resume(made: Trainer) -> Trainer:
+    made.resume()
+    return made
+
+
+class Pressing:
+    """A loss that presses Ctrl-C at its n-th batch."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self, model: nn.Module, batch: Rows) -> Tensor:
+        self.n -= 1
+        if self.n == 0:
+            signal.raise_signal(signal.SIGINT)
+        return summed(model, batch)
+
+
+def whole(rank: int, folder: Path) -> Any:
+    """Another seed in each process: the parameters of process 0 count. Counts how often gradients are exchanged."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    made, exchanged = double_trainer(folder / "whole", seed=3 + rank), []
+
+    def counting(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        exchanged.append(1)
+        return allreduce_hook(state, bucket)
+
+    made._update.module.register_comm_hook(None, counting)
+    steps = made.fit().step
+    return {"exchanges": len(exchanged), "steps": steps}
+
+
+def resumed(rank: int, folder: Path) -> Any:
+    """The second process looks at the disk late, when the first has marked its last checkpoint as the best."""
+    made = resume(double_trainer(folder / "parts", steps=13, seed=50 + rank))
+    best_value = made.checkpoints.best_value
+
+    def late() -> float | None:
+        time.sleep(0.5 * rank)
+        return best_value()
+
+    made.checkpoints.best_value = late
+    ended = made.fit()
+    return {"reason": ended.reason, "best": ended.best.name}
+
+
+def dropout(rank: int, folder: Path) -> Any:
+    made = double_trainer(folder / "dropout", dropout=0.5, steps=9)
+    with torch.random.fork_rng(devices=[]):
+        first = torch.rand(1).item()
+    made.fit()
+    ended = double_trainer(folder / "stopped", dropout=0.5, steps=9, loss=Pressing(5 if rank else 10**9)).fit()
+    torch.manual_seed(99)
+    resume(double_trainer(folder / "stopped", dropout=0.5, steps=9)).fit()
+    return {"drawn": first, "reason": ended.reason, "step": ended.step}
+
+
+class Clock:
+    def __init__(self, tick: float) -> None:
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def minutes(rank: int, folder: Path) -> Any:
+    """The clock of the second process runs five times as fast, and nobody asks it."""
+    changes = {"steps": None, "minutes": 1.0, "schedule": "linear", "warmup_steps": 0}
+    made = double_trainer(folder / "minutes", clock=Clock(5.0 if rank else 1.0), **changes)
+    ended = made.fit()
+    return {
+        "reason": ended.reason,
+        "step": ended.step,
+        "weights": float(sum(p.detach().sum() for p in made.model.parameters())),
+    }
+
+
+def plateau(rank: int, folder: Path) -> Any:
+    """Only the first process validates, and its losses set everybody's learning rate; only it writes."""
+    called = []
+
+    def noted(model: nn.Module) -> dict[str, float]:
+        called.append(1)
+        return {"loss": float(len(called))}
+
+    changes = {"schedule": "divide_on_plateau", "plateau_divisor": 2.0, "patience": 3}
+    made = double_trainer(folder / "plateau", validate=noted, **changes)
+    ended = made.fit()
+    rate = made._update.optimizer.param_groups[0]["lr"]
+    return {"called": len(called), "reason": ended.reason, "step": ended.step, "rate": rate, "value": ended.best_value}
+
+
+def failing(rank: int, folder: Path) -> Any:
+    def broken(model: nn.Module) -> dict[str, float]:
+        raise ValueError("no text to validate on")
+
+    try:
+        double_trainer(folder / "failing", validate=broken).fit()
+    except (ValueError, ProcessError) as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def not_finite(rank: int, folder: Path) -> Any:
+    """A loss that is infinite in the second process only, with a finite gradient."""
+
+    def infinite(model: nn.Module, batch: Rows) -> Tensor:
+        return summed(model, batch) + (float("inf") if rank else 0.0)
+
+    try:
+        double_trainer(folder / "infinite", loss=infinite).fit()
+    except FloatingPointError as error:
+        return str(error)
+    return None
+
+
+def unshared(rank: int, folder: Path) -> Any:
+    made = trainer(folder / "unshared", train_config())
+    try:
+        made.fit()
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def sharded(rank: int, folder: Path) -> Any:
+    """FSDP2 from the start, from a checkpoint of one process, and one that another then goes on from."""
+    made = double_trainer(folder / "fsdp", parallel="fsdp", seed=3 + rank)
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # torch 2.13's name, and what it was before
+    name = next(name for name in names if hasattr(torch.distributed, name))
+    with mock.patch.object(torch.distributed, name, wraps=getattr(torch.distributed, name)) as scatter:
+        made.fit()
+    resume(double_trainer(folder / "fsdp-parts", parallel="fsdp", steps=13, seed=50 + rank, average=2)).fit()
+    fp16 = double_trainer(folder / "fp16", parallel="fsdp", precision="fp16", loss=overflowing(rank), clip_norm=0.0)
+    fp16.fit()
+    held = sum(p.to_local().numel() for p in made.model.parameters())
+    whole = sum(p.numel() for p in made.model.parameters())
+    return {"held": held, "all": whole, "exchanges": scatter.call_count}
+
+
+def overflowing(rank: int) -> Callable[[nn.Module, Rows], Tensor]:
+    """A loss whose gradient overflows, in the third step and in the second process only."""
+    calls = 0
+
+    def loss(model: nn.Module, batch: Rows) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = summed(model, batch)
+        return value + Overflow.apply(value) if calls == 5 and rank else value
+
+    return loss
+
+
+def shards(rank: int, folder: Path) -> Any:
+    """Each process writes and reads its part; one file of the second cannot be written."""
+    changes = {"sharded_checkpoints": True, "keep": 2, "average": 2}
+    sharded_run = double_trainer(folder / "shards", parallel="fsdp", seed=3 + rank, **changes)
+    sharded_run.fit()
+    replicated = double_trainer(folder / "shards-ddp", seed=3 + rank, **changes)
+    replicated.fit()
+    for number in range(8):  # buffers of which each process has its own values
+        replicated.model.register_buffer(f"own-{number}", torch.full((100,), float(rank)))
+    replicated._writer.save(20, None, {}, sharded=True)
+    resume(double_trainer(folder / "shards-parts", parallel="fsdp", steps=13, seed=50 + rank, **changes)).fit()
+    made = double_trainer(folder / "shards-full", steps=8, **changes)
+    path_open, opened = Path.open, []
+
+    def full(path: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if path.suffix == ".safetensors" and "w" in mode:
+            opened.append(path)
+            if rank and len(opened) == 2:
+                raise OSError(28, "No space left on device")
+        return path_open(path, mode, *arguments, **keywords)
+
+    said = None
+    with mock.patch.object(Path, "open", full):
+        try:
+            made.fit()
+        except (OSError, ProcessError) as error:
+            said = [type(error).__name__, str(error)]
+    parameters = sharded_run._update.parameters
+    moments = sharded_run.checkpoints.open().state(parameters)["optimizer"]["state"]
+    held = sum(moments[index]["exp_avg"].to_local().numel() for index in moments)
+    return {"said": said, "kept": [path.name for path in made.checkpoints.paths()], "held": held}
+
+
+def language(rank: int, folder: Path, parallel: str = "fsdp", name: str | None = None, **settings: Any) -> Any:
+    """Our language model with tied embeddings, with FSDP2 too: stacks without padding, weights stored once."""
+    from fastformer.apps.language.model import LanguageModel, language_model_loss
+    from fastformer.apps.text import LanguageBatches
+    from tests.support.language_task import config as language_config
+    from tests.support.language_task import steps_documents
+
+    torch.manual_seed(1)
+    model = LanguageModel(language_config(vocabulary=11)).double()
+    batches = LanguageBatches(steps_documents(60, 0), context=8, tokens=40)
+    config = train_config(steps=6, log_every=1, validate_every=3, parallel=parallel, **settings)
+    changes = {"validate": None, "loss": language_model_loss}
+    trainer(folder / (name or f"language-{parallel}"), config, batches, model=model, **changes).fit()
+    return {"obstacle": model.decoder.obstacle()}
+
+
+def compiled(rank: int, folder: Path) -> Any:
+    """With a compiled model whose activations are recomputed; how often it was compiled."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    counts = {}
+    for parallel in ("ddp", "fsdp"):
+        torch._dynamo.reset()  # or the graphs of one would serve the other
+        clear_compilation_metrics()
+        changes = {"compile": "eager", "checkpoint_activations": True}
+        language(rank, folder, parallel, f"compiled-{parallel}", **changes)
+        counts[parallel] = len([each for each in get_compilation_metrics() if each.is_forward])
+    return counts
+
+
+SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
+    "ddp": (whole, resumed, dropout, minutes, plateau, failing, not_finite, unshared),
+    "fsdp": (sharded, shards, language),
+    "compiled": (compiled,),
+}
+
+
+def work(rank: int, folder: str, name: str) -> None:
+    """What a process of `processes.start_processes` does."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    seen = {}
+    for scenario in SCENARIOS[name]:
+        seen[scenario.__name__] = scenario(rank, Path(folder))
+        torch.distributed.barrier()
+    (Path(folder) / f"seen-{rank}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,141 @@
+"""Weights of a stranger: what they are is compared with the model before any number of them is copied."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastformer.apps.export import export_safetensors, load_safetensors
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.train import CheckpointError, CheckpointFolder, average_checkpoints, put_weights, write_weights
+from fastformer.apps.train.checkpoint_files import META, MODEL, SHARDS, WEIGHTS, file_facts
+from fastformer.apps.train.shards import write_shards
+from tests.support import train_task
+
+FOREIGN = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.uint64, torch.complex64, torch.float8_e4m3fn)
+OF_OTHER_WIDTHS = (torch.float16, torch.bfloat16, torch.float64)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))  # the norm counts its batches in int64
+
+
+def with_dtype(weights: dict[str, Tensor], name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {key: x.to(dtype) if key == name else x for key, x in weights.items()}
+
+
+def saved(folder: Path, weights: dict[str, Tensor], sharded: bool) -> CheckpointFolder:
+    checkpoints = CheckpointFolder(folder)
+    if not sharded:
+        checkpoints.save(1, weights, {})
+        return checkpoints
+    new = checkpoints.begin(1)
+    write_shards(new / SHARDS, {MODEL + name: x for name, x in weights.items()})
+    shards = {f"{SHARDS}/{path.name}": file_facts(path) for path in (new / SHARDS).glob("*.safetensors")}
+    checkpoints.complete(new, 1, {}, shards=shards)
+    return checkpoints
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", FOREIGN)
+def test_weights_of_a_foreign_dtype_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, sharded: bool) -> None:
+    model = network()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    # A first tensor that fits must not be copied before the second is refused.
+    changed = {name: x + 1 for name, x in before.items()}
+    checkpoints = saved(tmp_path, with_dtype(changed, "0.bias", dtype), sharded)
+    with pytest.raises(CheckpointError, match=rf"holds 0\.bias of {dtype}, but this model's is torch.float32"):
+        checkpoints.open().load_into(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", OF_OTHER_WIDTHS)
+def test_floating_weights_of_another_width_load(tmp_path: Path, dtype: torch.dtype, sharded: bool) -> None:
+    model, other = network(), network()
+    weights = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    saved(tmp_path, weights, sharded).open().load_into(other)
+    for name, x in other.state_dict().items():
+        assert torch.equal(x, weights[name].to(x.dtype)), name
+
+
+def test_parts_that_lie_far_away_take_no_memory(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, network().state_dict(), sharded=True)
+    (file,) = (tmp_path / "step-1" / "shards").iterdir()
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    places["model.0.weight"]["saved_offsets"] = [10**13, 0]
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[end:])
+    meta = json.loads((tmp_path / "step-1" / "meta.json").read_text())
+    meta["files"][f"shards/{file.name}"] = file_facts(file)
+    (tmp_path / "step-1" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=r"shards: is damaged \(tensors of [\d,]+ bytes in [\d,]+ bytes of files"):
+        checkpoints.open().weights()
+
+
+def test_a_count_must_stay_a_count() -> None:
+    model = network()
+    with pytest.raises(CheckpointError, match=r"holds 1\.num_batches_tracked of torch\.float32, but"):
+        put_weights(model, with_dtype(model.state_dict(), "1.num_batches_tracked", torch.float32), "there")
+
+
+def test_an_average_is_of_one_dtype(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    for step, dtype in ((1, torch.float32), (2, torch.int32), (3, torch.bfloat16)):
+        checkpoints.save(step, {"w": torch.ones(2, dtype=dtype)}, {})
+    with pytest.raises(CheckpointError, match=r"step-2: holds w of torch.int32"):
+        average_checkpoints(checkpoints.paths())
+    (tmp_path / "step-2").rename(tmp_path / "gone")
+    assert average_checkpoints(checkpoints.paths())["w"].dtype == torch.bfloat16
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    tokenizer = WordTokenizer.from_lines(["a small text", "of two lines"] * 2)
+    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
+    config = LanguageConfig(vocabulary=tokenizer.size, d_model=8, heads=2, layers=1, feed_forward=8, **ids)
+    folder = tmp_path / "model"
+    export_safetensors(folder, LanguageModel(config), [tokenizer])
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused(exported: Path, value: float) -> None:
+    model = load_safetensors(exported)
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    name = next(name for name in weights if name.endswith("linear2.bias"))
+    weights[name][3] = value
+    write_weights(exported / "model.safetensors", weights)
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
+        load_safetensors(exported)
+
+
+def test_training_goes_on_from_numbers_only(tmp_path: Path) -> None:
+    train_task.trainer(tmp_path, train_task.config(steps=2)).fit()
+    checkpoint = CheckpointFolder(tmp_path / "checkpoints").open()
+    weights = {name: x.clone() for name, x in checkpoint.weights().items()}
+    name = next(iter(weights))
+    weights[name].view(-1)[0] = float("nan")
+    write_weights(checkpoint.path / WEIGHTS, weights)
+    meta = json.loads((checkpoint.path / META).read_text())
+    meta["files"][WEIGHTS] = file_facts(checkpoint.path / WEIGHTS)
+    (checkpoint.path / META).write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
+        train_task.trainer(tmp_path, train_task.config(steps=4)).resume()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int8", "nn", 3, "float64"])
+def test_an_exported_model_states_a_dtype_that_can_be_exported(exported: Path, dtype: object) -> None:
+    path = exported / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"float32"', f'"{dtype}"' if isinstance(dtype, str) else str(dtype)))
+    with pytest.raises(CheckpointError, match="dtype must be one of float32, float16, bfloat16"):
+        load_safetensors(exported)

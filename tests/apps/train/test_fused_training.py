@@ -1,0 +1,117 @@
+"""Training with the kernels: the losses of the reference, step by step, and its translations after that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastformer
+from fastformer.apps.translation.model import TranslationModel, translation_loss
+from fastformer.apps.translation.search import SearchOptions, greedy_search
+from fastformer.backend import Backend
+from tests.support.fused_op import DEVICE, compare, needs_kernels
+from tests.support.noise import noise
+from tests.support.translation_task import config, reverse_batch
+
+pytestmark = needs_kernels
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS, SENTENCES, VOCABULARY = 5, 2, 12
+
+
+def tiny_model(dtype: torch.dtype = torch.float32, **changes: Any) -> TranslationModel:
+    torch.manual_seed(0)
+    sizes = {"source_vocabulary": VOCABULARY, "target_vocabulary": VOCABULARY, "d_model": 16, "heads": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "feed_forward": 24}
+    return TranslationModel(config(**{**sizes, **layers, **changes})).to(DEVICE, dtype)
+
+
+def loss_curve(model: TranslationModel, backend: Backend, batches: list[int]) -> list[float]:
+    """Train on batches of these seeds; the loss of each, before its step."""
+    optimizer = torch.optim.Adam(model.train().parameters(), 0.02)
+    losses = []
+    with fastformer.backend(backend):
+        for seed in batches:
+            batch = reverse_batch(seed, SENTENCES, longest=5).to(torch.device(DEVICE))
+            optimizer.zero_grad()
+            loss = translation_loss(model, batch, label_smoothing=0.1) / batch.tokens
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"norm_first": False, "activation": "gelu", "embeddings": "shared"}], ids=str)
+def test_the_loss_curve_is_that_of_the_reference(changes):
+    """By the rule of fused_op.py for the whole curve: an error of one step is in the parameters of all that follow."""
+    seeds = list(range(STEPS))
+
+    def curve(model: TranslationModel, backend: Backend = "reference") -> list[torch.Tensor]:
+        return [torch.tensor(loss_curve(model, backend, seeds), dtype=torch.float64)]
+
+    def wide() -> list[torch.Tensor]:
+        return curve(tiny_model(torch.float64, **changes))
+
+    exact, plain = wide(), curve(reference := tiny_model(**changes))
+    assert len(exact[0].unique()) == STEPS
+    compare(curve(ours := tiny_model(**changes), "triton"), plain, exact, noise(wide, exact, torch.float32))
+
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.any(), name
+
+    given = reverse_batch(99, 3)
+    options = SearchOptions(beam=1, min_length=4, max_length=6)
+    with fastformer.backend("triton"):
+        searched = greedy_search(ours.eval(), given.source.to(DEVICE), given.source_lengths, options)
+    expected = greedy_search(reference.eval(), given.source.to(DEVICE), given.source_lengths, options)
+    assert [h.ids for h in searched] == [h.ids for h in expected]
+    assert all(h.ids for h in searched)
+
+
+@pytest.mark.slow
+def test_with_dropout_the_loss_falls_and_the_seed_decides_it():
+    seeds = [0] * 3
+    curves = []
+    for _ in range(2):
+        model = tiny_model(dropout=0.1, heads=1)
+        torch.manual_seed(4)
+        curves.append(loss_curve(model, "triton", seeds))
+    assert curves[0] == curves[1]
+    assert curves[0][-1] < 0.9 * curves[0][0]
+    torch.manual_seed(5)
+    assert loss_curve(tiny_model(dropout=0.1, heads=1), "triton", seeds[:1])[0] != curves[0][0]
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_with_kernels(tmp_path):
+    """Of the environment variables alone; both runs at once."""
+    pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+    from fastformer.apps.train import read_metrics
+
+    arguments = (
+        "train --valid-size 2 --test-size 2 --train-size 50 --vocabulary 60 --no-joint --d-model 16 --heads 1 "
+        "--encoder-layers 1 --decoder-layers 1 --feed-forward 24 --dropout 0 --batch-tokens 40 --steps 2 "
+        "--warmup-steps 1 --log-every 1 --validate-every 2 --bleu-sentences 0 --threads 1 --device cpu"
+    )
+    given = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    processes = {}
+    for backend in ("triton", "reference"):
+        processes[backend] = subprocess.Popen(
+            [sys.executable, "-m", "fastformer.apps.cli", *arguments.split(), "--run", tmp_path / backend],
+            env={**given, "FASTFORMER_BACKEND": backend},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    outputs = [process.communicate()[0] for process in processes.values()]
+    assert [process.returncode for process in processes.values()] == [0, 0], outputs
+    losses = {backend: [record["loss"] for record in read_metrics(tmp_path / backend)] for backend in processes}
+    assert len(losses["triton"]) >= 3  # of two steps and a validation
+    assert losses["triton"] == pytest.approx(losses["reference"], rel=1e-5)  # some tens of roundings

@@ -1,0 +1,259 @@
+"""Two processes train what one process trains: same losses, same weights, one set of files; with gloo on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from fastformer.apps.runs.comparison import summarise
+from fastformer.apps.train import Checkpoint, CheckpointFolder, ProcessError, Processes, join_processes, read_metrics
+from fastformer.apps.train.processes import local_device
+from fastformer.apps.translation.run import load_translator
+from tests.apps.train.distributed_task import WORLD, double_trainer, language, resume, work
+from tests.support.processes import start_processes
+
+TIMES = ("seconds", "tokens_per_second")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def values(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in read_metrics(folder)]
+
+
+def assert_close_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], relative: float) -> None:
+    assert [list(record) for record in ours] == [list(record) for record in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.pop("kind") == other.pop("kind")
+        assert one == pytest.approx(other, rel=relative)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Records (of sums in fp32) and last weights (in fp64) agree."""
+    assert_close_records(values(one), values(other), 1e-6)
+    last = [CheckpointFolder(folder / "checkpoints").open() for folder in (one, other)]
+    assert last[0].step == last[1].step
+    weights = [checkpoint.weights() for checkpoint in last]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-7, atol=1e-10)
+
+
+def spawn(folder: Path, name: str, seconds: float = 120) -> list[dict[str, Any]]:
+    running = start_processes(work, (str(folder), name), WORLD, join=False)
+    until = time.monotonic() + seconds
+    while not running.join(1):
+        if time.monotonic() > until:
+            for process in running.processes:
+                process.kill()
+            pytest.fail("the processes wait for one another")
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The runs of one process, and all scenarios of two, started once."""
+    folder = tmp_path_factory.mktemp("ddp")
+    double_trainer(folder / "one").fit()
+    double_trainer(folder / "parts", steps=6).fit()
+    return folder, spawn(folder, "ddp")
+
+
+@pytest.mark.slow
+def test_the_losses_are_those_of_one_process(ddp):
+    folder, seen = ddp
+    assert_same_run(folder / "whole", folder / "one")
+    counts = [record["step"] for record in read_metrics(folder / "whole") if record["kind"] == "train"]
+    assert counts == list(range(1, 21))  # each record once
+    for each in seen:  # accumulated batches are exchanged once a step; the model is one bucket
+        assert each["whole"] == {"steps": 20, "exchanges": 20}
+
+
+def test_a_run_goes_on_with_another_number_of_processes(ddp):
+    folder, seen = ddp
+    assert [each["resumed"] for each in seen] == [{"reason": "steps", "best": "step-13"}] * 2
+    resume(double_trainer(folder / "parts", seed=60)).fit()
+    assert_same_run(folder / "parts", folder / "one")
+
+
+def test_dropout_differs_between_processes_and_resumes_bit_for_bit(ddp):
+    folder, seen = ddp
+    assert seen[0]["dropout"]["drawn"] != seen[1]["dropout"]["drawn"]
+    # Ctrl-C reached the second process alone.
+    assert [(each["dropout"]["reason"], each["dropout"]["step"]) for each in seen] == [("interrupted", 3)] * 2
+    assert values(folder / "stopped") == values(folder / "dropout")
+    ours, theirs = (CheckpointFolder(folder / name / "checkpoints").open().weights() for name in ("stopped", "dropout"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_the_first_process_keeps_the_time(ddp):
+    _, seen = ddp
+    assert seen[0]["minutes"] == seen[1]["minutes"]
+    assert seen[0]["minutes"]["reason"] == "minutes"
+    assert seen[0]["minutes"]["step"] > 4
+
+
+def test_the_first_process_validates_for_all(ddp):
+    _, seen = ddp
+    first, second = (each["plateau"] for each in seen)
+    assert (first.pop("called"), second.pop("called")) == (4, 0)
+    assert first == second
+    assert (first["reason"], first["step"], first["value"]) == ("patience", 16, 1.0)
+
+
+def test_an_error_of_one_process_ends_all(ddp):
+    _, seen = ddp
+    assert seen[0]["failing"] == ["ValueError", "no text to validate on"]
+    assert seen[1]["failing"] == ["ProcessError", "process 0 failed: ValueError: no text to validate on"]
+    for each in seen:
+        assert each["not_finite"].startswith("loss or gradient is not finite at step 1 ")
+        assert "Rows has no method share(rank, world), which 2 processes need" in each["unshared"]
+
+
+@pytest.mark.slow  # importing DTensor alone takes longer than the other scenarios
+def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_path):
+    double_trainer(tmp_path / "one").fit()
+    double_trainer(tmp_path / "average-of-one", average=2).fit()
+    for name in ("fsdp-parts", "shards-parts"):
+        double_trainer(tmp_path / name, steps=6).fit()
+    seen = spawn(tmp_path, "fsdp")
+    assert_same_run(tmp_path / "fsdp", tmp_path / "one")
+    assert [record.get("skipped_steps") for record in values(tmp_path / "fp16")][:5] == [0, 0, 1, 0, None]
+    assert sum(each["sharded"]["held"] for each in seen) == seen[0]["sharded"]["all"]
+    assert [each["sharded"]["exchanges"] for each in seen] == [20, 20]
+    assert (tmp_path / "fsdp-parts" / "checkpoints" / "average").is_dir()
+    (tmp_path / "fsdp-parts" / "checkpoints" / "average").rename(tmp_path / "average")
+    resume(double_trainer(tmp_path / "fsdp-parts", seed=60)).fit()
+    assert_close_records(values(tmp_path / "fsdp-parts"), values(tmp_path / "one"), 1e-6)
+
+    # Sharded checkpoints of two processes, of FSDP2 and of DDP, on which one process goes on.
+    for name in ("shards", "shards-ddp"):
+        assert_same_run(tmp_path / name, tmp_path / "average-of-one")
+        last = CheckpointFolder(tmp_path / name / "checkpoints").open()
+        assert len([file for file in last.files if file.startswith("shards/")]) == WORLD
+    assert [each["shards"]["held"] for each in seen] == [each["sharded"]["held"] for each in seen]
+    buffers = Checkpoint.open(tmp_path / "shards-ddp" / "checkpoints" / "average").weights()
+    assert [buffers[f"own-{number}"].abs().max().item() for number in range(8)] == [0.0] * 8
+    resume(double_trainer(tmp_path / "shards-parts", seed=60, average=2)).fit()
+    assert_same_run(tmp_path / "shards-parts", tmp_path / "average-of-one")
+    for each, kind in zip(seen, ("OSError", "ProcessError"), strict=True):
+        assert each["shards"]["said"][0] == kind
+        assert "process 1: OSError: [Errno 28] No space left on device" in each["shards"]["said"][1]
+        assert "the last good checkpoint is" in each["shards"]["said"][1]
+        assert each["shards"]["kept"] == ["step-4"]
+    left = {path.name for path in (tmp_path / "shards-full" / "checkpoints").iterdir()}
+    assert left == {"step-4", "index.json"}
+
+    language(0, tmp_path, "ddp")
+    assert [each["language"]["obstacle"] for each in seen] == [None, None]
+    assert_same_run(tmp_path / "language-fsdp", tmp_path / "language-ddp")
+    sizes = [
+        (tmp_path / f"language-{how}" / "checkpoints" / "step-6" / "model.safetensors").stat().st_size
+        for how in ("fsdp", "ddp")
+    ]
+    assert sizes[0] == sizes[1]  # tied embeddings once
+
+
+@pytest.mark.slow
+def test_compiled_models_train_the_same(tmp_path):
+    seen = spawn(tmp_path, "compiled", seconds=600)
+    # One for all batches, and one more where a share is a single sequence; none would mean that it ran as it was.
+    assert all(1 <= count <= 2 for each in seen for count in each["compiled"].values()), seen
+    language(0, tmp_path, "ddp")
+    for parallel in ("ddp", "fsdp"):
+        assert_same_run(tmp_path / f"compiled-{parallel}", tmp_path / "language-ddp")
+
+
+def test_one_process_is_alone_with_and_without_a_group(monkeypatch):
+    with join_processes() as processes:
+        assert (processes.rank, processes.world, processes.is_main) == (0, 1, True)
+        assert processes.agree(3.5, True) == (3.5, True)
+        assert processes.gather(4) == [4]
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessError, match="train within `fastformer"):
+        Processes.current()
+    assert local_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match=r"'cuda:0' is one GPU, but torchrun started several processes; say cuda"):
+        local_device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert local_device("cuda") == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="process 1 of this machine has no GPU of its own: torch sees 1"):
+        local_device("cuda")
+
+
+TRAIN = (
+    "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
+    "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --warmup-steps 2 --dropout 0 "
+    "--validate-every 3 --log-every 3 --bleu-sentences 0 --threads 1 --device cpu"
+)
+
+
+def run(*command: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process id of a worker that torchrun started."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text():
+            return int(child)
+    raise AssertionError(f"torchrun {launcher} has no worker {rank}")
+
+
+@pytest.mark.slow  # torchrun and its processes import torch three times
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
+def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
+    launcher = run(
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "fastformer"],
+        *f"{TRAIN} --steps 100000 --run run --sharded-checkpoints".split(),
+        cwd=tmp_path,
+    )
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    try:
+        until = time.monotonic() + 120
+        while len(checkpoints.paths()) < 2 and launcher.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert launcher.poll() is None, launcher.communicate()
+        assert checkpoints.paths()
+        os.kill(worker(launcher.pid, 1), signal.SIGKILL)
+        killed = time.monotonic()
+        out, err = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert time.monotonic() - killed < 60
+    assert launcher.returncode != 0
+    assert "Signal 9 (SIGKILL)" in err
+    assert out.count("training: 200 pairs") == 1
+    assert "processes: 2, ddp" in out
+    steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
+    assert steps == sorted(set(steps))
+
+    opened = checkpoints.open(fallback=True)
+    assert opened.is_sharded
+    last = opened.step
+    for command in ("--run run --resume --steps {}", f"{TRAIN.removeprefix('train ')} --run whole --steps {{}}"):
+        process = run("-m", "fastformer", "train", *command.format(last + 3).split(), "--device", "cpu", cwd=tmp_path)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    ours, theirs = values(tmp_path / "run"), values(tmp_path / "whole")
+    assert_close_records(ours, theirs, 1e-3)  # fp32, and Adam divides small gradients by their size
+
+    assert checkpoints.open().is_sharded
+    (found,) = load_translator(tmp_path / "run", device="cpu").translate(["one"])
+    assert isinstance(found, str)
+    counts = [summarise(tmp_path / name).parameters for name in ("run", "whole")]
+    assert counts[0] == counts[1]

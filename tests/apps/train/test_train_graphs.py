@@ -1,0 +1,318 @@
+"""Training steps as a CUDA graph would repeat them: equal to eager ones, and eager again where they cannot be.
+
+What repeats them here is `recorded_steps.TapeRecorder`, on a CPU; on a GPU: test_gpu_train_graphs.py.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+import fastformer
+from fastformer.apps.language.model import language_model_loss
+from fastformer.apps.text import LanguageBatch
+from fastformer.apps.train import TrainConfig, graphs
+from fastformer.apps.train.fixed_batch import shape_of
+from fastformer.apps.train.graphs import GraphedUpdate
+from fastformer.apps.train.processes import Processes
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import translation_loss
+from tests.support import language_task
+from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.recorded_steps import TapeRecorder, taped
+from tests.support.translation_task import random_batch, random_model
+
+LOSS = functools.partial(translation_loss, label_smoothing=0.1)
+ALONE = Processes.current()
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    return taped(monkeypatch, graphs)
+
+
+class Eager(TapeRecorder):
+    """Captures nothing, so that each step is the first: eager, on batches of fixed shapes."""
+
+    def capture(self, step):
+        step()
+        return None
+
+
+def settings(**changes):
+    given = {"steps": 100, "lr": 0.01, "weight_decay": 0.01, "cuda_graphs": True}
+    return TrainConfig(**{**given, **changes})
+
+
+def batches(count, seed=0, sizes=(1, 9), longest=12):
+    """Of few shapes: sides of 16, 32, 48 … tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        sentences = int(torch.randint(*sizes, (), generator=generator))
+        lengths = torch.randint(1, longest, (sentences, 2), generator=generator).tolist()
+        found.append(random_batch(lengths, seed=100 * seed + number))
+    return found
+
+
+def train(update, groups, rates=None):
+    """Losses, norms and tokens of each step."""
+    seen = []
+    for number, group in enumerate(groups):
+        loss, norm, tokens = update.gradients(group)
+        seen.append((float(loss), float(norm), tokens))
+        update.apply(norm, 0.01 / (1 + number) if rates is None else rates[number])
+    return torch.tensor(seen, dtype=torch.float64)
+
+
+def assert_same_parameters(a, b, tolerance=1e-7):
+    for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def updates(tape, config, loss=LOSS, model=None, **changes):
+    """An eager update and a graphed one, of equal models."""
+    model = (random_model(1, **changes).double() if model is None else model).train()
+    other = copy.deepcopy(model)
+    return Update(model, loss, config, ALONE), GraphedUpdate(other, loss, config, ALONE, tape, None), model, other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulate": 3},
+        {"optimizer": "adam", "clip_norm": 0.0},
+        {"optimizer": "sgd", "clip_norm": 0.2, "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_steps_are_the_eager_ones(tape, changes):
+    config = settings(**changes)
+    eager, graphed, model, other = updates(tape, config)
+    given = batches(20)
+    groups = [given[i : i + config.accumulate] for i in range(0, len(given), config.accumulate)]
+    expected, found = train(eager, groups), train(graphed, groups)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+    assert tape.captured >= 4  # norm, optimiser and more than one shape
+    assert tape.replayed > 3 * len(groups) // 2
+
+
+def test_what_is_captured_and_repeated(tape):
+    """One shape of batches: three parts, each run, then captured, and repeated from then on."""
+    _, graphed, _, _ = updates(tape, settings())
+    batch = batches(1)
+    seen = []
+    for _ in range(5):
+        train(graphed, [batch])
+        seen.append((tape.warmed_up, tape.captured, tape.replayed))
+    assert seen == [(3, 0, 0), (3, 3, 3), (3, 3, 6), (3, 3, 9), (3, 3, 12)]
+
+
+def test_a_language_model_of_columns(tape):
+    """The same shape each time, so that every step after the first ones is a repetition."""
+    groups = [[language_task.random_batch([10] * 6, seed)] for seed in range(6)]
+    eager, graphed, model, other = updates(tape, settings(), language_model_loss, language_task.random_model().double())
+    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+    assert tape.captured == 3
+
+
+def test_dropout_draws_anew_at_each_repetition(tape):
+    """And as often as an eager step, so that what is drawn after it is the same."""
+    _, graphed, _, _ = updates(tape, settings(), dropout=0.3)
+    eager = GraphedUpdate(random_model(1, dropout=0.3).double().train(), LOSS, settings(), ALONE, Eager(), None)
+    groups = [batches(1)] * 8
+    results = []
+    for update in (graphed, eager):
+        if update is eager:
+            eager._run = lambda name, step: step()
+        torch.manual_seed(5)
+        results.append((train(update, groups, rates=[1e-9] * 8), torch.rand(1)))
+    (found, after), (expected, expected_after) = results
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    assert after == expected_after
+    assert len(set(found[:, 0].tolist())) == 8
+    assert tape.replayed > 12
+
+
+@pytest.mark.parametrize("part", ["batch", "norm", "optimizer"])
+def test_a_part_that_cannot_be_captured_leaves_eager_steps(tape, part):
+    eager, graphed, model, other = updates(tape, settings(accumulate=2))
+    broken = {"batch": "backward", "norm": "norm", "optimizer": "step"}[part]
+    real, capture = getattr(graphed, broken), tape.capture
+
+    def capturing(step):
+        def refuse(*args):
+            real(*args)
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        setattr(graphed, broken, refuse)
+        try:
+            return capture(step)
+        finally:
+            setattr(graphed, broken, real)
+
+    tape.capture = capturing
+    groups = [batches(2)] * 3 + [batches(2, seed=number) for number in range(5)]
+    with pytest.warns(RuntimeWarning, match="^training goes on without CUDA graphs, .* not permitted") as seen:
+        found = train(graphed, groups)
+    assert len(seen) == 1
+    torch.testing.assert_close(found, train(eager, groups), rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+
+
+@pytest.mark.slow
+def test_parameters_that_move_are_noticed(tape):
+    """As where a checkpoint is loaded with assign=True, or the optimiser is made anew."""
+    eager, graphed, model, other = updates(tape, settings())
+    batch = batches(1)
+    for update, net in ((eager, model), (graphed, other)):
+        train(update, [batch] * 4)
+        for p in net.parameters():
+            p.data = p.data * 1.5
+        train(update, [batch] * 4)
+    assert_same_parameters(model, other)
+    assert tape.captured == 6  # the tape would find the new ones, a graph would not
+
+
+def test_gradients_that_move_are_noticed(tape):
+    _, graphed, _, _ = updates(tape, settings())
+    train(graphed, [batches(1)] * 4)
+    graphed.parameters[0].grad = torch.zeros_like(graphed.parameters[0])
+    train(graphed, [batches(1)] * 4)
+    assert tape.captured == 6
+
+
+def test_a_loaded_state_of_the_optimiser_is_used(tape):
+    eager, graphed, model, other = updates(tape, settings())
+    batch = batches(1)
+    for update in (eager, graphed):
+        train(update, [batch] * 3)
+        state = copy.deepcopy(update.optimizer.state_dict())
+        train(update, [batch] * 3)
+        update.load_state_dict(state, {})
+        train(update, [batch] * 3)
+    assert_same_parameters(model, other)
+
+
+class Late(torch.nn.Module):
+    """A part that only long batches use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def forward(self, ids):
+        x = self.first(ids[:, None].double())
+        return self.second(x) if len(ids) > 16 else x
+
+
+def test_a_parameter_whose_first_gradient_comes_late(tape):
+    """Until then it is left alone, weight decay included; then norm and optimiser are captured anew.
+
+    From then on it has a gradient of zero where it is not used, as with `zero_grad(set_to_none=False)`.
+    """
+    torch.manual_seed(0)
+    model = Late().double()
+    loss = lambda model, batch: (model(batch.ids_in) * batch.ids_out.clamp(min=0)[:, None]).sum()  # noqa: E731
+
+    def batch(length):
+        return LanguageBatch(*torch.arange(2 * length).view(2, length), torch.tensor([length]))
+
+    eager, graphed, model, other = updates(tape, settings(weight_decay=0.5, accumulate=2), loss, model)
+    eager.optimizer.zero_grad = functools.partial(eager.optimizer.zero_grad, set_to_none=False)
+    groups = [[batch(16), batch(16)]] * 4 + [[batch(32), batch(16)]] + [[batch(16), batch(16)], [batch(32)]] * 3
+    for group in groups:
+        torch.testing.assert_close(train(graphed, [group]), train(eager, [group]), rtol=1e-6, atol=0)
+        assert_same_parameters(model, other)
+        assert (other.second.weight.grad is None) == (model.second.weight.grad is None)
+
+
+def test_a_first_gradient_of_a_batch_that_is_beyond_the_most_shapes(tape, monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_SHAPES", 1)
+    torch.manual_seed(0)
+    loss = lambda model, batch: (model(batch.ids_in) * batch.ids_out.clamp(min=0)[:, None]).sum()  # noqa: E731
+    eager, graphed, model, other = updates(tape, settings(), loss, Late().double())
+    eager.optimizer.zero_grad = functools.partial(eager.optimizer.zero_grad, set_to_none=False)
+    small, large = (LanguageBatch(*torch.arange(2 * n).view(2, n), torch.tensor([n])) for n in (16, 32))
+    groups = [[small]] * 4 + [[large]] + [[small]] * 4
+    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+
+
+def test_after_a_failure_of_another_capture_there_are_new_graphs(tape):
+    """As of a beam search in a validation: it has replaced the generator's state, which earlier graphs belong to."""
+    _, graphed, _, _ = updates(tape, settings())
+    train(graphed, [batches(1)] * 4)
+    tape.failures += 1
+    train(graphed, [batches(1)] * 4)
+    assert tape.captured == 6
+
+
+def test_a_step_without_tokens(tape):
+    eager, graphed, model, other = updates(tape, settings(), language_model_loss, language_task.random_model().double())
+    groups = [[language_task.random_batch([3, 4])]] + [[language_task.random_batch([0, 0])]] * 3
+    groups = [*groups, *groups]
+    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+
+
+def test_shapes_beyond_the_most_are_eager(tape, monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_SHAPES", 1)
+    eager, graphed, model, other = updates(tape, settings(accumulate=2))
+    small, large = batches(2, sizes=(1, 2)), batches(2, seed=1, sizes=(30, 31))
+    groups = [[small[0], large[0]], [large[1], small[1]]] * 3
+    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
+    assert_same_parameters(model, other)
+    assert tape.captured == 3
+
+
+def test_what_is_saved_is_what_eager_steps_save(tape):
+    eager, graphed, _, _ = updates(tape, settings())
+    states = []
+    for update in (eager, graphed):
+        train(update, [batches(1)] * 4)
+        states.append(update.optimizer.state_dict())
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert all(type(group["lr"]) is float for group in states[1]["param_groups"])
+
+
+def test_a_table_of_positions_that_is_replaced_is_still_read(tape):
+    """Validation on long sentences replaces it; what a graph reads must not be freed."""
+    eager, graphed, model, other = updates(tape, settings())
+    batch = batches(1)
+    for update, net in ((eager, model), (graphed, other)):
+        train(update, [batch] * 4)
+        for embedding in (net.source_embedding, net.target_embedding):
+            old = embedding.table
+            embedding.encodings(1000)
+            assert embedding.table is not old
+            if update is graphed:  # the tape would keep it anyway
+                assert any(x is old for _, kept in graphed._recorded.values() for x in kept)
+        del old
+        train(update, [batch] * 4)
+    assert_same_parameters(model, other)
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_kernels(tape):
+    """The launches that a graph would hold, with Triton's interpreter on a CPU.
+
+    With SGD: Adam would make the biases of keys, whose gradients are nothing but rounding, grow.
+    """
+    model = language_task.random_model(d_model=16, heads=1, layers=1, feed_forward=16).to(DEVICE)
+    groups = [
+        [language_task.random_batch(lengths, seed)] for seed, lengths in enumerate([[5, 9], [11, 2], [3, 3], [7, 8]])
+    ]
+    assert len({shape_of(batch) for (batch,) in groups}) == 1
+    with fastformer.backend("triton"):
+        eager, graphed, model, other = updates(tape, settings(optimizer="sgd"), language_model_loss, model)
+        expected, found = train(eager, groups), train(graphed, groups)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert_same_parameters(model, other, 1e-5)
+    assert tape.captured == 3

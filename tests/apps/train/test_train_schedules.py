@@ -1,0 +1,114 @@
+"""Schedules against their published formulas, computed here independently."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from fastformer.apps.train import Schedule
+from fastformer.apps.train.schedules import SCHEDULES, noam_peak
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    """The rates of a budget of `steps` steps."""
+    return [schedule.rate(step, (step - 1) / steps) for step in range(1, steps + 1)]
+
+
+def test_inverse_sqrt_is_the_rate_of_attention_is_all_you_need():
+    d_model, warmup = 512, 40
+    schedule = Schedule("inverse_sqrt", noam_peak(d_model, warmup), warmup)
+    expected = [d_model**-0.5 * min(step**-0.5, step * warmup**-1.5) for step in range(1, 201)]
+    assert rates(schedule, 200) == pytest.approx(expected, rel=1e-12)
+
+
+def test_constant_and_warmup():
+    assert rates(Schedule("constant", 0.4, 4), 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert rates(Schedule("constant", 0.4, 0), 2) == [0.4, 0.4]
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_cosine_equals_torch(warmup):
+    total, lr, floor = 50, 0.3, 0.01
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    start = max(warmup - 1, 0)  # the step that reaches the peak is the cosine's first
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - start, eta_min=floor)
+    expected = [lr * step / warmup for step in range(1, warmup)]
+    while len(expected) < total:
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert rates(Schedule("cosine", lr, warmup, min_lr=floor), total) == pytest.approx(expected, rel=1e-6)
+
+
+def test_linear_falls_from_the_end_of_the_warmup_to_the_end_of_the_budget():
+    total, warmup, lr, floor = 20, 5, 0.5, 0.1
+    found = rates(Schedule("linear", lr, warmup, min_lr=floor), total)
+    assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert found[4:] == pytest.approx([lr - (lr - floor) * i / 16 for i in range(16)])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_decay_stays_at_its_floor_after_the_budget_and_without_one_left(name):
+    schedule = Schedule(name, 1.0, 2, min_lr=0.25)
+    assert schedule.rate(1, 0.0) == 0.5
+    assert schedule.rate(2, 0.5) == 1.0
+    assert schedule.rate(3, 1.5) == pytest.approx(0.25)
+    late = Schedule(name, 1.0, 0, min_lr=0.25)
+    assert late.rate(1, 1.0) == pytest.approx(0.25)
+
+
+def test_progress_in_time_decays_the_same_at_any_speed():
+    schedule = Schedule("linear", 1.0, 0)
+    assert [schedule.rate(step, progress) for step, progress in [(1, 0.0), (2, 0.75), (3, 0.9)]] == pytest.approx(
+        [1.0, 0.25, 0.1]
+    )
+
+
+def test_plateau_reduces_after_patience_and_counts_anew():
+    schedule = Schedule("plateau", 1.0, plateau_factor=0.5, plateau_patience=1)
+    found = []
+    for loss in [3.0, 3.0, 3.0, 2.0, 2.5, 2.0, 2.1, 2.1]:
+        schedule.observe(loss)
+        found.append(schedule.rate(100, 0.0))
+    assert found == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_divide_on_plateau_divides_at_every_validation_that_is_not_the_best():
+    schedule = Schedule("divide_on_plateau", 20.0, plateau_divisor=4.0, min_lr=1.0)
+    found = []
+    for loss in [5.0, 4.0, 4.0, 3.9, 4.5, 4.5, 4.5]:
+        schedule.observe(loss)
+        found.append(schedule.rate(100, 0.0))
+    assert found == [20.0, 20.0, 5.0, 5.0, 1.25, 1.0, 1.0]
+
+
+def test_a_loss_that_is_not_a_number_counts_as_no_better():
+    schedule = Schedule("divide_on_plateau", 1.0)
+    schedule.observe(math.nan)
+    assert schedule.rate(1, 0.0) == 0.25
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_state_survives_json_and_goes_on_exactly(name):
+    whole, first = (Schedule(name, 0.7, 7, 0.01, plateau_patience=0) for _ in range(2))
+    second = Schedule(name, 0.7, 7, 0.01, plateau_patience=0)
+    losses = [3.0, 2.0, 2.5, 1.0, 1.5, 1.5]
+
+    def run(schedule: Schedule, steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            found.append(schedule.rate(step, (step - 1) / 30))
+            if step % 5 == 0:
+                schedule.observe(losses[step // 5 - 1])
+        return found
+
+    expected = run(whole, range(1, 31))
+    part = run(first, range(1, 13))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert part + run(second, range(13, 31)) == expected
+
+
+def test_an_unknown_schedule_names_the_choices():
+    with pytest.raises(ValueError, match=r"name must be one of constant, inverse_sqrt, cosine, .*, not 'cosin'"):
+        Schedule("cosin", 1.0)

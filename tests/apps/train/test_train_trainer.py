@@ -1,0 +1,410 @@
+"""The training loop: gradients, ends, faults, and Ctrl-C."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastformer.apps.train import CheckpointFolder, DivergedError, read_metrics
+from fastformer.apps.train.interrupt import Interrupt
+from fastformer.apps.train.metrics import RunningSums
+from fastformer.apps.train.progress import Progress
+from tests.support.train_task import Rows, Source, config, network, summed_loss, trainer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Merged:
+    """The batches of `Source`, `every` of them as one."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.parts = every, Source(6)
+
+    def batches_in(self, epoch: int) -> int:
+        return 6 // self.every
+
+    def epoch(self, epoch: int, start: int = 0) -> Any:
+        batches = list(self.parts.epoch(epoch))
+        for i in range(start * self.every, 6, self.every):
+            group = batches[i : i + self.every]
+            yield Rows(torch.cat([b.inputs for b in group]), torch.cat([b.labels for b in group]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_accumulating_batches_of_unequal_size_equals_one_big_batch(tmp_path, optimizer):
+    settings: dict[str, Any] = {"steps": 6, "validate_every": 6, "optimizer": optimizer, "eps": 1e-6}
+    models = [network(dropout=0.0).double() for _ in range(2)]
+
+    def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch.inputs.double()), batch.labels, reduction="sum")
+
+    for name, model, source, accumulate in zip("ab", models, (Source(6), Merged(3)), (3, 1), strict=True):
+        run = trainer(
+            tmp_path / name, config(accumulate=accumulate, **settings), source, model=model, loss=loss, validate=None
+        )
+        assert run.fit().tokens == sum(b.tokens for epoch in range(3) for b in Source(6).epoch(epoch))
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_is_the_clipped_gradient_of_the_mean_over_tokens(tmp_path):
+    model, twin = network(dropout=0.0), network(dropout=0.0)
+    batch = next(Source().epoch(0))
+    run = trainer(
+        tmp_path,
+        config(steps=1, optimizer="sgd", momentum=0.0, lr=0.5, warmup_steps=0, clip_norm=0.1, log_every=1),
+        model=model,
+    )
+    run.fit()
+    (summed_loss(twin, batch) / batch.tokens).backward()
+    norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    for updated, parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(updated, parameter - 0.5 * parameter.grad)
+    record = read_metrics(tmp_path)[0]
+    assert record["gradient_norm"] == pytest.approx(float(norm))
+    assert record["loss"] == pytest.approx(summed_loss(twin, batch).item() / batch.tokens)
+
+
+def test_weight_decay_leaves_biases_and_norms_alone(tmp_path):
+    model = network()
+    run = trainer(tmp_path, config(weight_decay=0.1), model=model)
+    decays = {id(p): g["weight_decay"] for g in run._update.optimizer.param_groups for p in g["params"]}
+    assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
+        "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "4.weight": 0.1, "4.bias": 0.0,
+    }  # fmt: skip
+
+
+def test_same_seed_same_weights_and_another_seed_others(tmp_path):
+    weights = []
+    for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
+        model = network()
+        trainer(tmp_path / name, config(seed=seed), model=model).fit()
+        weights.append(model[0].weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_bf16_runs_the_forward_under_autocast_and_keeps_fp32_weights(tmp_path):
+    seen: set[torch.dtype] = set()
+
+    def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
+        logits = model(batch.inputs)
+        seen.add(logits.dtype)
+        return nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
+
+    model = network()
+    trainer(tmp_path, config(precision="bf16", steps=3), model=model, loss=loss).fit()
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_validation_changes_nothing_of_the_training(tmp_path):
+    weights = []
+    for name, every in [("often", 1), ("never", 1000)]:
+        model = network()
+        trainer(tmp_path / name, config(validate_every=every), model=model).fit()
+        weights.append(model[4].weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_validation_runs_in_eval_mode_without_gradients_and_training_goes_on_in_train_mode(tmp_path):
+    modes: list[tuple[str, bool, bool]] = []
+
+    def noted(model: nn.Module) -> dict[str, float]:
+        modes.append(("validate", model.training, torch.is_grad_enabled()))
+        return {"loss": 1.0}
+
+    def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
+        modes.append(("train", model.training, torch.is_grad_enabled()))
+        return summed_loss(model, batch)
+
+    trainer(tmp_path, config(steps=10), loss=loss, validate=noted).fit()
+    assert set(modes) == {("validate", False, False), ("train", True, True)}
+
+
+@pytest.mark.parametrize("poison", [2, 6])
+def test_a_loss_that_is_not_a_number_stops_before_it_reaches_the_weights(tmp_path, poison):
+    model = network()
+    run = trainer(tmp_path, config(validate_every=2, log_every=50), Source(poison=poison), model=model)
+    last = tmp_path / "checkpoints" / f"step-{poison}"
+    with pytest.raises(DivergedError, match=rf"not finite at step {poison + 1} .*last good checkpoint is {last};"):
+        run.fit()
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert CheckpointFolder(tmp_path / "checkpoints").open().step == poison
+
+
+def test_an_infinite_gradient_of_a_finite_loss_stops_too(tmp_path):
+    def loss(model: nn.Module, batch: Rows) -> torch.Tensor:
+        return (model(batch.inputs) * 0.0).sum().clamp(min=0.0).sqrt()  # 0 with the gradient 0 / 0
+
+    with pytest.raises(DivergedError, match=r"not finite at step 1 .*no checkpoint was written yet"):
+        trainer(tmp_path, config(), loss=loss).fit()
+
+
+def scripted(*values: float, name: str = "loss") -> Any:
+    remaining = iter(values)
+    return lambda model: {"loss": 1.0, name: next(remaining)}
+
+
+def test_early_stopping_keeps_the_best_weights_restorable(tmp_path):
+    losses = scripted(3.0, 2.0, 2.5, 2.0, 1.0)
+    model = network()
+    run = trainer(tmp_path, config(patience=2, steps=100, keep=1), model=model, validate=losses)
+    result = run.fit()
+    assert (result.reason, result.step) == ("patience", 20)
+    assert (result.best_value, result.best) == (2.0, tmp_path / "checkpoints" / "step-10")
+    last = model[0].weight.detach().clone()
+    assert run.load_best().step == 10
+    assert not torch.equal(model[0].weight, last)
+
+
+def test_a_score_is_better_when_higher_a_loss_when_lower_and_a_nan_never(tmp_path):
+    scores = scripted(10.0, 30.0, math.nan, 20.0, name="bleu")
+    result = trainer(tmp_path, config(metric="bleu", keep=4), validate=scores).fit()
+    assert (result.best_value, result.best) == (30.0, tmp_path / "checkpoints" / "step-10")
+
+
+def test_a_metric_that_the_validation_lacks_is_named(tmp_path):
+    with pytest.raises(ValueError, match="metric='bleu' is not among the validation's values: loss, perplexity"):
+        trainer(tmp_path, config(metric="bleu")).fit()
+
+
+def test_the_best_of_all_may_be_the_average(tmp_path):
+    values = scripted(3.0, 2.0, 2.5, 1.5)
+    model = network()
+    run = trainer(tmp_path, config(steps=15, average=3), model=model, validate=values)
+    result = run.fit()
+    last = CheckpointFolder(tmp_path / "checkpoints").open(tmp_path / "checkpoints" / "step-15").weights()
+    assert all(torch.equal(last[name], tensor) for name, tensor in model.state_dict().items())
+    assert (result.best_value, result.best) == (1.5, tmp_path / "checkpoints" / "average")
+    assert result.metrics["loss"] == 2.5
+    run.load_best()
+    mean = sum(
+        CheckpointFolder(tmp_path / "checkpoints").open(tmp_path / "checkpoints" / f"step-{step}").weights()["4.weight"]
+        for step in (5, 10, 15)
+    )
+    torch.testing.assert_close(model[4].weight, mean / 3)
+
+
+def test_without_validation_the_last_checkpoint_is_what_load_best_gives(tmp_path):
+    model = network()
+    run = trainer(tmp_path, config(steps=7), model=model, validate=None)
+    assert run.fit().best is None
+    assert run.load_best().step == 7
+
+
+def test_budgets_end_the_run_and_the_first_one_wins(tmp_path):
+    ends = {
+        "steps": {"steps": 3, "epochs": 5},
+        "epochs": {"steps": 100, "epochs": 2, "validate_every": None},
+        "minutes": {"steps": 10**9, "minutes": 1e-9},
+    }
+    for name, budget in ends.items():
+        assert trainer(tmp_path / name, config(**budget)).fit().reason == name
+    assert read_metrics(tmp_path / "epochs")[-1]["step"] == 14
+
+
+def test_an_empty_epoch_is_an_error_and_not_an_endless_loop(tmp_path):
+    with pytest.raises(ValueError, match="batches: epoch 0 has no batch"):
+        trainer(tmp_path, config(), Source(0)).fit()
+
+
+def test_the_schedule_reaches_its_end_with_the_budget(tmp_path):
+    for name, budget in [("steps", {"steps": 21}), ("epochs", {"steps": None, "epochs": 3})]:
+        settings = config(schedule="linear", warmup_steps=0, log_every=1, validate_every=50, **budget)
+        trainer(tmp_path / name, settings).fit()
+        rates = [r["lr"] for r in read_metrics(tmp_path / name) if r["kind"] == "train"]
+        assert rates == pytest.approx([0.01 * (1 - step / 21) for step in range(21)])
+
+
+def test_perplexity_is_added_to_a_validation_loss(tmp_path):
+    result = trainer(tmp_path, config(steps=5), validate=lambda model: {"loss": 2.0}).fit()
+    assert result.metrics == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
+
+
+def test_plain_progress_shows_loss_speed_time_left_and_validations(tmp_path, capsys):
+    trainer(tmp_path, config(), show=True).fit()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(" 10%  epoch 1  step 2  loss 1.")
+    assert "tokens/s  left 0:0" in lines[0]
+    assert len(lines) == 1 + 4 + 2 + 1  # one plain line in ten seconds, four validations, two epochs of 7, the end
+    assert lines[1].startswith("validation: epoch 1  step 5  loss 1.")
+    assert "perplexity" in lines[1]
+    assert lines[2].startswith("mean of training: epoch 1  step 7  loss 1.")
+    assert lines[-1] == "ended at step 20: steps"
+
+
+def test_a_line_says_when_a_validation_was_the_best_and_is_saved(tmp_path, capsys):
+    losses = iter([3.0, 2.0, 2.5, 1.0, 1.5])
+    checkpoints = tmp_path / "checkpoints"
+    made = trainer(tmp_path, config(average=2), validate=lambda model: {"loss": next(losses)}, show=True)
+    show, best = made._progress.line, []
+    made._progress.line = lambda text: (best.append(made.checkpoints.best()), show(text))
+    made.fit()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("validation", "average"))]
+    assert ["best so far, saved" in line for line in lines] == [True, True, False, True, False]
+    assert lines[0].endswith("  best so far, saved")
+    # Said after it is true: validations are the 1st, 3rd, 4th and 6th line, beside two epochs.
+    assert [None if path is None else path.name for path in (best[0], best[2], best[3], best[5])] == [
+        "step-5", "step-10", "step-10", "step-20",
+    ]  # fmt: skip
+    assert checkpoints.is_dir()
+
+
+def test_the_last_validation_may_be_the_best_too(tmp_path, capsys):
+    trainer(tmp_path, config(steps=3), show=True).fit()
+    assert "validation: epoch 1  step 3" in (err := capsys.readouterr().err)
+    assert err.count("best so far, saved") == 1
+
+
+def test_the_mean_of_an_epoch_is_over_all_its_tokens(tmp_path):
+    """Of batches of unequal size, whatever records, validations and resumed runs lie between."""
+    seen: dict[int, list[tuple[float, int]]] = {}
+
+    def loss(model: torch.nn.Module, batch: Rows) -> torch.Tensor:
+        total = summed_loss(model, batch)
+        seen.setdefault(len(seen_steps) // 7, []).append((float(total.detach()), batch.tokens))
+        seen_steps.append(1)
+        return total
+
+    seen_steps: list[int] = []
+    made = trainer(tmp_path, config(steps=11, validate_every=4), loss=loss, validate=None)
+    made.fit()
+    rest = trainer(tmp_path, config(steps=23, validate_every=4), loss=loss, validate=None)
+    rest.resume()
+    rest.fit()
+    found = [record for record in read_metrics(tmp_path) if record["kind"] == "epoch"]
+    assert [(record["epoch"], record["step"]) for record in found] == [(1, 7), (2, 14), (3, 21)]
+    for record, of_epoch in zip(found, seen.values(), strict=False):
+        losses, tokens = zip(*of_epoch, strict=True)
+        assert record["loss"] == pytest.approx(sum(losses) / sum(tokens), rel=1e-6)
+
+
+def test_a_state_without_sums_of_the_epoch_resumes(tmp_path):
+    """As runs of before have it: the mean is of the rest of the epoch."""
+    sums = RunningSums(torch.device("cpu"))
+    sums.add(torch.tensor(6.0), torch.tensor(1.0), 2, 0.1)
+    state = sums.state_dict(0.0)
+    assert {"epoch_loss", "epoch_tokens"} <= state.keys()
+    del state["epoch_loss"], state["epoch_tokens"]
+    resumed = RunningSums(torch.device("cpu"))
+    resumed.load_state_dict(state)
+    resumed.add(torch.tensor(8.0), torch.tensor(1.0), 4, 0.1)
+    assert resumed.take_epoch() == {"loss": 2.0}
+    assert resumed.take(1.0)["loss"] == pytest.approx(14 / 6)
+
+
+def test_on_a_terminal_a_bar_is_shown(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with Progress(stream=stream) as progress:
+        progress.step({"epoch": 2, "step": 1234, "loss": 2.5, "tokens_per_second": 5e4}, 0.5, 3725.0)
+        progress.line("validation: [bold] stays as it is")
+    shown = stream.getvalue()
+    assert "validation: [bold] stays as it is" in shown
+    assert "step 1,234" in shown
+    assert "50,000 tokens/s" in shown
+    assert "1:02:05" in shown
+
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import time
+from tests.support.train_task import *
+
+def slow_loss(model, batch):
+    time.sleep(0.02)
+    return summed_loss(model, batch)
+
+def slow_validate(model):
+    print("validating", flush=True)
+    time.sleep(float(sys.argv[3]))
+    return validate(model)
+
+run = trainer(sys.argv[2], config(steps=100_000, validate_every=100_000, log_every=1), loss=slow_loss,
+              validate=slow_validate, show=True)
+print("ready", flush=True)
+result = run.fit()
+print(result.reason, result.step, result.metrics["loss"] > 0, flush=True)
+"""
+
+
+def start(folder: Path, validation_seconds: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, ROOT, folder, str(validation_seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert process.stderr is not None
+    assert "step 1" in process.stderr.readline()
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
+def test_ctrl_c_finishes_the_step_saves_validates_and_exits_cleanly(tmp_path):
+    process = start(tmp_path, 0.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    validating, ending = out.splitlines()
+    assert validating == "validating"
+    reason, step, validated = ending.split()
+    assert (reason, validated) == ("interrupted", "True")
+    assert "press Ctrl-C again to stop at once" in err
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    assert checkpoints.open().step == int(step)
+    assert checkpoints.best() == checkpoints.last()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
+def test_a_second_ctrl_c_ends_at_once_and_what_was_saved_is_there(tmp_path):
+    process = start(tmp_path, 60.0)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "validating\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in err
+    assert CheckpointFolder(tmp_path / "checkpoints").open().step >= 1
+
+
+def test_signal_handlers_are_put_back_and_other_threads_do_without(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    trainer(tmp_path / "a", config(steps=2)).fit()
+    assert signal.getsignal(signal.SIGINT) is before
+    with Interrupt(lambda: None) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(trainer(tmp_path / "b", config(steps=2)).fit()))
+    thread.start()
+    thread.join()
+    assert results[0].step == 2
+
+
+def test_a_checkpoint_tells_its_architecture(tmp_path):
+    trainer(tmp_path, config(steps=5)).fit()
+    meta = json.loads((tmp_path / "checkpoints" / "step-5" / "meta.json").read_text())
+    assert meta["config"] == {"width": 16}
+    assert set(meta["metrics"]) == {"loss", "perplexity"}

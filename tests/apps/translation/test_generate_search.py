@@ -1,0 +1,246 @@
+"""Greedy and beam search against loops that recompute everything without a cache."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from tests.support.translation_task import BOS, EOS, PAD, UNK, random_model, reverse_batch, reversing_model
+from tests.support.uncached_search import RAGGED, naive_beam, naive_greedy, rows_of, sequence_scores, sources
+
+
+def pad(source, lengths, extra=0):
+    rows = nn.utils.rnn.pad_sequence(rows_of(source, lengths), batch_first=True, padding_value=PAD)
+    return nn.functional.pad(rows, (0, extra), value=PAD)
+
+
+def with_end(hypothesis, limit):
+    """The tokens that were scored: with eos, unless the limit cut it off."""
+    return hypothesis.ids if len(hypothesis.ids) == limit else [*hypothesis.ids, EOS]
+
+
+MODELS = {
+    "pre-norm": {"encoder_layers": 1},
+    "post-norm, no final norms": {"norm_first": False, "final_norm": False, "embeddings": "shared"},
+    "learned, no biases": {"positions": "learned", "bias": False, "output_bias": True, "embeddings": "separate"},
+}
+RULES = {
+    "plain": {},
+    "min_length": {"min_length": 5},
+    "no_repeat_ngram 1": {"no_repeat_ngram": 1},
+    "no_repeat_ngram 2": {"no_repeat_ngram": 2, "min_length": 2},
+    "no_repeat_ngram 3": {"no_repeat_ngram": 3},
+    "max_length": {"max_length": 3},
+}
+CASES = [*((variant, "plain") for variant in MODELS), *(("pre-norm", rule) for rule in RULES if rule != "plain")]
+
+
+@pytest.mark.parametrize("search", [greedy_search, beam_search])
+def test_lengths_come_in_any_integer_form(search):
+    model, options = random_model(1).eval(), SearchOptions(max_length=3)
+    source, lengths = sources(RAGGED)
+    expected = search(model, source, lengths, options)
+    forms = (list, tuple, np.array, lambda x: np.array(x, np.uint64), lambda x: torch.tensor(x, dtype=torch.uint16))
+    for form in forms:
+        assert search(model, source, form(lengths.tolist()), options) == expected
+    for wrong, error, message in (
+        ([1.5] * len(lengths), TypeError, "source_lengths must be integers, not torch.float32"),
+        ([-1] * len(lengths), ValueError, "source_lengths must not be negative: -1"),
+    ):
+        with pytest.raises(error, match=message):
+            search(model, source, wrong, options)
+
+
+@pytest.mark.parametrize(("variant", "rule"), CASES)
+def test_greedy_is_the_uncached_loop(variant, rule):
+    """For random models and ragged batches, packed and padded; log probabilities are the model's own."""
+    model = random_model(1, **MODELS[variant]).double()
+    options = SearchOptions(beam=1, max_ratio=1.5, max_extra=4, **RULES[rule])
+    source, lengths = sources(RAGGED)
+    found = greedy_search(model, source, lengths, options)
+    for row, hypothesis in zip(rows_of(source, lengths), found, strict=True):
+        ids, log_p = naive_greedy(model, row, options)
+        assert hypothesis.ids == ids
+        assert hypothesis.log_probability == pytest.approx(log_p, abs=1e-4)
+        assert hypothesis.score == hypothesis.log_probability
+    for extra in (0, 2):
+        again = greedy_search(model, pad(source, lengths, extra), lengths, options)
+        assert [h.ids for h in again] == [h.ids for h in found]
+
+
+@pytest.mark.parametrize(("variant", "rule"), CASES)
+def test_beam_search_is_the_uncached_loop(variant, rule):
+    model = random_model(2, **MODELS[variant]).double()
+    options = SearchOptions(beam=3, n_best=3, length_penalty=0.7, max_ratio=1.0, max_extra=3, **RULES[rule])
+    source, lengths = sources([3, 1, 5])
+    for row, found in zip(rows_of(source, lengths), beam_search(model, source, lengths, options), strict=True):
+        expected = naive_beam(model, row, options)
+        assert [h.ids for h in found] == [ids for ids, _, _ in expected]
+        assert [h.log_probability for h in found] == pytest.approx([total for _, total, _ in expected], abs=1e-4)
+        assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_trained_model_ends_its_sentences(length_penalty):
+    """Greedy, beam 1 and the uncached loops agree where sentences end by themselves, at different steps."""
+    model = reversing_model()
+    batch = reverse_batch(1000, 12)
+    rows = rows_of(batch.source, batch.source_lengths)
+    options = SearchOptions(beam=4, n_best=4, length_penalty=length_penalty)
+    greedy = greedy_search(model, batch.source, batch.source_lengths, options)
+    beam = beam_search(model, batch.source, batch.source_lengths, options)
+    right = 0
+    for row, one, four in zip(rows, greedy, beam, strict=True):
+        assert one.ids == naive_greedy(model, row, options)[0]
+        expected = naive_beam(model, row, options)
+        assert [h.ids for h in four] == [ids for ids, _, _ in expected]
+        right += four[0].ids == row[:-1].flip(0).tolist()
+    assert right >= 9
+    alone = beam_search(model, batch.source, batch.source_lengths, replace(options, beam=1, n_best=1))
+    assert [h.ids for [h] in alone] == [h.ids for h in greedy]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beam_one_is_greedy(seed):
+    model = random_model(seed, output_bias=True).double()
+    with torch.no_grad():
+        model.output.bias[EOS] += seed  # from seldom to often
+    source, lengths = sources([2, 9, 1, 5, 5, 12], seed)
+    options = SearchOptions(beam=1, no_repeat_ngram=seed)
+    greedy, beam = (search(model, source, lengths, options) for search in (greedy_search, beam_search))
+    assert [h.ids for h in greedy] == [h.ids for [h] in beam]
+    assert [h.log_probability for h in greedy] == pytest.approx([h.log_probability for [h] in beam], abs=1e-4)
+
+
+def test_wide_beam_search_is_exhaustive():
+    """With as many beams as there are sequences, the n best are the n best of all of them."""
+    model = random_model(3, source_vocabulary=6, target_vocabulary=6).double()
+    words, L = [UNK, 4, 5], 4
+    every = [[*prefix, EOS] for n in range(L) for prefix in itertools.product(words, repeat=n)]
+    every += [list(tokens) for tokens in itertools.product(words, repeat=L)]
+    source, lengths = sources([2, 3], vocabulary=6)
+    true = [sequence_scores(model, row, every) for row in rows_of(source, lengths)]
+    for length_penalty in (0.0, 0.6, 1.0):
+        options = SearchOptions(beam=len(every), n_best=len(every), max_length=L, length_penalty=length_penalty)
+        for totals, found in zip(true, beam_search(model, source, lengths, options), strict=True):
+            scores = {
+                tuple(i for i in tokens if i != EOS): total / len(tokens) ** length_penalty
+                for tokens, total in zip(every, totals, strict=True)
+            }
+            best = sorted(scores, key=lambda ids: -scores[ids])
+            assert len(found) == len(every) == 121
+            assert [tuple(h.ids) for h in found] == best
+            assert [h.score for h in found] == pytest.approx([scores[ids] for ids in best], abs=1e-5)
+
+
+def test_length_penalty_changes_what_wins():
+    """With 0 the log probability ranks, with more of it longer hypotheses come first."""
+    model = random_model(4).double()
+    source, lengths = sources(RAGGED)
+    sizes = []
+    for length_penalty in (0.0, 1.0, 3.0):
+        options = SearchOptions(beam=5, n_best=5, length_penalty=length_penalty)
+        found = beam_search(model, source, lengths, options)
+        for sentence, limit in zip(found, options.limits(lengths, model.config).tolist(), strict=True):
+            for h in sentence:
+                assert h.score == pytest.approx(h.log_probability / len(with_end(h, limit)) ** length_penalty, rel=1e-5)
+        sizes.append(sum(len(sentence[0].ids) for sentence in found))
+    assert sizes[0] < sizes[1] <= sizes[2]
+
+
+@pytest.mark.parametrize("make", [lambda: random_model(5), reversing_model], ids=["random", "trained"])
+def test_hypotheses_are_distinct_sorted_and_scored(make):
+    model = make()
+    vocabulary = model.config.source_vocabulary
+    source, lengths = sources([3, 1, 6, 5, 2], vocabulary=vocabulary)
+    options = SearchOptions(beam=6, n_best=6, max_ratio=1.0, max_extra=4)
+    limits = options.limits(lengths, model.config).tolist()
+    for row, limit, found in zip(
+        rows_of(source, lengths), limits, beam_search(model, source, lengths, options), strict=True
+    ):
+        assert len({tuple(h.ids) for h in found}) == len(found) == 6
+        assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+        assert all(len(h.ids) <= limit and not {PAD, BOS, EOS} & set(h.ids) for h in found)
+        expected = sequence_scores(model, row, [with_end(h, limit) for h in found])
+        assert [h.log_probability for h in found] == pytest.approx(expected, abs=1e-3)
+
+
+def test_n_best_is_a_prefix_of_more():
+    model = random_model(6).double()
+    source, lengths = sources(RAGGED)
+    five, two = (beam_search(model, source, lengths, SearchOptions(beam=5, n_best=n)) for n in (5, 2))
+    assert [sentence[:2] for sentence in five] == two
+
+
+def test_vocabulary_smaller_than_the_beam():
+    """Where there are fewer hypotheses than beams, only real ones come back."""
+    model = random_model(7, source_vocabulary=5, target_vocabulary=5).double()
+    source, lengths = sources([1, 2], vocabulary=5)
+    found = beam_search(model, source, lengths, SearchOptions(beam=8, n_best=8, max_length=1))
+    assert [sorted(h.ids for h in sentence) for sentence in found] == [[[], [UNK], [4]]] * 2
+    assert all(math.isfinite(h.score) for sentence in found for h in sentence)
+
+
+def test_lengths():
+    """min_length counts tokens before eos, max_length all; each sentence has its own limit."""
+    model = random_model(8, output_bias=True)
+    with torch.no_grad():
+        model.output.bias[EOS] += 20  # ends as soon as it may
+    source, lengths = sources([2, 7])
+    for search, unwrap in ((greedy_search, lambda h: h), (beam_search, lambda h: h[0])):
+        sizes = [len(unwrap(h).ids) for h in search(model, source, lengths, SearchOptions(beam=2, min_length=4))]
+        assert sizes == [4, 4]
+    with torch.no_grad():
+        model.output.bias[EOS] -= 100  # never ends
+    for search, unwrap in ((greedy_search, lambda h: h), (beam_search, lambda h: h[0])):
+        options = SearchOptions(beam=2, max_ratio=1.5, max_extra=2)
+        assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [4 + 2, 12 + 2]
+        options = replace(options, max_length=9)
+        assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [6, 9]
+        options = SearchOptions(beam=2, max_ratio=0.0, max_extra=0)
+        assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [1, 1]
+
+
+def test_learned_positions_end_the_translation():
+    """The limit is also what the model can hold: no error in the middle of a search."""
+    model = random_model(9, positions="learned", max_positions=8, output_bias=True)
+    with torch.no_grad():
+        model.output.bias[EOS] -= 100
+    source, lengths = sources([7, 1])
+    assert [len(h.ids) for h in greedy_search(model, source, lengths)] == [8, 8]
+    assert [len(h.ids) for [h] in beam_search(model, source, lengths)] == [8, 8]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_repeat_ngram(size):
+    model = random_model(10)
+    source, lengths = sources(RAGGED)
+    options = SearchOptions(beam=4, n_best=4, no_repeat_ngram=size, max_extra=20)
+
+    def repeats(ids, n=size):
+        grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+        return len(grams) - len(set(grams))
+
+    assert any(repeats(h.ids) for h in greedy_search(model, source, lengths))
+    assert not any(repeats(h.ids) for h in greedy_search(model, source, lengths, options))
+    for sentence in beam_search(model, source, lengths, options):
+        assert not any(repeats(h.ids) for h in sentence)
+
+
+def test_nothing_left_to_say_ends_the_sentence():
+    """Every word used up, the end still forbidden: it ends all the same, and no score is NaN."""
+    model = random_model(11, source_vocabulary=7, target_vocabulary=7)
+    source, lengths = sources([2, 4], vocabulary=7)
+    options = SearchOptions(beam=3, n_best=3, no_repeat_ngram=1, min_length=9, max_extra=20)
+    greedy = greedy_search(model, source, lengths, options)
+    beam = beam_search(model, source, lengths, options)
+    for h in [*greedy, *itertools.chain(*beam)]:
+        assert sorted(h.ids) == [UNK, 4, 5, 6]
+        assert math.isfinite(h.score)
+    assert all(len({tuple(h.ids) for h in sentence}) == 3 for sentence in beam)

@@ -1,0 +1,265 @@
+"""Steps of fixed shapes: equal to those of the growing cache, eagerly and repeated as a CUDA graph would."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fastformer.apps.translation import search, static_cache, step_graph
+from fastformer.apps.translation.cache import DecoderState
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.static_cache import StaticDecoderState
+from tests.support.fused_op import DEVICE, needs_kernels, poisoned
+from tests.support.recorded_steps import steps_of_both, taped
+from tests.support.translation_task import BOS, EOS, random_model
+from tests.support.uncached_search import RAGGED, sources
+
+MODELS = {
+    "pre-norm": {},
+    "post-norm, no final norms": {"norm_first": False, "final_norm": False, "embeddings": "shared"},
+    "learned, no biases": {"positions": "learned", "bias": False, "output_bias": True, "embeddings": "separate"},
+}
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    return taped(monkeypatch, step_graph)
+
+
+@pytest.fixture(params=["eager", "repeated"])
+def mode(request):
+    return request.getfixturevalue("tape") if request.param == "repeated" else None
+
+
+@pytest.fixture
+def small_cache(monkeypatch):
+    """Caches that grow after 12 steps, and again."""
+    monkeypatch.setattr(static_cache, "_FIRST_CAPACITY", 12)
+
+
+def assert_steps_equal(*given, tolerance=1e-12, **options):
+    """Logits differ by the order in which attention adds up."""
+    for static, growing in steps_of_both(*given, **options):
+        torch.testing.assert_close(static, growing, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@torch.inference_mode()
+def test_static_steps_are_the_growing_ones(variant, mode, small_cache):
+    """Rows reordered, rows that leave twice, and a cache that grows twice on the way."""
+    model = random_model(1, **MODELS[variant]).double()
+    with poisoned():
+        assert_steps_equal(model, RAGGED, 40, hypotheses=2, leave_at=(3, 14))
+    if mode is not None:
+        # Eager for a while at 0, 12 and 24, and where rows left, after which too few steps are left before 12 and 24.
+        assert (mode.warmed_up, mode.captured, mode.replayed) == (6, 3, 3 + 2 + 15)
+
+
+@torch.inference_mode()
+def test_one_graph_serves_all_steps_of_fixed_rows(tape):
+    """Captured once, after one step; all others are repetitions, so nothing in them came from the host."""
+    assert_steps_equal(random_model(2).double(), RAGGED, 40)
+    assert (tape.warmed_up, tape.captured, tape.replayed) == (1, 1, 39)
+
+
+@pytest.mark.parametrize("limit", [11, 17])
+@torch.inference_mode()
+def test_learned_positions_at_their_limit(limit, mode, small_cache):
+    """Reached before the cache grows, and after; no cache holds more, as its capacity is looked up too."""
+    model = random_model(3, positions="learned", max_positions=limit).double()
+    assert_steps_equal(model, [3, 5], limit)
+    state = StaticDecoderState(model, *sources([3]), longest=2)
+    for _ in range(2):
+        state.step(torch.tensor([BOS]))
+    with pytest.raises(ValueError, match="longest must be at least the number of steps, not 2"):
+        state.step(torch.tensor([BOS]))
+
+
+@torch.inference_mode()
+def test_a_sinusoidal_table_that_decoding_outgrows(tape, small_cache):
+    """The table is another tensor then, and so is the cache."""
+    assert_steps_equal(random_model(4, max_positions=4).double(), [3, 5], 40)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@torch.inference_mode()
+def test_bf16(autocast, mode):
+    """Autocast from fp32 weights, and bf16 weights; a position that stands still makes 0.08 and more of the norm."""
+    model = random_model(10, d_model=24)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for static, growing in steps_of_both(model if autocast else model.bfloat16(), RAGGED, 20):
+            assert static.dtype == growing.dtype == torch.bfloat16
+            assert float((static.float() - growing.float()).norm() / growing.float().norm()) < 0.05
+
+
+def test_longest_must_allow_a_step():
+    source, lengths = sources([3])
+    with pytest.raises(ValueError, match="longest must be at least 1, not 0"):
+        StaticDecoderState(random_model(), source, lengths, longest=0)
+
+
+@pytest.mark.slow
+@needs_kernels
+@torch.inference_mode()
+def test_kernels(tape, triton_backend, monkeypatch):
+    """Eager, repeated, and with a cache that grows; logits of size 1 in fp32, whose sums are in another order."""
+    monkeypatch.setattr(static_cache, "_FIRST_CAPACITY", 9)
+    model = random_model(5, d_model=16, heads=1, encoder_layers=1, decoder_layers=1, feed_forward=16)
+    assert_steps_equal(model.to(DEVICE), [2, 3], 10, tolerance=1e-5)
+    assert tape.replayed == 8
+
+
+RULES = [{}, {"min_length": 5, "no_repeat_ngram": 2}, {"max_length": 3}, {"max_ratio": 0.0, "max_extra": 70}]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("find", [greedy_search, beam_search])
+def test_searches_find_the_same(find, rules, mode):
+    model = random_model(6).double()
+    source, lengths = sources(RAGGED)
+    options = {"beam": 1 if find is greedy_search else 3, **rules}
+    expected = find(model, source, lengths, SearchOptions(**options))
+    found = find(model, source, lengths, SearchOptions(**options, cuda_graphs=True))
+    assert_same_hypotheses(found, expected)
+    if mode is not None and "max_length" not in rules:
+        assert mode.replayed
+
+
+def assert_same_hypotheses(found, expected):
+    for one, two in zip(found, expected, strict=True):
+        for a, b in zip(*(x if isinstance(x, list) else [x] for x in (one, two)), strict=True):
+            assert a.ids == b.ids
+            assert a.log_probability == pytest.approx(b.log_probability, abs=1e-5)
+            assert a.score == pytest.approx(b.score, abs=1e-5)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_rows_leave_a_replayed_batch_by_halves_and_few_not_at_all(tape, monkeypatch, few):
+    monkeypatch.setattr(search, "_REPLAYED_ROWS", few)
+    seen = []
+    step = StaticDecoderState.step
+    monkeypatch.setattr(StaticDecoderState, "step", lambda self, ids: seen.append(len(ids)) or step(self, ids))
+    model = random_model(9, output_bias=True).double()
+    with torch.no_grad():
+        model.output.bias[EOS] += 1.5  # so that some end at once, some are cut off
+    given = sources([2 + i % 9 for i in range(40)])
+    found = greedy_search(model, *given, SearchOptions(beam=1, cuda_graphs=True))
+    assert_same_hypotheses(found, greedy_search(model, *given))
+    assert tape.replayed
+    if few:
+        assert set(seen) == {40}
+    else:
+        assert seen[0] == 40
+        assert seen[-1] <= 10
+        assert all(after == before or after <= before / 2 for before, after in pairwise(seen))
+
+
+@pytest.mark.parametrize("find", [greedy_search, beam_search])
+def test_the_option_is_off_unless_asked_for(find, monkeypatch):
+    class Refused(StaticDecoderState):
+        def __init__(self, *args, **kwargs):
+            raise AssertionError("a static state")
+
+    monkeypatch.setattr(search, "StaticDecoderState", Refused)
+    assert not SearchOptions().cuda_graphs
+    find(random_model(), *sources([3, 4]))
+    with pytest.raises(AssertionError, match="a static state"):
+        find(random_model(), *sources([3, 4]), SearchOptions(cuda_graphs=True))
+
+
+def test_a_step_that_cannot_be_captured_is_eager_from_then_on(tape, monkeypatch):
+    """As one that waits for the device: said once, with the reason, and the results are the same."""
+    captures = []
+    forward = DecoderState._logits
+    capture = tape.capture
+
+    def waiting(self, ids, positions, length):
+        if int(ids[0]) < 0:
+            raise AssertionError
+        return forward(self, ids, positions, length)
+
+    monkeypatch.setattr(DecoderState, "_logits", waiting)
+    monkeypatch.setattr(tape, "capture", lambda step: captures.append(1) or capture(step))
+    model = random_model(7).double()
+    source, lengths = sources(RAGGED)
+    expected = greedy_search(model, source, lengths)
+    with pytest.warns(
+        RuntimeWarning, match="goes on without CUDA graphs.*not permitted when stream is capturing"
+    ) as said:
+        found = greedy_search(model, source, lengths, SearchOptions(beam=1, cuda_graphs=True))
+    assert_same_hypotheses(found, expected)
+    assert len(captures) == len(said) == 1
+
+
+@torch.inference_mode()
+def test_a_step_that_counts_on_the_host_would_not_pass(tape, monkeypatch):
+    """The tape is no tautology: positions that the host knows are found wrong at the first repetition."""
+
+    def counted(self):
+        positions = torch.full_like(self._ids, self.position)
+        self._key_lengths.add_(1)
+        self._positions.add_(1)
+        return self._logits(self._ids, positions, self.capacity)
+
+    monkeypatch.setattr(StaticDecoderState, "_step", counted)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_steps_equal(random_model(8).double(), [3, 5], 20)
+
+
+class TestStepGraph:
+    """When it captures."""
+
+    @staticmethod
+    def graph(tape):
+        count = torch.zeros((), dtype=torch.int64)
+        graph = step_graph.StepGraph(torch.device("cpu"))
+        return graph, lambda: count.add_(1), lambda: (tape.warmed_up, tape.captured, tape.replayed)
+
+    def test_waits_one_step_at_first_and_two_where_rows_left(self, tape):
+        graph, step, counts = self.graph(tape)
+        for t in range(3):
+            assert int(graph.run(step, 30 - t)) == t + 1
+        assert counts() == (1, 1, 2)
+        graph.renew(foreseen=False)
+        for t in range(3, 7):
+            assert int(graph.run(step, 30 - t)) == t + 1
+        assert counts() == (3, 2, 4)
+        graph.renew(foreseen=True)
+        for t in range(7, 10):
+            assert int(graph.run(step, 30 - t)) == t + 1
+        assert counts() == (4, 3, 6)
+
+    def test_captures_for_eight_steps_and_not_for_seven(self, tape):
+        graph, step, counts = self.graph(tape)
+        graph.run(step, 9)
+        graph.run(step, 7)
+        assert counts() == (1, 0, 0)
+        graph.run(step, 8)
+        graph.run(step, 1)
+        assert counts() == (1, 1, 2)
+
+    def test_is_eager_without_a_cuda_device(self):
+        graph = step_graph.StepGraph(torch.device("cpu"))
+        assert not graph.replays
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert all(int(graph.run(lambda t=t: torch.tensor(t), 100)) == t for t in range(3))
+
+    def test_after_a_failure_of_another_capture_there_is_a_new_graph(self, tape):
+        """That one has replaced the generator's state, which an earlier graph belongs to."""
+        graph, step, _ = self.graph(tape)
+        for left in (30, 29, 28):
+            graph.run(step, left)
+        assert (tape.captured, tape.replayed) == (1, 2)
+        tape.failures += 1
+        for left in (27, 26):
+            graph.run(step, left)
+        assert (tape.captured, tape.replayed) == (2, 4)
+
+    def test_errors_that_are_none_of_the_capture_are_raised(self, tape):
+        graph, step, _ = self.graph(tape)
+        graph.run(step, 30)
+        tape.capture = lambda step: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            graph.run(step, 29)

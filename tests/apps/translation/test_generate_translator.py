@@ -1,0 +1,198 @@
+"""Text in, text out: order, odd input, scores, errors, and BLEU of what a user would read."""
+
+import logging
+import math
+import re
+
+import pytest
+import torch
+
+from fastformer.apps.text import ParallelCorpus, SpecialIds, WordTokenizer, collate, encode_pairs
+from fastformer.apps.text.scores import score_translations
+from fastformer.apps.translation.model import TranslationModel, translation_loss
+from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import Translator
+from tests.support.translation_task import config, random_model
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+FRENCH = dict(zip(WORDS, ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"], strict=True))
+
+
+def french(text):
+    """Word by word, with an apostrophe and a full stop that a tokenizer splits off."""
+    return "l'" + " ".join(FRENCH[word] for word in text.split()) + "."
+
+
+def sentences(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 6, (count,), generator=generator).tolist()
+    return [" ".join(WORDS[i] for i in torch.randint(8, (n,), generator=generator).tolist()) for n in sizes]
+
+
+@pytest.fixture(scope="module")
+def translator():
+    source = sentences(64, seed=0)
+    corpus = ParallelCorpus(source, [french(text) for text in source])
+    tokenizers = [WordTokenizer.from_lines(side) for side in (corpus.source, corpus.target)]
+    torch.manual_seed(0)
+    model = TranslationModel(
+        config(
+            source_vocabulary=tokenizers[0].size,
+            target_vocabulary=tokenizers[1].size,
+            d_model=32,
+            heads=4,
+            encoder_layers=1,
+            decoder_layers=1,
+            feed_forward=64,
+        )
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for step in range(150):
+        drawn = sentences(48, seed=step + 1)
+        pairs = encode_pairs(ParallelCorpus(drawn, [french(text) for text in drawn]), *tokenizers)
+        batch = collate(pairs)
+        optimizer.zero_grad()
+        (translation_loss(model, batch) / batch.tokens).backward()
+        optimizer.step()
+    return Translator(model, *tokenizers, max_source_length=10)
+
+
+def test_order_and_bleu(translator):
+    """Detokenised translations in the order of the input, whatever the batches; sacrebleu itself scores them."""
+    source = sentences(30, seed=9000)
+    references = [french(text) for text in source]
+    for options in (SearchOptions(beam=1), SearchOptions(beam=3)):
+        translations = translator.translate(source, options, batch_size=7)
+        assert sum(ours == theirs for ours, theirs in zip(translations, references, strict=True)) >= 24
+        assert translations == translator.translate(source, options, batch_size=64)
+        assert translations[::-1] == translator.translate(source[::-1], options, batch_size=7)
+    scores = score_translations(translations, references)
+    sacrebleu = pytest.importorskip("sacrebleu")
+    assert scores.bleu == sacrebleu.corpus_bleu(translations, [references]).score > 80
+    # Not the tokens with spaces between them: those score less under the same metric.
+    ids = translator.target_tokenizer.encode_batch(translations)
+    tokenised = [" ".join(translator.target_tokenizer.words[i] for i in line) for line in ids]
+    assert tokenised[0] != translations[0]
+    assert score_translations(tokenised, references).bleu < scores.bleu - 10
+    assert "tok:13a" in scores.bleu_signature
+
+
+def test_empty_lines_stay_where_they_are(translator):
+    source = ["two one", "", "three", "   ", "\t"]
+    found = translator.translate(source)
+    assert [bool(text) for text in found] == [True, False, True, False, False]
+    assert found[0] == translator.translate(["two one"])[0]
+    assert translator.translate([]) == []
+    assert translator.translate(["", ""]) == ["", ""]
+    [[nothing]] = translator.candidates([""], SearchOptions(beam=3, n_best=3))
+    assert (nothing.text, nothing.log_probability, nothing.score) == ("", 0.0, 0.0)
+
+
+def test_unknown_words_do_not_stop_anything(translator):
+    assert isinstance(translator.translate(["one zwölf two"])[0], str)
+
+
+def test_candidates(translator):
+    source = sentences(6, seed=4)
+    options = SearchOptions(beam=4, n_best=3)
+    found = translator.candidates(source, options)
+    assert [len(best) for best in found] == [3] * 6
+    for best in found:
+        assert [c.score for c in best] == sorted((c.score for c in best), reverse=True)
+    assert [best[0].text for best in found] == translator.translate(source, options)
+    # The log probability of the search is that of scoring its text.
+    pairs = [(text, c) for text, best in zip(source, found, strict=True) for c in best if c.text]
+    scored = translator.score([text for text, _ in pairs], [c.text for _, c in pairs], batch_size=5)
+    ids = [translator.target_tokenizer.encode(c.text) for _, c in pairs]
+    for (_, c), (log_p, tokens), own in zip(pairs, scored, ids, strict=True):
+        assert tokens == len(own) + 1
+        if abs(c.log_probability / c.score - tokens) < 0.01:  # the text tokenises to what was decoded
+            assert log_p == pytest.approx(c.log_probability, abs=1e-3)
+    assert sum(abs(c.log_probability / c.score - n) < 0.01 for (_, c), (_, n) in zip(pairs, scored, strict=True)) >= 12
+
+
+def test_a_too_long_sentence_is_cut_with_one_warning(translator, caplog):
+    long = " ".join(["one"] * 30)
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        found = translator.translate([long, "two", long])
+    assert [record.getMessage() for record in caplog.records] == ["2 of 3 sentences cut to 10 tokens"]
+    assert found[0] == translator.translate([" ".join(["one"] * 9)])[0]  # 9 words and eos
+    caplog.clear()
+    translator.translate([" ".join(["one"] * 9)])
+    assert not caplog.records
+
+
+def test_learned_positions_cut_too(translator, caplog):
+    """The model's limit counts where it is the smaller one."""
+    vocabularies = translator.source_tokenizer.size, translator.target_tokenizer.size
+    model = random_model(
+        source_vocabulary=vocabularies[0], target_vocabulary=vocabularies[1], positions="learned", max_positions=5
+    )
+    small = Translator(model, translator.source_tokenizer, translator.target_tokenizer)
+    small.translate(["one two three four five six"], SearchOptions(beam=2))
+    assert "cut to 5 tokens" in caplog.text
+    with pytest.raises(ValueError, match=r"^target 2 has 5 tokens; what is scored must have 1 to 4$"):
+        small.score(["one", "one"], ["un", "un deux trois quatre cinq"])
+
+
+def test_scores(translator):
+    """Of a right translation, of a wrong one; independent of the batch; the model's own cross entropy."""
+    source = sentences(9, seed=5)
+    right, wrong = [french(text) for text in source], [french(text) for text in source[1:] + source[:1]]
+    good, bad = translator.score(source, right), translator.score(source, wrong)
+    assert sum(log_p for log_p, _ in good) > sum(log_p for log_p, _ in bad) + 10
+    assert all(log_p <= 0 for log_p, _ in good)
+    single = [translator.score([s], [t])[0] for s, t in zip(source, right, strict=True)]
+    assert [log_p for log_p, _ in good] == pytest.approx([log_p for log_p, _ in single], abs=1e-4)
+    assert [n for _, n in good] == [len(translator.target_tokenizer.encode(text)) + 1 for text in right]
+    pairs = encode_pairs(
+        ParallelCorpus(source, right), translator.source_tokenizer, translator.target_tokenizer, max_length=10
+    )
+    loss = translation_loss(translator.model, collate(pairs)).item()
+    assert -sum(log_p for log_p, _ in translator.score(source, right, batch_size=2)) == pytest.approx(loss, rel=1e-4)
+    assert translator.score([], []) == []
+
+
+def test_score_errors(translator):
+    with pytest.raises(ValueError, match=r"^2 sources and 1 targets$"):
+        translator.score(["one", "two"], ["un"])
+    for side, source, target in (("source", ["one", ""], ["un", "deux"]), ("target", ["one", "two"], ["un", " "])):
+        with pytest.raises(ValueError, match=rf"^{side} 2 has 0 tokens; what is scored must have 1 to 9$"):
+            translator.score(source, target)
+    with pytest.raises(ValueError, match=r"^source 2 has 10 tokens; what is scored must have 1 to 9$"):
+        translator.score(["one", "one " * 10], ["un", "un"])
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+        translator.score(["one"], ["un"], batch_size=0)
+
+
+def test_argument_errors(translator):
+    for method in (translator.translate, translator.candidates):
+        with pytest.raises(ValueError, match="batch_size must be at least 1, not -2"):
+            method(["one"], batch_size=-2)
+        with pytest.raises(TypeError, match="sentences must be a list of sentences, not one string"):
+            method("one two")
+
+
+def test_a_tokenizer_of_another_model(translator):
+    model, source, target = translator.model, translator.source_tokenizer, translator.target_tokenizer
+    other = WordTokenizer.from_lines(["a b c"])
+    for side, tokenizers in (("source", (other, target)), ("target", (source, other))):
+        size = getattr(model.config, f"{side}_vocabulary")
+        message = f"the {side} tokenizer has 7 entries, the model {size}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            Translator(model, *tokenizers)
+    swapped = [*target.words[:2], target.words[3], target.words[2], *target.words[4:]]
+    moved = WordTokenizer(swapped, SpecialIds(bos_id=3, eos_id=2))
+    with pytest.raises(ValueError, match=r"^the target tokenizer has bos_id 3, the model 2$"):
+        Translator(model, source, moved)
+
+
+def test_model_is_put_into_evaluation_mode():
+    words = WordTokenizer.from_lines([" ".join(WORDS)])
+    model = random_model(source_vocabulary=12, target_vocabulary=12, dropout=0.5).train()
+    translator = Translator(model, words, words)
+    assert not model.training
+    options = SearchOptions(beam=2, n_best=2)
+    first, second = (translator.candidates(["one two three"], options) for _ in range(2))
+    assert first == second
+    assert all(math.isfinite(c.score) for c in first[0])

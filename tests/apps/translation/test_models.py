@@ -1,0 +1,389 @@
+"""The translation model against torch.nn.Transformer, and what must hold of any such model."""
+
+import copy
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.packing import Layout, pack
+from tests.support.translation_task import (
+    BOS,
+    PAD,
+    TorchTwin,
+    config,
+    pairs_batch,
+    paper_positions,
+    random_batch,
+    random_ids,
+    random_model,
+)
+
+RAGGED = [(1, 3), (6, 1), (4, 4), (9, 7)]  # lengths without special ids: one token, more source, more target
+
+
+def padded_like(batch, extra=0):
+    """The batch with padding, `extra` columns more than needed."""
+
+    def wide(ids, lengths):
+        rows = nn.utils.rnn.pad_sequence(torch.split(ids, lengths.tolist()), batch_first=True, padding_value=PAD)
+        return F.pad(rows, (0, extra), value=PAD)
+
+    return replace(
+        batch,
+        source=wide(batch.source, batch.source_lengths),
+        target_in=wide(batch.target_in, batch.target_lengths),
+        target_out=wide(batch.target_out, batch.target_lengths),
+    )
+
+
+def hidden_states(model, batch):
+    return model(batch.source, batch.source_lengths, batch.target_in, batch.target_lengths)
+
+
+VARIANTS = {
+    "pre-norm": {},
+    "post-norm": {"norm_first": False},
+    "pre-norm, no final norms": {"final_norm": False},
+    "post-norm, no final norms": {"norm_first": False, "final_norm": False},
+    "separate": {"embeddings": "separate", "target_vocabulary": 13},
+    "shared": {"embeddings": "shared"},
+    "learned": {"positions": "learned", "max_positions": 10},
+    "output bias": {"output_bias": True},
+    "no biases": {"bias": False},
+    "gelu, eps, unscaled": {"activation": "gelu", "norm_eps": 1e-2, "scale_embeddings": False},
+    "beyond the short attention": {"encoder_layers": 1, "decoder_layers": 1},
+    "unequal stacks, one head": {"encoder_layers": 1, "decoder_layers": 3, "heads": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model_is_torchs_transformer(variant, dtype):
+    """Packed and padded input give torch's loss on a padded batch, and torch's gradient of every parameter."""
+    model = random_model(1, **VARIANTS[variant]).to(dtype)
+    twin = TorchTwin(model.config).copy(model).to(dtype).train()  # train: not torch's inference fast path
+    packed = random_batch([*RAGGED, (70, 66)] if "beyond" in variant else RAGGED, vocabulary=13)
+    padded = padded_like(packed)
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
+
+    expected = twin.loss(padded, label_smoothing=0.1)
+    wanted = torch.autograd.grad(expected, list(twin.parameters()))
+    wanted = dict(zip((name for name, _ in twin.named_parameters()), wanted, strict=True))
+    for batch in (packed, padded, padded_like(packed, extra=3)):
+        loss = translation_loss(model, batch, label_smoothing=0.1)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        grads = torch.autograd.grad(loss, parameters)
+        torch.testing.assert_close(loss, expected, atol=tolerance, rtol=tolerance)
+        for name, grad in zip(names, grads, strict=True):
+            torch.testing.assert_close(grad, wanted[twin_name(name, wanted)], atol=10 * tolerance, rtol=tolerance)
+
+
+def twin_name(name, wanted):
+    """A shared parameter goes by the first of its names, and that differs between the two models."""
+    found = TorchTwin.name(name)
+    return found if found in wanted else "source_tokens.weight"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_and_logits_are_torchs(variant):
+    model = random_model(2, **VARIANTS[variant]).double()
+    twin = TorchTwin(model.config).copy(model).double().train()
+    packed = random_batch([*RAGGED, (70, 66)] if "beyond" in variant else RAGGED, vocabulary=13)
+    padded = padded_like(packed)
+    logits = model.logits(hidden_states(model, packed))
+    expected = pack(twin(padded.source, padded.target_in), Layout.from_lengths(packed.target_lengths))
+    assert logits.shape == (packed.tokens, model.config.target_vocabulary)
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(hidden_states(model, padded), hidden_states(model, packed), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("initialisation", ["xavier_uniform", "xavier_normal", "normal", "uniform"])
+def test_initialisation(initialisation):
+    torch.manual_seed(0)
+    model = TranslationModel(config(d_model=96, heads=4, feed_forward=192, initialisation=initialisation))
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:
+            continue
+        rows, columns = weight.shape
+        xavier = (2 / (rows + columns)) ** 0.5
+        std = {"normal": 0.02, "uniform": 0.2 / 12**0.5}.get(initialisation, xavier)
+        std = 96**-0.5 if "tokens" in name else std
+        assert weight.std().item() == pytest.approx(std, rel=0.1), name
+        assert weight.mean().item() == pytest.approx(0, abs=5 * std / weight.numel() ** 0.5), name
+        bound = {"uniform": 0.1, "xavier_uniform": 3**0.5 * xavier}.get(initialisation, float("inf"))
+        assert "tokens" in name or weight.abs().max() <= bound, name
+    # No two matrices are the copies that torch's stacks start with.
+    first, second = (layer.linear1.weight for layer in model.encoder.layers)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])
+def test_tied_logits_start_near_one(embeddings):
+    torch.manual_seed(0)
+    model = TranslationModel(config(d_model=96, heads=4, embeddings=embeddings)).eval()
+    logits = model.logits(hidden_states(model, random_batch(RAGGED)))
+    assert 0.3 < logits.std() < 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient(variant):
+    model = random_model(3, **VARIANTS[variant]).train()
+    every = list(range(4, 13))
+    batch = pairs_batch([every], [every])
+    translation_loss(model, batch).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_dropout_is_active_in_training_only():
+    batch = random_batch(RAGGED)
+    model = random_model(4, dropout=0.3)
+    torch.testing.assert_close(hidden_states(model, batch), hidden_states(model, batch), atol=0, rtol=0)
+    model.train()
+    torch.manual_seed(0)
+    first, second = hidden_states(model, batch), hidden_states(model, batch)
+    torch.manual_seed(0)
+    assert not torch.allclose(first, second)
+    torch.testing.assert_close(hidden_states(model, batch), first, atol=0, rtol=0)
+
+
+def test_a_sentence_does_not_depend_on_the_others():
+    model = random_model(5).double()
+    together = hidden_states(model, random_batch(RAGGED))
+    parts = torch.split(together, [target + 1 for _, target in RAGGED])
+    batch = padded_like(random_batch(RAGGED))
+    for i, part in enumerate(parts):
+        source = batch.source[i][: batch.source_lengths[i]]
+        target = batch.target_in[i][: batch.target_lengths[i]]
+        alone = model(source, batch.source_lengths[i : i + 1], target, batch.target_lengths[i : i + 1])
+        torch.testing.assert_close(alone, part, atol=1e-12, rtol=0)
+
+
+def test_decoder_is_causal_and_sees_its_past_and_the_whole_source():
+    model = random_model(6).double()
+    batch = random_batch([(5, 6)])
+    before = hidden_states(model, batch)
+    for position in range(7):
+        changed = batch.target_in.clone()
+        changed[position] = changed[position] % 12 + 4 if position else 5
+        moved = (hidden_states(model, replace(batch, target_in=changed)) - before).abs().amax(1) > 1e-9
+        assert moved.tolist() == [False] * position + [True] * (7 - position)
+    for position in range(6):
+        changed = batch.source.clone()
+        changed[position] = changed[position] % 12 + 4
+        moved = (hidden_states(model, replace(batch, source=changed)) - before).abs().amax(1) > 1e-9
+        assert moved.all()
+
+
+@pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
+def test_parameters_stay_shared(how, embeddings):
+    model = random_model(7, embeddings=embeddings)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        twin = random_model(8, embeddings=embeddings)
+        twin.load_state_dict(model.state_dict())
+    target, source = twin.target_embedding.tokens.weight, twin.source_embedding.tokens.weight
+    assert (twin.output.weight is target) == (embeddings != "separate")
+    assert (source is target) == (embeddings == "shared")
+    assert target is not model.target_embedding.tokens.weight
+    # Parameters apart from the output projection of a model in which nothing is shared.
+    matrices = {"separate": 3, "tied": 2, "shared": 1}[embeddings]
+    rest = sum(p.numel() for stack in (twin.encoder, twin.decoder) for p in stack.parameters())
+    assert sum(p.numel() for p in twin.parameters()) == rest + matrices * 17 * 12
+    batch = random_batch(RAGGED)
+    torch.testing.assert_close(hidden_states(twin, batch), hidden_states(model, batch), atol=0, rtol=0)
+    # Still shared after a step.
+    translation_loss(twin.train(), batch).backward()
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    assert torch.equal(twin.output.weight, target) == (embeddings != "separate")
+
+
+ERRORS = [
+    ({"heads": 5}, "heads (5) must divide d_model (12)"),
+    (
+        {"embeddings": "shared", "target_vocabulary": 16},
+        "embeddings 'shared' needs one joint vocabulary, not 17 and 16 entries",
+    ),
+    ({"eos_id": 17}, "eos_id must be at least 0 and below target_vocabulary (17), not 17"),
+    ({"pad_id": -1}, "pad_id must be at least 0 and below target_vocabulary (17), not -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ERRORS)
+def test_config_errors(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        config(**changes)
+
+
+def test_input_errors():
+    model = random_model(positions="learned", max_positions=5)
+    ids, lengths = torch.tensor([4, 5, 6]), torch.tensor([2, 1])
+    with pytest.raises(ValueError, match=r"^source must be packed \[3\] or padded \[2, length\], not \[2\]$"):
+        model.encode(ids[:2], lengths)
+    with pytest.raises(ValueError, match=r"^target_in must be packed \[3\] or padded \[2, length\], not \[4\]$"):
+        model(ids, lengths, torch.tensor([4, 5, 6, 7]), lengths)
+    with pytest.raises(ValueError, match="has 1 rows, lengths has 2"):
+        model.encode(ids[None], lengths)
+    with pytest.raises(ValueError, match=r"^a sequence of 6 is longer than max_length, 5$"):
+        model.encode(torch.full((6,), 4), torch.tensor([6]))
+    with pytest.raises(ValueError, match=r"^positions must be one of sinusoidal, learned, not 'none'$"):
+        Embedding(5, 4, positions="none")
+
+
+def test_longest_sequence():
+    assert config().longest is None
+    assert config(positions="learned", max_positions=7).longest == 7
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 2), (40, 12), (5, 7)])
+def test_sinusoidal_positions_are_the_papers(length, width):
+    table = sinusoidal_positions(length, width)
+    assert table.shape == (length, width)
+    assert table.dtype == torch.float32
+    torch.testing.assert_close(table.double(), paper_positions(length, width), atol=1e-7, rtol=0)
+
+
+def test_far_positions_are_exact():
+    """Angles of thousands of radians: they must not be computed in fp32."""
+    row = sinusoidal_positions(20_001, 6)[20_000].double()
+    angles = torch.tensor([20_000 / 10000 ** (2 * i / 6) for i in range(3)], dtype=torch.float64)
+    expected = torch.stack([angles.sin(), angles.cos()], 1).flatten()
+    torch.testing.assert_close(row, expected, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("inference", [False, True])
+def test_sinusoidal_table_grows(dtype, inference):
+    """Beyond max_length the table grows, old values stay what they were, and training can go on with it."""
+    small, large = (Embedding(9, 6, max_length=n, dropout=0.0).to(dtype) for n in (4, 50))
+    large.load_state_dict(small.state_dict())
+    ids, positions = torch.randint(9, (30,)), torch.arange(30)
+    with torch.inference_mode(inference):
+        out = small(ids, positions, 30)
+    assert small.table.shape[0] >= 30
+    assert small.table.dtype == out.dtype == dtype
+    torch.testing.assert_close(small.table[:50], large.table[: len(small.table)], atol=0, rtol=0)
+    torch.testing.assert_close(out.clone(), large(ids, positions, 30), atol=0, rtol=0)
+    assert not small.table.is_inference()
+    small.table.add_(0)  # what DistributedDataParallel's broadcast of buffers does
+    small(ids, positions, 30).sum().backward()
+
+
+def test_tables_are_not_in_the_checkpoint():
+    for positions in ("sinusoidal", "learned"):
+        model = random_model(positions=positions)
+        assert not [name for name in model.state_dict() if "table" in name]
+    long = TranslationModel(config(max_positions=64))
+    long.load_state_dict(TranslationModel(config(max_positions=8)).state_dict())
+
+
+def test_embedding_scale_and_sum():
+    torch.manual_seed(0)
+    for scale in (True, False):
+        embedding = Embedding(9, 16, scale=scale, dropout=0.0)
+        ids = torch.tensor([[3, 8], [0, 1]])
+        out = embedding(ids, torch.tensor([[0, 5], [2, 0]]), 6)
+        expected = embedding.tokens.weight[ids] * (4.0 if scale else 1.0)
+        expected = expected + paper_positions(6, 16).float()[torch.tensor([[0, 5], [2, 0]])]
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("output_bias", [False, True])
+def test_loss_is_the_sum_of_torchs_cross_entropy(label_smoothing, output_bias):
+    model = random_model(9, output_bias=output_bias).double()
+    batch = random_batch(RAGGED)
+    logits = model.logits(hidden_states(model, batch))
+    expected = F.cross_entropy(logits, batch.target_out, label_smoothing=label_smoothing, reduction="sum")
+    for form in (batch, padded_like(batch), padded_like(batch, extra=5)):
+        loss = translation_loss(model, form, label_smoothing)
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)
+    # A sum: that of a batch is that of its sentences.
+    parts = [translation_loss(model, row, label_smoothing) for row in single_sentences(batch)]
+    torch.testing.assert_close(torch.stack(parts).sum(), expected, atol=1e-10, rtol=0)
+
+
+def single_sentences(batch):
+    padded = padded_like(batch)
+    for i in range(len(batch)):
+        rows = slice(i, i + 1)
+        yield replace(
+            padded,
+            source=padded.source[rows],
+            target_in=padded.target_in[rows],
+            target_out=padded.target_out[rows],
+            source_lengths=batch.source_lengths[rows],
+            target_lengths=batch.target_lengths[rows],
+        )
+
+
+def test_loss_is_fp32_under_autocast():
+    model = random_model(10, d_model=24)
+    batch = random_batch(RAGGED)
+    exact = translation_loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = translation_loss(model, batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+    loss.backward()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_attention_maps(norm_first, final_norm):
+    """Every layer and head; rows are distributions; the weights are those that torch's layers apply."""
+    model = random_model(11, encoder_layers=2, decoder_layers=3, norm_first=norm_first, final_norm=final_norm)
+    generator = torch.Generator().manual_seed(0)
+    source = torch.tensor([*random_ids(4, generator), 3])
+    target_in = torch.tensor([BOS, *random_ids(6, generator)])
+    maps = model.attention_maps(source, target_in)
+    assert {name: tuple(weights.shape) for name, weights in maps.items()} == {
+        "encoder": (2, 3, 5, 5),
+        "decoder": (3, 3, 7, 7),
+        "cross": (3, 3, 7, 5),
+    }
+    for weights in maps.values():
+        assert not weights.requires_grad
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    assert maps["decoder"].triu(1).abs().max() == 0
+
+    twin = TorchTwin(model.config).copy(model).train()  # all dropout is 0
+    seen = []
+
+    def watch(module):
+        original = module.forward
+
+        def forward(*args, **kwargs):
+            seen.append(original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1][0])
+            return original(*args, **kwargs)
+
+        module.forward = forward
+
+    for module in twin.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            watch(module)
+    twin(source[None], target_in[None])
+    torch.testing.assert_close(maps["encoder"], torch.stack(seen[:2]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(maps["decoder"], torch.stack(seen[2::2]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(maps["cross"], torch.stack(seen[3::2]), atol=1e-5, rtol=1e-5)
+
+
+def test_config_describes_itself():
+    """Every field has a help text, and a model is rebuilt from the values alone."""
+    model = random_model(12)
+    values = {name: getattr(model.config, name) for name in TranslationConfig.__dataclass_fields__}
+    assert TranslationConfig(**values) == model.config
+    assert all(field.metadata["help"] for field in TranslationConfig.__dataclass_fields__.values())
+    TranslationModel(TranslationConfig(**values)).load_state_dict(model.state_dict())

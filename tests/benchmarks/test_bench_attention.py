@@ -1,0 +1,215 @@
+"""The attention benchmarks count, mask and draw lengths as they say; their glue for competitors loses no position."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import attention_competitors as rivals
+from benchmarks.attention_problem import Problem, Shape, case_name
+from benchmarks.bench_multihead_attention import expected as expected_of_module
+from benchmarks.lengths import lognormal_lengths, multi30k_lengths, uniform_lengths
+from benchmarks.race import DIRECTIONS
+from fastformer import functional
+from tests.support.closeness import assert_close
+
+CPU = torch.device("cpu")
+LENGTHS = np.array([5, 2, 0, 7])
+
+
+def problem(causal, lengths=LENGTHS, **settings):
+    return Problem(lengths, 3, 8, CPU, causal, dtype=torch.float64, **settings)
+
+
+def attended(p, inputs):
+    ends = p.lengths_on_device
+    return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_lengths=ends)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_useful_pairs_are_those_that_the_mask_allows_to_real_queries(causal):
+    p = problem(causal)
+    allowed = p.allowed().expand(-1, p.heads, p.length, -1) & p.real[:, None, :, None]
+    assert p.pairs == int(allowed.sum())
+
+
+def test_work_is_that_of_the_formula():
+    p = problem(True, np.array([2]))  # 3 pairs in each of 3 heads, of 8 channels
+    found = {direction: p.work(direction) for direction in DIRECTIONS}
+    assert [found[d].operations for d in DIRECTIONS] == [4 * 9 * 8, 10 * 9 * 8, 14 * 9 * 8]
+    tensor = 2 * 3 * 8 * 8  # bytes of fp64
+    assert [found[d].bytes for d in DIRECTIONS] == [4 * tensor, 8 * tensor, 12 * tensor]
+
+
+@pytest.mark.parametrize("make", [uniform_lengths, lognormal_lengths])
+@pytest.mark.parametrize(
+    ("number", "longest", "share"), [(4, 4096, 0.45), (32, 512, 0.45), (16, 1024, 0.69), (8, 99, 0)]
+)
+def test_lengths_have_the_share_of_padding(make, number, longest, share):
+    lengths = make(number, longest, share)
+    assert lengths.shape == (number,)
+    assert lengths.max() == longest
+    assert lengths.min() >= 1
+    assert 1 - lengths.mean() / longest == pytest.approx(share, abs=0.5 / longest)
+    assert not (make(number, longest, share) != lengths).any()
+
+
+def test_the_two_kinds_of_lengths_differ_in_shape():
+    """Of the same mean: lognormal ones have a long tail, so most are below the mean; even ones are so to the half."""
+    uniform, lognormal = (make(1000, 1000, 0.69) for make in (uniform_lengths, lognormal_lengths))
+    assert (uniform < uniform.mean()).mean() == pytest.approx(0.5, abs=0.01)
+    assert (lognormal < lognormal.mean()).mean() == pytest.approx(0.565, abs=0.01)  # the normal's share below 0.33 / 2
+    assert np.log(lognormal).std() == pytest.approx(0.33, abs=0.01)
+
+
+def test_one_sequence_has_no_padding():
+    assert uniform_lengths(1, 7, 0).tolist() == lognormal_lengths(1, 7, 0).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("number", "longest", "share", "message"),
+    [
+        (1, 10, 0.5, r"share must be from 0 to 0.000"),
+        (3, 10, 0.7, "share"),
+        (3, 10, -0.1, "share"),
+        (0, 9, 0, "number"),
+    ],
+)
+def test_a_share_that_no_lengths_have_is_refused(number, longest, share, message):
+    for make in (uniform_lengths, lognormal_lengths):
+        with pytest.raises(ValueError, match=message):
+            make(number, longest, share)
+
+
+def test_multi30k_lengths_have_its_share_of_padding():
+    lengths = multi30k_lengths()
+    assert len(lengths) == 128
+    assert 1 - lengths.mean() / lengths.max() == pytest.approx(0.554, abs=0.03)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal):
+    p = problem(causal)
+    inputs, upstream = p.leaves(), p.random()
+    out, *grads = p.expected(inputs, upstream)
+    rows, heads = p.compared_heads
+    for i, (b, h) in enumerate(zip(rows.tolist(), heads.tolist(), strict=True)):
+        n = int(LENGTHS[b])
+        wide = [x.detach()[b, h, :n].requires_grad_() for x in inputs]
+        wanted = F.scaled_dot_product_attention(*(x[None, None] for x in wide), is_causal=causal)[0, 0]
+        assert_close(out[i, :n], wanted)
+        for grad, x in zip(grads, torch.autograd.grad(wanted, wide, upstream[b, h, :n]), strict=True):
+            assert_close(grad[i, :n], x)
+            assert not grad[i, n:].any()
+
+
+def test_long_sequences_are_compared_in_some_heads_of_the_first_and_the_last_row(monkeypatch):
+    monkeypatch.setattr("benchmarks.attention_problem._COMPARED_SCORES", 2 * 49)
+    p = problem(True)
+    rows, heads = p.compared_heads
+    assert (rows.tolist(), heads.tolist()) == ([0, 3], [0, 2])
+    inputs, upstream = p.leaves(), p.random()
+    some = p.expected(inputs, upstream)
+    monkeypatch.undo()
+    whole = problem(True).expected(inputs, upstream)
+    for a, b in zip(some, whole, strict=True):
+        assert_close(a, b[[0, -1]])
+
+
+def test_what_dropout_adds_is_its_mean_square():
+    p = problem(False, np.array([6]), dropout=0.3)
+    torch.manual_seed(0)
+    inputs = [x.detach() for x in p.leaves()]
+    exact = F.scaled_dot_product_attention(*inputs)
+    added = [(F.scaled_dot_product_attention(*inputs, dropout_p=0.3) - exact).square() for _ in range(2000)]
+    mean = torch.stack(added).mean(0)[0]
+    assert float((mean - p.dropped(inputs)).norm() / mean.norm()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash"])
+@pytest.mark.parametrize(
+    ("causal", "way"),
+    [
+        (True, rivals.MASK),
+        (True, rivals.KEY_MASK),
+        (True, rivals.ALONE),
+        (False, rivals.MASK),
+        (False, rivals.KEY_MASK),
+    ],
+)
+def test_sdpa_is_told_the_same_in_each_way(name, way, causal):
+    p = problem(causal, np.array([5, 2, 7]))
+    inputs = p.leaves()
+    run = rivals.rival(p, name, way)
+    if name == "sdpa-math" and way == rivals.KEY_MASK and causal:
+        with pytest.raises(RuntimeError, match="is_causal"):
+            run(*inputs)
+        return
+    real = p.real[:, None, :, None]
+    assert_close(run(*inputs) * real, attended(p, inputs))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["flex", "flex-per-batch"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_told_the_same(name, causal):
+    p = problem(causal, np.array([5, 2, 7]))
+    with torch.no_grad():
+        inputs = [x.detach().float() for x in p.leaves()]
+        found = rivals.rival(p, name)(*inputs) * p.real[:, None, :, None]
+        assert_close(found, attended(p, inputs))
+
+
+def test_the_tutorials_attention_is_causal():
+    p = problem(True, np.array([7, 7]))
+    inputs = p.leaves()
+    assert_close(rivals.rival(p, "tutorial")(*inputs), attended(p, inputs))
+
+
+def test_unpadding_and_padding_again_loses_no_position():
+    p = problem(True)
+    inputs, upstream = p.leaves(), p.random()
+    run = rivals.unpadded(p, lambda q, k, v: functional.packed_attention(q, k, v, p.layout, causal=True))
+    ours, theirs = attended(p, inputs), run(*inputs)
+    assert_close(theirs, ours)
+    for a, b in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (theirs, ours)), strict=True):
+        assert_close(a, b)
+
+
+def test_varlen_is_told_of_causality_in_either_signature():
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
+
+    def later(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...
+
+    assert [rivals.causal_arguments(older, causal) for causal in (True, False)] == [
+        {"is_causal": True},
+        {"is_causal": False},
+    ]
+    assert [rivals.causal_arguments(later, causal) for causal in (True, False)] == [
+        {"window_size": (-1, 0)},
+        {"window_size": (-1, -1)},
+    ]
+
+
+def test_fp64_results_of_the_module_are_those_of_torch():
+    p = problem(True, np.array([5, 2, 7]))
+    module = torch.nn.MultiheadAttention(24, 3, batch_first=True, dtype=torch.float64)
+    x = torch.randn(3, 7, 24, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn_like(x) * p.real[..., None]
+    out = module(x, x, x, key_padding_mask=~p.real, attn_mask=p.look_ahead)[0]
+    inputs = [x, *module.parameters()]
+    found = expected_of_module(p, inputs, upstream)
+    assert_close(found[0] * p.real[..., None], out * p.real[..., None])
+    for a, b in zip(found[1:], torch.autograd.grad(out, inputs, upstream), strict=True):
+        assert_close(a, b)
+
+
+def test_names_differ_in_length_and_padding_alone():
+    names = []
+    for lengths in ([8, 8, 3], [4, 2, 4, 2, 4, 2]):
+        p = problem(True, np.array(lengths))
+        names.append(case_name("attention", Shape(1, 3, 1, kind="uniform"), p))
+    assert names == [
+        "attention, 24 positions, length 8, 3 heads of 8, causal, padding 21 %, uniform lengths",
+        "attention, 24 positions, length 4, 3 heads of 8, causal, padding 25 %, uniform lengths",
+    ]

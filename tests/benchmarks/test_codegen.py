@@ -1,0 +1,340 @@
+"""`benchmarks.codegen` catches every fault it is for; the committed budget lists every configuration."""
+
+import argparse
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import codegen
+from benchmarks.codegen_compile import Job, Row
+from benchmarks.codegen_read import Resources, blocks_per_multiprocessor, followers, is_serialised
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+TRITON = importlib.util.find_spec("triton")
+needs_triton = pytest.mark.skipif(TRITON is None, reason="needs Triton")
+
+
+def python(*arguments: str, path: Path = HERE, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths} | environment
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the tool as the tests themselves run, for the interpreter: it must compile all the same."""
+    return python("-m", "benchmarks.codegen", *arguments, TRITON_INTERPRET="1", **options)
+
+
+# --- what it finds in kernels with one fault each ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    """The tool's output on tests/benchmarks/codegen_faults, with what ptxas says."""
+    folder = str(tmp_path_factory.mktemp("codegen"))
+    arguments = ["--cases", "codegen_faults", "--arch", "90", "--update", "--budget", f"{folder}/budget.json"]
+    return run(*arguments, TRITON_CACHE_DIR=folder, TRITON_DUMP_PTXAS_LOG="1")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_every_fault_is_found_and_nothing_else(faults):
+    assert faults.returncode == 1, faults.stderr
+    found = faults.stdout.split("Broken limits:\n")[1].split("\n\n")[0].splitlines()
+    expected = [
+        r"faults/raises on sm_90: the launcher raised ValueError: no such tile",
+        r"crash/crash \| crash.crash_kernel \| sm_90: does not compile: the compiler crashed",
+        r"faults/serialised \| .* \| sm_90: \d+ bytes of stack: it spills",
+        r"faults/serialised \| .* \| sm_90: its 32 wgmma are serialised",
+        r"faults/no power of two \| .* \| sm_90: does not compile: .*power of 2.*",
+        r"faults/spills \| .* \| sm_90: \d+ bytes of stack: it spills",
+        r"faults/shared memory \| .* \| sm_90: 327680 bytes of shared memory, and a block gets at most 232448",
+        r"faults/too few rows for wgmma \| .* \| sm_90: 1 products of 16 bits or tf32 are not wgmma",
+    ]
+    assert len(found) == len(expected), faults.stdout
+    for pattern, line in zip(expected, found, strict=True):
+        assert re.fullmatch(pattern, line.strip())
+    assert "9/9 compiled" in faults.stderr  # eleven cases: one raises, and two ask for the same kernel
+
+
+@needs_triton
+@pytest.mark.slow
+def test_table_has_the_numbers_of_a_sound_kernel(faults):
+    lines = faults.stdout.splitlines()
+    header = next(line for line in lines if line.startswith("kernel  "))
+    sound = next(line for line in lines if "faults/sound  " in line)
+    row = dict(zip(re.split(r" {2,}", header), re.split(r" {2,}", sound), strict=True))
+    assert row["arch"] == "sm_90"
+    assert row["stack"] == "0"
+    assert row["shared"] == str(2 * 2 * 64 * 64 * 2)  # two stages of two tiles in bfloat16
+    assert row["CTAs/SM"] == "6"  # 228 KiB / (32 + 1) KiB
+    assert row["wgmma"] == str(64 // 16)  # one for 16 of the inner dimension
+    assert row["serialised"] == "no"
+    assert int(row["async"]) > 0
+    assert row["options"] == "M=64 N=64 BLOCK_K=64 num_warps=4 num_stages=2"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_serialised_means_what_ptxas_says(faults):
+    rows = [line for line in faults.stdout.splitlines() if line.startswith("faults.")]
+    ours = [line.split()[0].rsplit(".", 1)[1] for line in rows if "SERIALISED" in line]
+    assert ours == re.findall(r"wgmma.mma_async instructions are serialized .* function '(\w+)'", faults.stdout)
+    assert ours == ["attention_kernel"]
+
+
+# --- the committed budget ------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_the_kernels_keep_to_the_budget():
+    """The budget lists exactly what the launchers choose, and every row keeps to the limits.
+
+    A row whose fingerprint is recorded is not compiled again: the limits are held against what was found when it was.
+    Every fingerprint must be recorded, so that the next test is all that stands between a record and its kernel; that
+    the records are true is what `python -m benchmarks.codegen --fresh` shows, which compiles all and which CI runs.
+    With a Triton that has no budget everything is compiled here, in minutes.
+    """
+    ran = run()
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert " 0 broken limits" in ran.stdout
+    version = importlib.metadata.version("triton")
+    if version in json.loads(codegen.BUDGET.read_text())["triton"]:
+        assert " 0 broken limits, 0 differences to the budget" in ran.stdout
+        assert "compiled," not in ran.stderr
+
+
+@pytest.mark.slow
+@needs_triton
+def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
+    """And the lines that its functions begin at are not, nor the order in which fingerprints were asked for."""
+    ran = python(str(ROOT / "tests" / "benchmarks" / "fingerprint_facts.py"), TRITON_INTERPRET="0")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found.pop("the lines") == found["the same"]
+    assert len(set(found.values())) == len(found) == 17, found
+
+
+@needs_triton
+@pytest.mark.slow
+def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_path):
+    """Against the budget of the sound kernels: a helper that spills now, a launcher that asks for too much memory."""
+    copy = shutil.copytree(ROOT / "tests" / "benchmarks" / "codegen_faults", tmp_path / "codegen_faults")
+    text = (copy / "faults.py").read_text()
+    for old, new in (
+        ("return x - tl.sum(x)", "return x - tl.sum(tl.sort(x)) + tl.cumsum(x)"),
+        ('"sound", _product(64, 64, 64)', '"sound", _product(64, 64, 64, num_stages=30)'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (copy / "faults.py").write_text("\n\n" + text)
+    budget = Path(faults.args[faults.args.index("--budget") + 1])
+    ran = run("--cases", "codegen_faults", "--arch", "90", "--only", "sound", "--budget", str(budget), path=tmp_path)
+    assert "3 compilations for 11 cases, 1 of them recorded" in ran.stderr
+    assert "2/2 compiled" in ran.stderr
+    assert ran.returncode == 1
+    assert [line for line in ran.stdout.splitlines() if "shared memory, and a block gets at most" in line] == [
+        "  faults/sound | faults.product_kernel | sm_90: 491520 bytes of shared memory, and a block gets at most 232448"
+    ]
+    assert re.search(r"\n  faults/sound sum \| faults.normalise_kernel \| sm_90: registers \d+ -> \d+\n", ran.stdout)
+    assert "\n  2 rows were recorded from other sources" in ran.stdout
+    assert "3 compilations: 1 broken limits" in ran.stdout
+
+
+def configurations(rows: dict[str, Any]) -> dict[str, str]:
+    return {name: entry["configuration"] for name, entry in rows.items()}
+
+
+def test_budget_has_every_kernel():
+    launched = set()
+    for path in (ROOT / "kernels" / "fastformer_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="launch"), args=[ast.Name(id=kernel), *_]):
+                    launched.add(kernel)
+    assert len(launched) > 20
+    rows = json.loads(codegen.BUDGET.read_text())["triton"]
+    for version in rows:
+        assert configurations(rows[version]) == configurations(next(iter(rows.values())))
+        listed = {name.split(" | ")[1].rsplit(".", 1)[1] for name in rows[version]}
+        assert launched <= listed, f"no case of benchmarks/codegen_cases launches {sorted(launched - listed)}"
+
+
+# --- what it makes of what it finds --------------------------------------------------------------------------------
+
+GOOD = Resources(100, 0, 4096, 4, 16, False, 0, 8)
+
+
+def row(case: str, configuration: str = "BLOCK=64") -> Row:
+    return Row("norm.kernel", case, configuration, Job(90, "norm", "kernel", {}, {}, {}, {}), {case})
+
+
+def report(folder: Path, results: dict[str, Resources | str], capsys, **changed) -> tuple[int, str]:
+    """Judge results, named by case, as version 3.7.1 found them."""
+    given = {"version": "3.7.1", "update": False, "only": "", "configuration": "BLOCK=64", "key": "1a"} | changed
+    rows = [row(case, given["configuration"])._replace(key=given["key"]) for case in results]
+    options = argparse.Namespace(budget=folder / "budget.json", arch=[90], only=given["only"], update=given["update"])
+    found = {each.name: result for each, result in zip(rows, results.values(), strict=True)}
+    status = codegen.report(rows, found, [], given["version"], options)
+    return status, capsys.readouterr().out
+
+
+@pytest.fixture
+def budget(tmp_path, capsys) -> Path:
+    """A folder with the budget of two cases."""
+    status, _ = report(tmp_path, {"a": GOOD, "b": GOOD}, capsys, update=True)
+    assert status == 0
+    return tmp_path
+
+
+def test_budget_file_has_one_line_a_row(budget, capsys):
+    assert report(budget, {"a": GOOD, "b": GOOD}, capsys)[0] == 0
+    text = (budget / "budget.json").read_text()
+    assert sum("norm.kernel" in line for line in text.splitlines()) == 2
+    assert list(json.loads(text)["triton"]) == ["3.7.1"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"registers": 111}, "registers 100 -> 111"),
+        ({"ctas": 3}, "CTAs/SM 4 -> 3"),
+        ({"shared": 4097}, "shared memory 4096 -> 4097"),
+        ({"async_copies": 0}, "asynchronous copies 8 -> 0"),
+    ],
+)
+def test_worse_than_the_budget_fails_for_its_triton_and_shows_for_another(budget, capsys, changed, said):
+    found = {"a": GOOD, "b": GOOD._replace(**changed)}
+    status, text = report(budget, found, capsys)
+    assert status == 1
+    assert f"b | norm.kernel | sm_90: {said}" in text
+    status, text = report(budget, found, capsys, version="3.9.0")
+    assert status == 0
+    assert "budget of Triton 3.7.1, which is another version: no failure" in text
+    assert f"b | norm.kernel | sm_90: {said}" in text
+
+
+def test_a_tenth_more_registers_is_no_difference(budget, capsys):
+    status, text = report(budget, {"a": GOOD, "b": GOOD._replace(registers=110)}, capsys)
+    assert status == 0
+    assert "0 differences" in text
+
+
+def test_rows_that_are_new_gone_or_configured_otherwise_fail(budget, capsys):
+    status, text = report(budget, {"b": GOOD, "c": GOOD}, capsys)
+    assert status == 1
+    assert "a | norm.kernel | sm_90: in the budget, and no case asks for it" in text
+    assert "c | norm.kernel | sm_90: not in the budget" in text
+    status, text = report(budget, {"a": GOOD, "b": GOOD}, capsys, configuration="BLOCK=32")
+    assert status == 1
+    assert "was configured as BLOCK=64, now as BLOCK=32" in text
+
+
+def test_rows_recorded_from_other_sources_fail_for_their_triton(budget, capsys):
+    found = {"a": GOOD, "b": GOOD}
+    status, text = report(budget, found, capsys, key="2b")
+    assert status == 1
+    assert "2 rows were recorded from other sources or by another ptxas, a | norm.kernel | sm_90 for one" in text
+    assert report(budget, found, capsys, key="2b", version="3.9.0")[0] == 0
+    assert report(budget, found, capsys, key="2b", update=True)[0] == 0
+    assert report(budget, found, capsys, key="2b")[0] == 0
+
+
+def test_only_rows_with_their_fingerprint_are_recorded(budget):
+    entries = json.loads((budget / "budget.json").read_text())["triton"]["3.7.1"]
+    assert [entry.pop("key") for entry in entries.values()] == ["1a", "1a"]
+    renamed, changed = row("c")._replace(key="1a"), row("a")._replace(key="2b")
+    assert codegen.recorded([renamed, changed], entries) == {}  # a file of before there were fingerprints
+    assert codegen.recorded([renamed, changed], {"a": entries["a | norm.kernel | sm_90"] | {"key": "1a"}}) == {
+        renamed.name: GOOD
+    }
+
+
+def test_update_of_some_rows_keeps_the_others(budget, capsys):
+    assert report(budget, {"b": GOOD._replace(registers=50)}, capsys, only="b |", update=True)[0] == 0
+    entries = json.loads((budget / "budget.json").read_text())["triton"]["3.7.1"]
+    assert [value["registers"] for value in entries.values()] == [100, 50]
+
+
+def test_update_by_another_triton_keeps_both(budget, capsys):
+    assert report(budget, {"a": GOOD}, capsys, version="3.10.0", update=True)[0] == 0
+    assert report(budget, {"a": GOOD, "b": GOOD}, capsys)[0] == 0
+    # The newest is 3.10, not the last of the alphabet.
+    assert "budget of Triton 3.10.0" in report(budget, {"a": GOOD, "b": GOOD}, capsys, version="3.11.0")[1]
+
+
+def test_limits_fail_whatever_the_triton_unless_exempt(budget, capsys):
+    found = {"a": GOOD, "b": GOOD._replace(stack=8)}
+    status, text = report(budget, found, capsys, version="3.9.0")
+    assert status == 1
+    assert "b | norm.kernel | sm_90: 8 bytes of stack: it spills" in text
+    file = budget / "budget.json"
+    contents = json.loads(file.read_text())
+    contents["exceptions"] = [{"rows": "b | *", "limit": "stack", "reason": "a known fault", "triton": "3.9.*"}]
+    file.write_text(codegen.dump(contents))
+    status, text = report(budget, found, capsys, version="3.9.0")
+    assert status == 0
+    assert "8 bytes of stack: it spills (a known fault)" in text
+    assert report(budget, found, capsys)[0] == 1  # the exception is for 3.9 only
+    assert report(budget, {"a": GOOD._replace(stack=8)}, capsys, version="3.9.0")[0] == 1
+
+
+# --- the formulas --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_per_multiprocessor():
+    assert blocks_per_multiprocessor(90, 128, 75 << 10, 256) == 2  # registers: 16 warps; shared memory: 3
+    assert blocks_per_multiprocessor(90, 129, 0, 256) == 1  # 136 registers after rounding: 15 warps
+    assert blocks_per_multiprocessor(90, 104, 0, 32) == 16  # 19 warps: 4 for each of the four parts
+    assert blocks_per_multiprocessor(90, 32, 0, 128) == 16  # threads
+    assert blocks_per_multiprocessor(90, 16, 0, 32) == 32  # the hardware's number
+    assert blocks_per_multiprocessor(80, 32, 82 << 10, 128) == 1  # two and 2 KiB are more than 164
+    assert blocks_per_multiprocessor(80, 32, 81 << 10, 128) == 2
+    assert blocks_per_multiprocessor(120, 32, 0, 256) == 6  # 1536 threads
+    assert blocks_per_multiprocessor(100, 32, 0, 128, tensor_columns=256) == 2
+    assert blocks_per_multiprocessor(90, 255, 0, 512) == 0
+
+
+def test_followers_counts_starts_that_nothing_waits_for():
+    assert followers("S S W S W", "S", "W") == (3, 1)
+    assert followers("S W S W", "S", "W") == (2, 0)
+    assert followers("W", "S", "W") == (0, 0)
+
+
+def test_single_wgmma_between_waits_are_not_called_serialised():
+    ptx = "wgmma.mma_async ; wgmma.wait_group ; wgmma.mma_async ; wgmma.wait_group"
+    assert not is_serialised(ptx, "HGMMA ; WARPGROUP.DEPBAR ; HGMMA ; WARPGROUP.DEPBAR")
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_unknown_architecture_is_refused():
+    ran = run("--arch", "75")
+    assert ran.returncode == 2
+    assert "--arch 75: known are 80, 86, 89, 90, 100, 120" in ran.stderr
+
+
+@needs_triton
+def test_no_match_is_an_error():
+    ran = run("--cases", "codegen_faults", "--only", "nothing like it")
+    assert ran.returncode == 2
+    assert "no kernel and no case contains 'nothing like it'; codegen_faults has 11 cases" in ran.stderr
+
+
+def test_without_triton_it_says_what_to_install(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('not here')")
+    ran = run(path=tmp_path)
+    assert ran.returncode == 2
+    assert "it needs Triton: pip install 'fastformer[triton]'" in ran.stderr

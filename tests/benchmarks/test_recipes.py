@@ -1,0 +1,478 @@
+"""The recipes for a GPU are accepted, and the command that trains them keeps its time and what it has found."""
+
+import argparse
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+for needed in ("sacrebleu", "safetensors", "tomli_w"):
+    pytest.importorskip(needed, reason="training needs the extra `apps`")
+
+import torch
+from torch import nn
+
+from benchmarks import bench_language, recipe_plan, recipe_run, recipe_table, recipes
+from benchmarks.recipe_plan import Task, tasks_of, with_changes
+from benchmarks.recipe_run import Job, lowercase_tokenised, train_and_evaluate
+from benchmarks.recipe_table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.run import LanguageRun, evaluate_text
+from fastformer.apps.translation.run import evaluate, load_translator, number_corpus
+from fastformer.apps.translation.search import SearchOptions
+from tests.support.processes import ends
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+TINY = """
+[data]
+dataset = "numbers"
+vocabulary = 60
+train_size = 200
+valid_size = 8
+test_size = 8
+joint = false
+bleu_sentences = 4
+[model]
+d_model = 16
+heads = 2
+encoder_layers = 1
+decoder_layers = 1
+feed_forward = 32
+[train]
+steps = 4
+warmup_steps = 2
+threads = 1
+batch_tokens = 300
+log_every = 2
+"""
+LANGUAGE = """
+[run]
+kind = "language"
+[data]
+train_text = "train.txt"
+valid_text = "train.txt"
+test_text = "train.txt"
+tokenizer = "words"
+document = "file"
+context = 16
+[model]
+d_model = 16
+heads = 2
+layers = 1
+feed_forward = 32
+[train]
+steps = 3
+threads = 1
+batch_tokens = 32
+"""
+
+
+@pytest.fixture(autouse=True)
+def _commit(monkeypatch):
+    """Also where the files have no history."""
+    monkeypatch.setenv("FASTFORMER_COMMIT", "0123456")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY, encoding="utf-8")
+    return path
+
+
+def options(*recipes, **changes):
+    given = {
+        "recipe": list(recipes), "data": None, "seeds": [1, 2], "at_once": 1, "device": "cpu", "beam": 2, "change": {},
+        "warm_up": True, "dry_run": False,
+    }  # fmt: skip
+    return argparse.Namespace(**{**given, **changes})
+
+
+def row(seed=1, status=DONE, recipe="tiny", **values):
+    return {"recipe": recipe, "variant": "", "seed": seed, "status": status, "reason": "minutes", "goals": {}, **values}
+
+
+def write(record, *rows):
+    record.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+
+
+def python(name, code, seconds=0.0, alone=False):
+    return Task(name, (sys.executable, "-S", "-c", code), seconds, alone)
+
+
+# The recipes.
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_one_that_training_takes(path, tmp_path):
+    stated = with_changes(path, [], tmp_path / "config.toml")
+    assert stated["train"]["minutes"] > 0
+    assert with_changes(path, [recipe_plan.tiny(stated["run"]["kind"])], tmp_path / "tiny.toml")["train"]["steps"] == 4
+
+
+def test_every_goal_has_its_recipe_which_leaves_time_for_all_that_the_goal_counts(tmp_path):
+    assert set(GOALS) == {path.stem for path in RECIPES.glob("*-gpu.toml")}
+    for name, goals in GOALS.items():
+        path = RECIPES / f"{name}.toml"
+        train = with_changes(path, [], tmp_path / f"{name}.toml")["train"]
+        assert train["precision"] == "bf16"
+        assert "ot measured on a GPU" in path.read_text(encoding="utf-8")
+        for goal in goals:
+            if goal.value == "training_seconds":
+                assert 60 * train["minutes"] <= goal.bound - 20
+
+
+# One run.
+
+
+def job_of(config, folder, **changes):
+    given = {"facts": {"recipe": "tiny", "variant": "", "seed": 1}, "beam": 2}
+    return Job(str(config), str(folder / "run"), "cpu", str(folder / RECORD), **{**given, **changes})
+
+
+def test_a_translation_is_trained_scored_and_recorded(recipe, tmp_path):
+    goals = (Goal("bleu", 101.0), Goal("training_seconds", 600, at_least=False), Goal("perplexity", 1.0))
+    found = train_and_evaluate(job_of(recipe, tmp_path, goals=goals))
+    first, last = map(json.loads, (tmp_path / RECORD).read_text(encoding="utf-8").splitlines())
+    assert (first["status"], last["status"]) == (TRAINED, DONE)
+    assert first.items() <= {**last, "status": TRAINED}.items()
+    assert last == json.loads(json.dumps(found)) == read_rows(tmp_path / RECORD)[0]
+
+    corpus = number_corpus("fr", 200, 8, 8)[2]
+    translator = load_translator(tmp_path / "run")
+    scores, translations = evaluate(translator, corpus, SearchOptions(beam=2))
+    lower, _ = evaluate(translator, corpus, SearchOptions(beam=2), lowercase=True)
+    assert [last[name] for name in ("bleu", "chrf", "bleu_signature", "test_sentences", "bleu_lowercase")] == [
+        scores.bleu, scores.chrf, scores.bleu_signature, 8, lower.bleu,
+    ]  # fmt: skip
+    assert "case:lc" in last["bleu_lowercase_signature"]
+    kept = json.loads((tmp_path / "translations.jsonl").read_text(encoding="utf-8"))
+    assert kept == {"recipe": "tiny", "variant": "", "seed": 1, "translations": translations}
+    assert last["goals"] == {"bleu >= 101": False, "training_seconds <= 600": True, "perplexity >= 1": None}
+    assert (last["steps"], last["reason"], last["best"]) == (4, "steps", "step-4")
+    assert last["training_seconds"] >= last["preparation_seconds"] > 0
+    assert last["tokens_per_second"] > 0
+    assert last["validations"][-1]["bleu"] >= 0
+    assert {"torch", "commit", "date", "sentencepiece"} <= last["machine"].keys()
+
+
+def test_a_language_model_is_recorded_with_the_tokens_its_perplexity_is_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.txt").write_text("the cat sat on the mat\na dog barked at the cat\n" * 20, encoding="utf-8")
+    Path("recipe.toml").write_text(LANGUAGE, encoding="utf-8")
+    goal = Goal("perplexity", 1e9, at_least=False)
+    found = train_and_evaluate(job_of(Path("recipe.toml"), tmp_path, goals=(goal,)))
+    _, expected = evaluate_text(tmp_path / "run")
+    assert (found["perplexity"], found["test_tokens"]) == (expected.per_token, expected.tokens)
+    _, expected = evaluate_text(tmp_path / "run", overlap=8)
+    assert (found["overlap"], found["perplexity_overlapped"]) == (8, expected.per_token)
+    assert found["perplexity_overlapped"] != found["perplexity"]
+    assert found["goals"] == {"perplexity <= 1e+09": True}
+    assert not (tmp_path / "translations.jsonl").exists()
+
+
+def test_what_is_interrupted_is_evaluated_and_called_cut(recipe, tmp_path, monkeypatch):
+    fit = recipe_run.TranslationRun.fit
+    monkeypatch.setattr(
+        recipe_run.TranslationRun, "fit", lambda run: dataclasses.replace(fit(run), reason="interrupted")
+    )
+    assert train_and_evaluate(job_of(recipe, tmp_path, test=3))["status"] == CUT
+    assert read_rows(tmp_path / RECORD)[0]["test_sentences"] == 3
+
+
+def test_a_warm_up_records_nothing(recipe, tmp_path):
+    train_and_evaluate(dataclasses.replace(job_of(recipe, tmp_path, test=2), record=None))
+    assert not (tmp_path / RECORD).exists()
+    assert not (tmp_path / "translations.jsonl").exists()
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_tokens_of_moses_where_they_are_to_be_had(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    assert lowercase_tokenised(["a"], ["a"], "fr")["bleu_lowercase_tokenised"] is None
+
+    class Normalizer:
+        def __init__(self, language):
+            assert language == "fr"
+
+        def normalize(self, text):
+            return text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+
+    class Tokenizer(Normalizer):
+        def tokenize(self, text, return_str):
+            return text.replace("'", "' ").replace(".", " .")
+
+    moses = SimpleNamespace(MosesPunctNormalizer=Normalizer, MosesTokenizer=Tokenizer)
+    monkeypatch.setitem(sys.modules, "sacremoses", moses)
+    found = lowercase_tokenised(["L\N{RIGHT SINGLE QUOTATION MARK}homme rit ."], ["l'homme rit."], "fr")
+    assert found["bleu_lowercase_tokenised"] == pytest.approx(100.0)
+    assert "(fr)" in found["bleu_lowercase_tokenised_signature"]
+    assert "tok:none" in found["bleu_lowercase_tokenised_signature"]
+
+
+# What there is to do.
+
+
+def test_seeds_that_are_done_are_not_trained_again(recipe, tmp_path):
+    record = tmp_path / RECORD
+    write(record, row(1, TRAINED), row(1), row(2, TRAINED), row(3, CUT), row(4) | {"variant": "dry run"})
+    names = [task.name for task in tasks_of(options(recipe, seeds=[1, 2, 3, 4]), tmp_path, tmp_path)]
+    assert names == ["tiny, seed 2", "tiny, seed 3", "tiny, seed 4"]
+    change = {"train": {"lr": 0.5}}
+    (task, *_) = tasks_of(options(recipe, change=change), tmp_path, tmp_path)
+    assert task.name == "tiny, train.lr=0.5, seed 1"
+    job = Job.load(Path(task.command[-1]))
+    assert job.facts["settings"]["train"]["lr"] == 0.5
+    assert "lr = 0.5" in Path(job.config).read_text(encoding="utf-8")
+
+
+def test_on_a_gpu_compilation_comes_first_and_alone(recipe, tmp_path):
+    timed = {"train": {"minutes": 2.0}}
+    tasks = tasks_of(options(recipe, recipe, device="cuda", change=timed, seeds=[5]), tmp_path, tmp_path)
+    assert [task.alone for task in tasks] == [True, True, False, False]
+    first, last = (Job.load(Path(tasks[i].command[-1])) for i in (0, -1))
+    assert first.record is None
+    assert "steps = 30" in Path(first.config).read_text(encoding="utf-8")
+    assert "seed = 5" in Path(last.config).read_text(encoding="utf-8")
+    assert (tasks[0].seconds, tasks[-1].seconds) == (0.0, 145.0)
+    assert not any(task.alone for task in tasks_of(options(recipe, device="cuda", warm_up=False), tmp_path, tmp_path))
+    assert len({Job.load(Path(task.command[-1])).folder for task in tasks}) == 4
+
+
+def test_published_files_are_prepared_once(tmp_path, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(recipe_plan, "prepare", lambda name, source, to: prepared.append((name, source, to)))
+    (tmp_path / "files" / "wikitext-2").mkdir(parents=True)
+    found = recipe_plan.prepared("data/wikitext2", tmp_path / "files", tmp_path)
+    assert prepared == [("wikitext2", tmp_path / "files" / "wikitext-2", Path(found))]
+    Path(found).mkdir(parents=True)
+    (Path(found) / "dataset.json").touch()
+    assert recipe_plan.prepared("data/wikitext2", tmp_path / "files", tmp_path) == found
+    assert recipe_plan.prepared("data/multi30k", tmp_path / "files", tmp_path).endswith("multi30k")
+    assert prepared[1:] == [("multi30k", tmp_path / "files", tmp_path / "data" / "multi30k")]
+    with pytest.raises(ValueError, match=r"--data: the dataset multi30k of the recipe needs the folder"):
+        recipe_plan.prepared("data/multi30k", None, tmp_path)
+
+
+# Processes and their time.
+
+
+@pytest.mark.slow
+def test_time_is_kept_and_nothing_is_left_running(tmp_path):
+    child = "import time; time.sleep(60)"
+    hangs = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        f"print(subprocess.Popen([sys.executable, '-S', '-c', {child!r}]).pid, flush=True); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    tasks = [python("hangs", hangs), python("never", "print('never')")]
+    troubles = recipes.run_all(tasks, 2.0, 1, tmp_path / "log.txt")
+    assert time.monotonic() - begin < 4
+    assert troubles == ["hangs: cut, the time was up", "never: left out, no time was left"]
+    assert ends(int((tmp_path / "log.txt").read_text(encoding="utf-8")))
+
+
+@pytest.mark.slow
+def test_what_is_interrupted_may_end_its_work(tmp_path):
+    shell = (
+        "trap 'kill $!; echo evaluated; exit' INT; sleep 60 & wait"  # begins and ends at once on a busy machine, too
+    )
+    troubles = recipes.run_all([Task("long", ("sh", "-c", shell))], 2.0, 1, tmp_path / "log.txt")
+    assert troubles == ["long: cut, the time was up"]
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "evaluated\n"
+
+
+def test_a_seed_without_time_is_left_out_and_a_failed_one_stops_nothing(tmp_path):
+    tasks = [python("fails", "raise SystemExit(7)"), python("long", "print('x')", 100.0), python("last", "print('y')")]
+    troubles = recipes.run_all(tasks, 20.0, 1, tmp_path / "log.txt")
+    assert troubles[0].startswith("fails: failed, exit code 7; see ")
+    assert troubles[1].startswith("long: left out, ")
+    assert len(troubles) == 2
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "y\n"
+
+
+@pytest.mark.slow
+def test_several_at_once_but_compilation_alone(tmp_path):
+    def marks(name, other):
+        """Say "+", wait until the other one has, too, and say "-"."""
+        here, there = (str(tmp_path / each) for each in (name, other))
+        return (
+            f"import os, time; print('+{name}', flush=True); open({here!r}, 'w').close()\n"
+            f"while not os.path.exists({there!r}): time.sleep(0.01)\n"
+            f"time.sleep(0.1); print('-{name}', flush=True)"
+        )
+
+    tasks = [
+        python(name, marks(name, other), alone=alone)
+        for name, other, alone in (
+            ("a", "a", True),
+            ("b", "c", False),
+            ("c", "b", False),
+            ("d", "d", True),
+            ("e", "e", False),
+        )
+    ]
+    assert recipes.run_all(tasks, 30.0, 2, tmp_path / "log.txt") == []
+    marks_of = (tmp_path / "log.txt").read_text(encoding="utf-8").split()
+    assert marks_of[:2] == ["+a", "-a"]
+    assert {mark[0] for mark in marks_of[2:4]} == {"+"}
+    assert marks_of[6:] == ["+d", "-d", "+e", "-e"]
+
+
+# The record and the table.
+
+
+def test_a_record_that_a_crash_cut_is_read_and_a_damaged_one_is_named(tmp_path):
+    record = tmp_path / RECORD
+    write(record, row(1, TRAINED), row(2), row(1, bleu=3.0))
+    with record.open("a", encoding="utf-8") as file:
+        file.write('{"recipe": "ti')
+    assert [(each["seed"], each["status"]) for each in read_rows(record)] == [(1, DONE), (2, DONE)]
+    with record.open("a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match=r"record\.jsonl:4: is no row of this record"):
+        read_rows(record)
+    assert read_rows(tmp_path / "none") == []
+
+
+def test_the_table_counts_what_is_done():
+    goal = Goal("bleu", 40.0)
+    rows = [row(i + 1, bleu=bleu, goals={str(goal): bleu >= 40}) for i, bleu in enumerate((39.0, 41.0))]
+    rows += [row(3, CUT, bleu=1.0, goals={str(goal): False}) | {"reason": "interrupted"}, row(4, TRAINED)]
+    lines = table([*rows, row(1, recipe="other", perplexity=70.0)])
+    cells = [line.split() for line in lines]
+    assert cells[:2] == [["tiny"], ["seed", "BLEU", "status"]]
+    assert cells[4] == ["3", "1.00", "cut", "(interrupted)"]
+    assert cells[5] == ["4", "-", "trained"]
+    assert cells[6:8] == [["mean", "40.00"], ["deviation", "1.41"]]
+    assert lines[8] == "goal bleu >= 40: held by 1 of 2"
+    assert cells[9:] == [["other"], ["seed", "perplexity", "status"], ["1", "70.00", "done"]]
+    unknown = table([row(goals={"perplexity <= 80": None})])
+    assert unknown[-1] == "goal perplexity <= 80: not judged"
+
+
+# The command.
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, recipe):
+    """The command in this process, in a folder of its own; its runs are processes."""
+    monkeypatch.chdir(tmp_path)
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    given = ["--recipe", str(recipe), "--out", "out", "--runs", "runs", "--device", "cpu", "--minutes", "1"]
+
+    def run(*arguments):
+        return recipes.main([*given, *arguments])
+
+    run.handlers = handlers
+    return run
+
+
+@pytest.mark.slow
+def test_the_command_from_recipe_to_table(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert command("--seeds", "3") == 0, (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")
+    assert command.handlers[signal.SIGTERM] is recipes._terminated
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "log.txt", "record.jsonl", "summary.txt", "translations.jsonl",
+    ]  # fmt: skip
+    (found,) = read_rows(tmp_path / "out" / RECORD)
+    assert (found["status"], found["machine"]["commit"], found["settings"]["train"]["seed"]) == (DONE, "0123456", 3)
+    assert (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8") in capsys.readouterr().out
+
+
+def test_a_killed_command_ends_its_runs(tmp_path):
+    pid = tmp_path / "pid"
+    hangs = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import sys; from pathlib import Path; from benchmarks import recipes\n"
+        "import signal; signal.signal(signal.SIGTERM, recipes._terminated)\n"
+        "class Task:\n name, seconds, alone = 'x', 0.0, False\n"
+        f" command = (sys.executable, '-S', '-c', {hangs!r})\n"
+        f"recipes.run_all([Task()], 60.0, 1, Path({str(tmp_path / 'log.txt')!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=recipes.ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "x: begun" in process.stdout.readline()  # from here on the command knows of its run
+    while not (pid.is_file() and pid.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    process.stdout.close()
+    assert ends(int(pid.read_text()), 30.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "nan"], "--minutes is nan; allowed is more than 0"),
+        (["--at-once", "0"], "--at-once is 0; allowed is 1 and more"),
+        (["--seeds", "1,1"], "'1,1' is no list of different whole numbers"),
+        (["--seeds", "a"], "'a' is no list of different whole numbers"),
+        (["--set", "lr=1"], "'lr=1' is not data.NAME=VALUE"),
+        (["--set", "train.lt=1"], "unknown key 'lt' in [train]; did you mean 'lr'?"),
+        (["--set", "train.lr=high"], "lr must be a finite number"),
+        (["--set", "train.lr=-1"], "lr must be above 0, not -1"),
+        (["--set", "data.dataset=data/multi30k"], "--data: the dataset multi30k of the recipe needs the folder"),
+        (["--out", __file__], "is no folder"),
+        (["--recipe", "nothing.toml"], "nothing.toml: there is no such"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_runs(arguments, message, command, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "run_all", lambda *arguments: pytest.fail("something ran"))
+    try:
+        code = command(*arguments)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_what_is_missing_is_named(command, monkeypatch, capsys):
+    monkeypatch.setenv("FASTFORMER_COMMIT", "")
+    assert command() == 2
+    assert capsys.readouterr().err.startswith("error: FASTFORMER_COMMIT: the commit is '';")
+    find = recipes.importlib.util.find_spec
+    monkeypatch.setattr(recipes.importlib.util, "find_spec", lambda name: None if name == "tomli_w" else find(name))
+    assert command() == 2
+    assert capsys.readouterr().err == "error: not installed here: tomli-w (pip install tomli-w)\n"
+
+
+def test_the_columns_name_values_of_the_rows():
+    values = {value for value, _, _ in recipe_table._COLUMNS.values()} | {g.value for gs in GOALS.values() for g in gs}
+    source = Path(recipe_run.__file__).read_text(encoding="utf-8")
+    assert all(f'"{value}"' in source for value in values)
+
+
+def test_the_tutorial_is_the_tutorial():
+    """PyTorch's word_language_model subclasses nn.Transformer, and hands it no rate of dropout."""
+    settings = LanguageRun.application.read_settings(RECIPES / "wikitext2-word-tutorial.toml")
+    config = LanguageConfig(vocabulary=33_278, **settings["model"])
+    assert config == bench_language.CONFIG
+    c = config = dataclasses.replace(config, vocabulary=2_000)
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    with pytest.warns(UserWarning, match="nested"):
+        original = nn.Transformer(c.d_model, c.heads, c.layers, 1, c.feed_forward).encoder
+    twin = bench_language.TutorialLanguageModel(model)
+    for encoder in (model.decoder, twin.encoder):
+        assert [name for name, _ in encoder.named_parameters()] == [name for name, _ in original.named_parameters()]
+        for ours, theirs in zip(encoder.layers, original.layers, strict=True):
+            assert ours.norm_first == theirs.norm_first
+            assert ours.self_attn.dropout == theirs.self_attn.dropout == 0.1
+            rates = {name: module.p for name, module in theirs.named_modules() if isinstance(module, nn.Dropout)}
+            assert {name: m.p for name, m in ours.named_modules() if isinstance(m, nn.Dropout)} == rates
+    assert model.embedding.dropout.p == twin.dropout.p == 0.2
+    for name, theirs in original.named_parameters():
+        if theirs.dim() > 1:  # 40,000 numbers at least: their deviation is known to 0.5 %
+            assert model.decoder.get_parameter(name).std().item() == pytest.approx(theirs.std().item(), rel=0.03), name
+    for weight in (model.embedding.tokens.weight, model.output.weight):
+        assert 0.0999 < weight.abs().max() <= 0.1
+    assert (model.output.bias == 0).all()

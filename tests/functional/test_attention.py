@@ -1,0 +1,469 @@
+"""functional.attention and attention_with_weights against a loop over queries, and SDPA where that is defined."""
+
+import math
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from fastformer.functional import attention, attention_with_weights
+from fastformer.functional.attention.op import check_attention
+from fastformer.functional.attention.rules import AttentionRules
+from tests.support.closeness import assert_close, gradients, random
+
+INF = math.inf
+
+
+def naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    alignment: str = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention one query at a time, as the documentation of the op words it."""
+    (B, H, T, K), S, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
+    scale = 1 / math.sqrt(K) if scale is None else scale
+    mask = None if mask is None else mask.expand(B, H, T, S)
+    left, right = window or (None, None)
+    out, weights = [], []
+    for b in range(B):
+        query_length = T if query_lengths is None else int(query_lengths[b])
+        key_length = S if key_lengths is None else int(key_lengths[b])
+        shift = key_length - query_length if alignment == "bottom_right" else 0
+        for h in range(H):
+            for t in range(T):
+                scores = {}
+                for s in range(S):
+                    hidden = t >= query_length or s >= key_length or (causal and s > t + shift)
+                    hidden = hidden or (left is not None and s < t + shift - left)
+                    hidden = hidden or (right is not None and s > t + shift + right)
+                    hidden = hidden or (key_mask is not None and not key_mask[b, s])
+                    score = scale * (q[b, h, t] * k[b, h // group, s]).sum()
+                    score = score if softcap is None else softcap * (score / softcap).tanh()
+                    if mask is not None and mask.dtype == torch.bool:
+                        hidden = hidden or not mask[b, h, t, s]
+                    elif mask is not None:
+                        hidden = hidden or mask[b, h, t, s] == -INF
+                        score = score + mask[b, h, t, s]
+                    if not hidden:
+                        scores[s] = score
+                row = torch.zeros(S, dtype=q.dtype)
+                if scores:
+                    row = row.index_put((torch.tensor(list(scores)),), torch.stack(list(scores.values())).softmax(0))
+                weights.append(row)
+                out.append(row @ v[b, h // group])
+    return torch.stack(out).view(B, H, T, -1), torch.stack(weights).view(B, H, T, S)
+
+
+def additive(*shape: int, dead: bool = False) -> Tensor:
+    mask = torch.randn(*shape, dtype=torch.float64)
+    mask[..., 0, 1:3] = -INF
+    if dead:
+        mask[..., 1, :] = -INF
+    return mask
+
+
+def boolean(*shape: int) -> Tensor:
+    mask = torch.rand(*shape) < 0.6
+    mask[..., 0, :] = False  # the first query may attend to nothing
+    return mask
+
+
+B, H, T, S = 3, 4, 5, 7
+FORMS = {
+    "plain": lambda: {},
+    "scale": lambda: {"scale": 0.3},
+    "causal": lambda: {"causal": True},
+    "causal bottom_right": lambda: {"causal": True, "alignment": "bottom_right"},
+    "key_lengths": lambda: {"key_lengths": torch.tensor([7, 0, 3])},
+    "query_lengths": lambda: {"query_lengths": torch.tensor([2, 5, 0])},
+    "both lengths": lambda: {"query_lengths": torch.tensor([2, 5, 0]), "key_lengths": torch.tensor([7, 1, 3])},
+    "causal with lengths": lambda: {"causal": True, "key_lengths": torch.tensor([2, 7, 0])},
+    # The second sequence has fewer keys than queries: its first queries may attend to nothing.
+    "causal bottom_right with lengths": lambda: {
+        "causal": True,
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([3, 5, 2]),
+        "key_lengths": torch.tensor([7, 2, 2]),
+    },
+    "key_mask": lambda: {
+        "key_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0, 1]]).bool()
+    },
+    "bool [T, S]": lambda: {"mask": boolean(T, S)},
+    "bool [S]": lambda: {"mask": torch.rand(S) < 0.6},
+    "bool [B, 1, T, S]": lambda: {"mask": boolean(B, 1, T, S)},
+    "additive [H, T, S]": lambda: {"mask": additive(H, T, S)},
+    "additive [B, H, T, S], dead row": lambda: {"mask": additive(B, H, T, S, dead=True)},
+    "additive []": lambda: {"mask": torch.tensor(0.5, dtype=torch.float64)},
+    "additive [T, 1]": lambda: {"mask": torch.randn(T, 1, dtype=torch.float64)},
+    "window": lambda: {"window": (1, 2)},
+    "window of one key": lambda: {"window": (0, 0), "alignment": "bottom_right"},
+    "window, no limit on the left": lambda: {"window": (None, 1)},
+    "window, no limit on the right": lambda: {"window": (1, None), "alignment": "bottom_right"},
+    "window that limits nothing": lambda: {"window": (None, None)},
+    "window beyond all keys": lambda: {"window": (10**30, 7), "alignment": "bottom_right"},
+    # One less on either side than what limits nothing.
+    "window that just limits, bottom_right": lambda: {
+        "window": (5, 3),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 5, 2]),
+        "key_lengths": torch.tensor([7, 2, 7]),
+    },
+    "causal window": lambda: {"window": (2, 3), "causal": True},
+    "causal window, no limit on the left": lambda: {"window": (None, 3), "causal": True},
+    # The first sequence has queries whose window lies before its first key, the third none at all.
+    "window with lengths": lambda: {
+        "window": (1, 0),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 2, 4]),
+        "key_lengths": torch.tensor([2, 7, 0]),
+    },
+    "window top_left beyond the keys": lambda: {"window": (1, 1), "key_lengths": torch.tensor([1, 7, 3])},
+    "softcap": lambda: {"softcap": 0.8},
+    "softcap, additive, dead row": lambda: {"softcap": 0.8, "mask": additive(H, T, S, dead=True), "scale": 2.0},
+    "softcap, causal, no keys": lambda: {"softcap": 2, "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
+    "everything": lambda: {
+        "mask": additive(B, 1, T, S, dead=True),
+        "causal": True,
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 4, 5]),
+        "key_lengths": torch.tensor([7, 6, 3]),
+        "key_mask": torch.rand(B, S) < 0.7,
+        "window": (3, 1),
+        "softcap": 1.5,
+        "scale": 0.7,
+    },
+}
+
+
+def cast(arguments: dict, dtype: torch.dtype) -> dict:
+    mask = arguments.get("mask")
+    return arguments if mask is None or mask.dtype == torch.bool else {**arguments, "mask": mask.to(dtype)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kv_heads", [H, 2])
+def test_values_and_gradients(form, kv_heads):
+    arguments = FORMS[form]()
+    inputs = [random(B, H, T, 3), random(B, kv_heads, S, 3), random(B, kv_heads, S, 2)]
+    expected, expected_weights = naive(*inputs, **arguments)
+    expected_gradients = gradients(expected, inputs)
+    for dtype in (torch.float64, torch.float32):
+        x = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        typed = cast(arguments, dtype)
+        out = attention(*x, **typed)
+        with_weights, weights = attention_with_weights(*x, **typed)
+        assert_close(weights, expected_weights.to(dtype))
+        for result in (out, with_weights):
+            assert_close(result, expected.to(dtype))
+            for actual, wanted in zip(gradients(result, x), expected_gradients, strict=True):
+                assert_close(actual, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 3, 1, 130, 17), (2, 1, 67, 65, 33)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_against_sdpa_on_shapes_of_other_blocks(shape, causal):
+    """One element; one query, as in decoding; lengths and head size beyond a block of 64 or 32, no multiple of it."""
+    B, H, T, S, K = shape
+    inputs = [random(B, H, T, K), random(B, H, S, K), random(B, H, S, K)]
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=causal)
+    out = attention(*inputs, causal=causal)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "form", ["causal with lengths", "additive [B, H, T, S], dead row", "bool [T, S]", "softcap, additive, dead row"]
+)
+def test_half_precision_with_masks_of_either_precision(dtype, form):
+    arguments = FORMS[form]()
+    inputs = [random(B, H, T, 8, dtype=dtype), random(B, H, S, 8, dtype=dtype), random(B, H, S, 8, dtype=dtype)]
+    expected, _ = naive(*(x.double() for x in inputs), **arguments)
+    for typed in (arguments, cast(arguments, torch.float32), cast(arguments, dtype)):
+        assert_close(attention(*inputs, **typed), expected.to(dtype), roundings=8)
+        assert_close(attention_with_weights(*inputs, **typed)[0], expected.to(dtype), roundings=8)
+
+
+SMALL = {
+    "plain": lambda: {},
+    "causal": lambda: {"causal": True},
+    "bottom_right, first query dead": lambda: {
+        "causal": True,
+        "alignment": "bottom_right",
+        "key_lengths": torch.tensor([2]),
+    },
+    "key_lengths": lambda: {"key_lengths": torch.tensor([1])},
+    "no keys": lambda: {"key_lengths": torch.tensor([0])},
+    "query_lengths": lambda: {"query_lengths": torch.tensor([1])},
+    "additive": lambda: {"mask": additive(3, 4, dead=True)},
+    "window, last query dead": lambda: {"window": (0, 1), "key_lengths": torch.tensor([2])},
+    "softcap": lambda: {"softcap": 0.7, "mask": additive(3, 4, dead=True)},
+}
+
+
+@pytest.mark.parametrize("form", SMALL)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_first_and_second_derivative(form, kv_heads):
+    arguments = SMALL[form]()
+    inputs = (random(1, 2, 3, 2), random(1, kv_heads, 4, 2), random(1, kv_heads, 4, 1))
+    for function in (attention, lambda *x, **y: attention_with_weights(*x, **y)[0]):
+        assert gradcheck(lambda *x, function=function: function(*x, **arguments), inputs)
+        assert gradgradcheck(lambda *x, function=function: function(*x, **arguments), inputs)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 1, 4), (1, 1, 3, 1)])
+def test_derivatives_of_an_additive_mask(shape):
+    inputs = (random(1, 2, 3, 2), random(1, 2, 4, 2), random(1, 2, 4, 1), random(*shape))
+    for function in (attention, lambda *x, **y: attention_with_weights(*x, **y)[0]):
+        for arguments in ({}, {"softcap": 0.7, "window": (1, 1)}):
+            call = lambda *x, f=function, y=arguments: f(*x, key_lengths=torch.tensor([3]), **y)  # noqa: E731
+            assert gradcheck(call, inputs)
+            assert gradgradcheck(call, inputs)
+
+
+def test_the_second_derivative_reaches_only_what_wants_it():
+    q, k, v = random(1, 1, 2, 2), random(1, 1, 3, 2, grad=False), random(1, 1, 3, 2)
+    assert gradgradcheck(lambda q, v: attention(q, k, v), (q, v))
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 2, 0, 0)])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"causal": True}, {"key_mask": True}, {"window": (1, 0)}, {"softcap": 1.0}], ids=str
+)
+def test_empty_sizes_give_empty_or_zero(sizes, arguments):
+    B, H, T, S = sizes
+    if "key_mask" in arguments:
+        arguments = {"key_mask": torch.ones(B, S, dtype=torch.bool)}
+    inputs = [random(B, H, T, 3), random(B, H, S, 3), random(B, H, S, 2)]
+    for out in (attention(*inputs, **arguments), attention_with_weights(*inputs, **arguments)[0]):
+        assert_close(out, torch.zeros(B, H, T, 2, dtype=torch.float64) if S == 0 else out)
+        assert all(torch.isfinite(g).all() for g in gradients(out, inputs))
+
+
+def test_a_dead_query_moves_nothing():
+    """A query without keys: output and gradient 0, and the gradients of keys and values are those without it."""
+    q, k, v = random(1, 1, 2, 4), random(1, 1, 3, 4), random(1, 1, 3, 4)
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    for function in (attention, lambda *x: attention_with_weights(*x)[0]):
+        out = function(q, k, v, mask)
+        assert not out[:, :, 1].any()
+        dq, dk, dv = gradients(out, [q, k, v])
+        assert not dq[:, :, 1].any()
+        only = function(q[:, :, :1], k, v, mask[:1])
+        direction = torch.randn(1, 1, 2, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)[:, :, :1]
+        for actual, wanted in zip((dk, dv), torch.autograd.grad(only, [k, v], direction), strict=True):
+            assert_close(actual, wanted)
+
+
+def test_the_future_is_not_seen():
+    q, k, v = random(2, 2, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
+    out = attention(q, k, v, causal=True)
+    for changed in (k, v):
+        with torch.no_grad():
+            changed[:, :, 4:] = 9.0
+    after = attention(q, k, v, causal=True)
+    assert torch.equal(after[:, :, :4], out[:, :, :4])
+    assert not torch.allclose(after[:, :, 4:], out[:, :, 4:])
+
+
+def test_a_window_sees_only_its_keys():
+    q, k, v = random(2, 2, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
+    out = attention(q, k, v, window=(1, 1))
+    for changed in (k, v):
+        with torch.no_grad():
+            changed[:, :, 2] = 9.0
+    after = attention(q, k, v, window=(1, 1))
+    same = (after == out).all(-1).all(0).all(0)
+    assert same.tolist() == [True, False, False, False, True, True]
+
+
+def test_as_many_queries_as_keys_but_not_in_each_sequence():
+    x = [random(2, 2, 5, 4) for _ in range(3)]
+    rules = {"query_lengths": torch.tensor([5, 3]), "key_lengths": torch.tensor([2, 5])}
+    for more in ({"causal": True}, {"window": (1, 1)}, {"causal": True, "key_lengths": None}):
+        arguments = {"alignment": "bottom_right", **rules, **more}
+        assert_close(attention(*x, **arguments), naive(*x, **arguments)[0])
+
+
+def test_a_large_softcap_is_none_and_a_small_one_flattens():
+    q, k, v = random(2, 2, 5, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
+    assert_close(attention(q, k, v, causal=True, softcap=1e9), attention(q, k, v, causal=True))
+    flat = attention(q, k, v, softcap=1e-9)
+    assert (flat - v.mean(2, keepdim=True)).abs().max() < 1e-8
+
+
+def test_ways_to_say_the_same():
+    q, k, v = random(2, 2, 5, 4), random(2, 2, 7, 4), random(2, 2, 7, 4)
+    assert torch.equal(attention(q, k, v, window=(None, 0)), attention(q, k, v, causal=True))
+    assert torch.equal(attention(q, k, v, window=(7, 0)), attention(q, k, v, causal=True))
+    assert torch.equal(attention(q, k, v, window=(2, 9), causal=True), attention(q, k, v, window=(2, 0)))
+    # The checks turn each into one form, which the kernels rely on.
+    rules = AttentionRules(causal=True, window=(2, 3), alignment="bottom_right", softcap=1)
+    checked = check_attention(q, k, v, rules)
+    assert (checked.window, checked.alignment, checked.softcap) == ((2, 0), "bottom_right", 1.0)
+    assert check_attention(q, q, q, rules).alignment == "top_left"
+    assert check_attention(q, k, v, AttentionRules(alignment="bottom_right", window=(7, 7))).alignment == "top_left"
+    assert check_attention(q, k, v, AttentionRules(mask=torch.zeros(7))).mask.shape == (1, 7)
+    # Lengths that have no sign, where a difference of lengths has one.
+    lengths = {"query_lengths": torch.tensor([5, 3]), "key_lengths": torch.tensor([2, 7])}
+    narrow = {name: x.to(torch.uint8) for name, x in lengths.items()}
+    expected = attention(q, k, v, causal=True, alignment="bottom_right", **lengths)
+    assert torch.equal(attention(q, k, v, causal=True, alignment="bottom_right", **narrow), expected)
+
+
+@pytest.mark.parametrize("function", [attention, attention_with_weights])
+def test_the_signature_is_q_k_v_and_the_rules_in_their_order(function):
+    """The ops hand their arguments to AttentionRules by position."""
+    parameters = list(signature(function).parameters.values())
+    assert [parameter.name for parameter in parameters[:3]] == ["q", "k", "v"]
+    rules = [(field.name, field.default) for field in fields(AttentionRules)]
+    assert [(parameter.name, parameter.default) for parameter in parameters[3:]] == rules
+
+
+@pytest.mark.parametrize("function", [attention, lambda *x, **y: attention_with_weights(*x, **y)[0]])
+def test_compiles_without_a_break(function):
+    arguments = {
+        "mask": additive(1, T, S, dead=True).float(),
+        "causal": True,
+        "alignment": "bottom_right",
+        "window": (3, 1),
+        "query_lengths": torch.tensor([5, 4, 5]),
+        "key_lengths": torch.tensor([7, 6, 3]),
+        "key_mask": torch.rand(B, S) < 0.7,
+    }
+    inputs = [random(B, H, T, 8, dtype=torch.float32) for _ in range(1)]
+    inputs += [random(B, 2, S, 8, dtype=torch.float32) for _ in range(2)]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for more in ({}, {"softcap": 1.5}):
+        out, expected = compiled(*inputs, **arguments, **more), function(*inputs, **arguments, **more)
+        assert_close(out, expected)
+        for actual, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+            assert_close(actual, wanted)
+
+
+def test_more_padding_changes_nothing():
+    q, k, v = random(2, 2, 3, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
+    lengths = torch.tensor([5, 2])
+    more = [torch.cat([x, torch.full((2, 2, 4, 4), 1e4, dtype=torch.float64)], 2) for x in (k, v)]
+    assert_close(attention(q, *more, key_lengths=lengths), attention(q, k, v, key_lengths=lengths))
+
+
+def test_dropout_of_the_weights():
+    q, k, v = random(2, 4, 40, 8), random(2, 4, 50, 8), torch.eye(50, dtype=torch.float64).expand(2, 4, 50, 50)
+    plain = attention(q, k, v)  # v is the identity, so the output is the weights
+    p = 0.3
+    torch.manual_seed(1)
+    dropped = attention(q, k, v, dropout_p=p)
+    n, zeros = dropped.numel(), int((dropped == 0).sum())
+    assert abs(zeros - n * p) < 5 * math.sqrt(n * p * (1 - p))
+    kept = dropped != 0
+    assert_close((dropped / plain)[kept], torch.full_like(plain[kept], 1 / (1 - p)), roundings=1e12)  # 16 bits of p
+    torch.manual_seed(1)
+    again, weights = attention_with_weights(q, k, v, dropout_p=p)
+    assert_close(again, dropped)
+    assert_close(weights, dropped)  # the weights returned are those applied
+    assert not attention(q, k, v, dropout_p=1.0).any()
+    causal = attention(q, k, v, causal=True, dropout_p=p)
+    assert not causal.triu(1).any()
+    windowed = attention(q, k, v, window=(2, 1), softcap=1.0, dropout_p=p)
+    assert not windowed.triu(2).any()
+    assert not windowed.tril(-3).any()
+
+
+def test_the_gradient_uses_the_mask_of_the_forward_pass():
+    inputs = (random(1, 2, 3, 2), random(1, 2, 4, 2), random(1, 2, 4, 1))
+
+    def seeded(*x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return attention(*x, dropout_p=0.4)
+
+    assert gradcheck(seeded, inputs)
+
+
+q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8)
+BAD = [
+    ({"q": q[0]}, ValueError, r"q must be of shape \[batch, heads, length, head size\], not \[4, 3, 8\]"),
+    ({"k": k[:1]}, ValueError, "q, k and v must have the same batch: 2, 1, 2"),
+    ({"v": k[:, :, :4]}, ValueError, "k and v must have the same length, not 5 and 4"),
+    ({"v": k[:, :1]}, ValueError, "k and v must have the same number of heads, not 2 and 1"),
+    ({"k": k[..., :4]}, ValueError, "q and k must have the same head size, not 8 and 4"),
+    ({"q": q[:, :3]}, ValueError, r"the heads of q \(3\) must be a multiple of those of k \(2\)"),
+    ({"k": k[:, :0], "v": k[:, :0]}, ValueError, r"must be a multiple of those of k \(0\)"),
+    ({"mask": torch.zeros(5, 3)}, ValueError, r"mask must be broadcastable to \[2, 4, 3, 5\], not of shape \[5, 3\]"),
+    ({"mask": torch.zeros(3, 5).int()}, TypeError, "mask must be bool or floating point, not torch.int32"),
+    ({"mask": torch.zeros(1, 2, 4, 3, 5)}, ValueError, "mask must be broadcastable"),
+    ({"key_mask": torch.zeros(2, 5)}, TypeError, "key_mask must be bool, not torch.float32"),
+    ({"key_mask": torch.zeros(2, 3).bool()}, ValueError, r"key_mask must be of shape \[2, 5\], not \[2, 3\]"),
+    ({"key_lengths": torch.tensor([6, 1])}, ValueError, "key_lengths must lie between 0 and the length of k, 5: 6"),
+    ({"query_lengths": torch.tensor([-1, 1])}, ValueError, "query_lengths must lie between 0 and the length of q, 3"),
+    ({"key_lengths": torch.tensor([1.0, 2.0])}, TypeError, "key_lengths must be integers, not torch.float32"),
+    ({"key_lengths": [1, 2]}, TypeError, "key_lengths must be a Tensor, not list"),
+    ({"query_lengths": (1, 2)}, TypeError, "query_lengths must be a Tensor, not tuple"),
+    (
+        {"key_lengths": torch.tensor([1, 2**63 + 5], dtype=torch.uint64)},
+        ValueError,
+        "key_lengths must lie between 0 and the length of k, 5: 9223372036854775813",
+    ),
+    ({"key_lengths": torch.tensor([1])}, ValueError, r"key_lengths must be of shape \[2\], not \[1\]"),
+    ({"alignment": "left"}, ValueError, "alignment must be one of top_left, bottom_right, not 'left'"),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, not 1.5"),
+    ({"dropout_p": math.nan}, ValueError, "dropout_p must be between 0 and 1, not nan"),
+    ({"window": 3}, TypeError, r"window must be a tuple \(left, right\), not int"),
+    ({"window": (1, 2, 3)}, ValueError, r"window must be a tuple \(left, right\), not of 3 elements"),
+    ({"window": (1.0, None)}, TypeError, "window must hold integers or None, not 1.0"),
+    ({"window": (None, True)}, TypeError, "window must hold integers or None, not True"),
+    ({"window": (0, -1)}, ValueError, "window must not hold negative numbers: -1"),
+    ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, not 0.0"),
+    ({"softcap": -2}, ValueError, "softcap must be positive and finite, not -2"),
+    ({"softcap": INF}, ValueError, "softcap must be positive and finite, not inf"),
+    ({"softcap": math.nan}, ValueError, "softcap must be positive and finite, not nan"),
+    ({"softcap": True}, TypeError, "softcap must be a number, not bool"),
+    ({"softcap": "1"}, TypeError, "softcap must be a number, not str"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=[message for *_, message in BAD])
+@pytest.mark.parametrize("function", [attention, attention_with_weights])
+def test_bad_arguments(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(**{"q": q, "k": k, "v": k, **arguments})
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"softcap": 3.0}, {"weights": True}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "lowest"),
+    [(torch.bfloat16, torch.finfo(torch.float32).min), (torch.float16, -1e9), (torch.float32, -1e300)],
+    ids=str,
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_query_sees_is_decided_in_the_dtype_of_the_scores(dtype, lowest, options, autocast):
+    if autocast and dtype == torch.float32:
+        pytest.skip("autocast does not compute in float32")
+    q, k, v = (torch.randn(1, 2, 4, 8, dtype=torch.float32 if autocast else dtype) for _ in range(3))
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    mask = torch.zeros(4, 4, dtype=wide)
+    mask[1] = lowest  # -inf in dtype
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    op = attention_with_weights if options.get("weights") else attention
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out = op(*inputs, mask, **{name: x for name, x in options.items() if name != "weights"})
+    out = out[0] if isinstance(out, tuple) else out
+    assert not out[:, :, 1].any()
+    grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][:, :, 1].any()

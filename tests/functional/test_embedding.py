@@ -1,0 +1,82 @@
+"""functional.embedding: dropout(scale * weight[ids] + table[positions])."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from fastformer.functional import embedding
+from tests.support.closeness import assert_close, gradients, random
+
+
+# One number; a batch whose words and positions repeat; packed tokens; no tokens.
+@pytest.mark.parametrize(
+    ("shape", "V", "P", "D"), [((1,), 1, 1, 1), ((2, 3, 5), 4, 6, 7), ((9,), 20, 9, 3), ((0,), 2, 1, 4)]
+)
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_values_and_gradients(shape, V, P, D, has_positions):
+    ids, positions = torch.randint(V, shape), torch.randint(P, shape)
+    matrices = [random(V, D), random(P, D)][: 1 + has_positions]
+    words = torch.nn.functional.one_hot(ids, V).double()
+    expected = 2.5 * words @ matrices[0]
+    if has_positions:
+        expected = expected + torch.nn.functional.one_hot(positions, P).double() @ matrices[1]
+    given = positions if has_positions else None
+    wanted = gradients(expected, matrices)
+    for dtype in (torch.float64, torch.float32):
+        typed = [m.detach().to(dtype).requires_grad_() for m in matrices]
+        out = embedding(ids, typed[0], typed[1] if has_positions else None, given, scale=2.5)
+        assert_close(out, expected.to(dtype))
+        for a, b in zip(gradients(out, typed), wanted, strict=True):
+            assert_close(a, b.to(dtype))
+
+
+def test_first_and_second_derivative():
+    ids, positions = torch.tensor([[0, 2], [2, 1]]), torch.tensor([[0, 1], [0, 1]])
+
+    def op(weight, table):
+        return embedding(ids, weight, table, positions, scale=3.0).square()
+
+    matrices = random(3, 2), random(2, 2)
+    assert gradcheck(op, matrices)
+    assert gradgradcheck(op, matrices)
+
+
+def test_dtypes_promote_as_in_a_sum():
+    ids = torch.tensor([0, 1])
+    for one, two in [("bfloat16", "float32"), ("float16", "bfloat16"), ("float32", "float64"), ("float16", "float16")]:
+        weight, table = torch.randn(2, 3).to(getattr(torch, one)), torch.randn(2, 3).to(getattr(torch, two))
+        assert embedding(ids, weight, table, ids).dtype == (weight + table).dtype
+
+
+def test_dropout_is_of_the_sum():
+    ids = torch.zeros(300, dtype=torch.int64)
+    weight, table = torch.ones(1, 64), torch.ones(1, 64)
+    out = embedding(ids, weight, table, ids, scale=2.0, dropout_p=0.25)
+    kept = int((out != 0).sum())
+    assert abs(kept - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
+    assert out.unique().tolist() == [0, 4]
+    assert not embedding(ids, weight, dropout_p=1.0).any()
+
+
+ids, weight, table = torch.tensor([[0, 2]]), torch.zeros(3, 4), torch.zeros(5, 4)
+BAD = [
+    ({"ids": ids.int()}, TypeError, "ids must be int64, not torch.int32"),
+    ({"ids": ids + 1}, IndexError, "ids must lie between 0 and 2, the last row of weight, not 3"),
+    ({"ids": ids - 1}, IndexError, "ids must lie between 0 and 2, the last row of weight, not -1"),
+    ({"positions": ids + 3}, IndexError, "positions must lie between 0 and 4, the last row of table, not 5"),
+    ({"positions": ids.double()}, TypeError, "positions must be int64, not torch.float64"),
+    ({"positions": ids[0]}, ValueError, r"positions must be of the shape of ids, \[1, 2\], not \[2\]"),
+    ({"positions": None}, ValueError, "positions is None, and the other is not"),
+    ({"table": None}, ValueError, "table is None, and the other is not"),
+    ({"table": torch.zeros(5, 3)}, ValueError, r"table must be of shape \[P, 4\], not \[5, 3\]"),
+    ({"weight": torch.zeros(4)}, ValueError, r"weight must have two dimensions, not shape \[4\]"),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, not 1.5"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        embedding(**{"ids": ids, "weight": weight, "table": table, "positions": ids, **arguments})

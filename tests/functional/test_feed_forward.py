@@ -1,0 +1,155 @@
+"""functional.feed_forward and the FeedForward module."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import fastformer
+from fastformer.functional import feed_forward
+from tests.support.closeness import assert_close, gradients, random
+
+
+def gelu(x):
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x):
+    return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+FORMULAS = {
+    "relu": lambda h: h.clamp(min=0),
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "geglu": lambda h: gelu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
+    "swiglu": lambda h: h[..., : h.shape[-1] // 2] * h[..., : h.shape[-1] // 2].sigmoid() * h[..., h.shape[-1] // 2 :],
+    "reglu": lambda h: h[..., : h.shape[-1] // 2].clamp(min=0) * h[..., h.shape[-1] // 2 :],
+}
+
+
+def parameters(activation, D, F, out, dtype=torch.float64, bias=True):
+    width = 2 * F if activation.endswith("glu") else F
+    return [
+        random(width, D, dtype=dtype),
+        random(width, dtype=dtype) if bias else None,
+        random(out, F, dtype=dtype),
+        random(out, dtype=dtype) if bias else None,
+    ]
+
+
+# One number; odd sizes and another output width; packed rows; no rows.
+@pytest.mark.parametrize(("shape", "F", "out"), [((1, 1), 1, 1), ((3, 2, 5), 7, 4), ((4, 6), 5, 6), ((0, 3), 2, 3)])
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients(shape, F, out, activation, bias):
+    inputs = [random(*shape), *parameters(activation, shape[-1], F, out, bias=bias)]
+    x, w1, b1, w2, b2 = inputs
+    hidden = FORMULAS[activation](x @ w1.mT + (b1 if bias else 0))
+    expected = hidden @ w2.mT + (b2 if bias else 0)
+    wanted = gradients(expected, [t for t in inputs if t is not None])
+    for dtype in (torch.float64, torch.float32):
+        typed = [None if t is None else t.detach().to(dtype).requires_grad_() for t in inputs]
+        result = feed_forward(*typed, activation=activation)
+        assert_close(result, expected.to(dtype))
+        for actual, gradient in zip(gradients(result, [t for t in typed if t is not None]), wanted, strict=True):
+            assert_close(actual, gradient.to(dtype))
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_first_and_second_derivative(activation):
+    inputs = (random(2, 2), *parameters(activation, 2, 2, 1))
+    assert gradcheck(lambda *x: feed_forward(*x, activation=activation), inputs)
+    assert gradgradcheck(lambda *x: feed_forward(*x, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_recompute_changes_no_number(activation):
+    inputs = [random(3, 5, 4), *parameters(activation, 4, 6, 3)]
+
+    def run(recompute):
+        torch.manual_seed(5)  # so that dropout, too, is the same, forward and backward
+        out = feed_forward(*inputs, activation=activation, dropout_p=0.5, recompute=recompute)
+        torch.manual_seed(6)
+        return out, *gradients(out, inputs)
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+    small = (random(2, 2), *parameters(activation, 2, 2, 1))
+    assert gradgradcheck(lambda *x: feed_forward(*x, activation=activation, recompute=True), small)
+
+
+def test_recompute_keeps_nothing_of_the_hidden_width():
+    inputs = [random(64, 4, dtype=torch.float32), *parameters("gelu", 4, 16, 4, torch.float32)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda x: x):
+        feed_forward(*inputs, activation="gelu", dropout_p=0.5)
+        assert torch.Size([64, 16]) in kept
+        kept.clear()
+        feed_forward(*inputs, activation="gelu", dropout_p=0.5, recompute=True)
+        fastformer.FeedForward(4, 16, activation="gelu", recompute=True)(inputs[0])
+    assert torch.Size([64, 16]) not in kept
+
+
+def test_dropout_is_of_the_hidden_activations():
+    eye = torch.eye(64)
+    x = torch.ones(300, 64)
+    out = feed_forward(x, eye, None, eye, None, dropout_p=0.25)
+    kept = int((out != 0).sum())
+    assert abs(kept - out.numel() * 0.75) < 5 * math.sqrt(out.numel() * 0.25 * 0.75)
+    assert out.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert not feed_forward(x, eye, None, eye, None, dropout_p=1.0).any()
+
+    def seeded(*inputs):
+        torch.manual_seed(2)
+        return feed_forward(*inputs, activation="gelu", dropout_p=0.5)
+
+    assert gradcheck(seeded, (random(2, 2), *parameters("gelu", 2, 3, 1)))
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_the_module(activation):
+    module = fastformer.FeedForward(6, 5, dropout=0.5, activation=activation, dtype=torch.float64).eval()
+    x = random(2, 3, 6)
+    hidden = FORMULAS[activation](module.linear1(x))
+    assert_close(module(x), module.linear2(hidden))
+    assert f"activation='{activation}'" in repr(module)
+    module.train()
+    assert not torch.equal(module(x), module(x))
+    frugal = fastformer.FeedForward(6, 5, 0.5, activation, dtype=torch.float64, recompute=True).eval()
+    frugal.load_state_dict(module.state_dict())
+    assert_close(frugal(x), module.eval()(x))
+    assert "recompute=True" in repr(frugal)
+
+
+def test_the_module_names_its_parameters_as_torchs_layers_do():
+    layer = nn.TransformerEncoderLayer(4, 1, 6)
+    names = [name for name in layer.state_dict() if name.startswith("linear")]
+    assert list(fastformer.FeedForward(4, 6).state_dict()) == names
+    assert list(fastformer.FeedForward(4, 6, bias=False).state_dict()) == ["linear1.weight", "linear2.weight"]
+
+
+x, w = torch.zeros(2, 4), torch.zeros(6, 4)
+BAD = [
+    ({"activation": "tanh"}, "activation must be one of relu, gelu, gelu_tanh, geglu, swiglu, reglu, not 'tanh'"),
+    ({"weight1": torch.zeros(6, 5)}, r"weight1 must be of shape \[F, D\] for x of shape \[2, 4\], not \[6, 5\]"),
+    ({"bias1": torch.zeros(1)}, r"bias1 must be of shape \[6\], not \[1\]"),
+    ({"bias2": torch.zeros(6)}, r"bias2 must be of shape \[4\], not \[6\]"),
+    ({"dropout_p": -1.0}, "dropout_p must be between 0 and 1, not -1.0"),
+    ({"weight2": torch.zeros(4, 5)}, r"weight2 must be of shape \[out, 6\] .* not \[4, 5\]"),
+    ({"activation": "swiglu"}, r"weight2 must be of shape \[out, 3\]"),
+    ({"activation": "geglu", "weight1": torch.zeros(5, 4), "weight2": torch.zeros(4, 2)}, "weight2 must be of shape"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        feed_forward(**{"x": x, "weight1": w, "bias1": None, "weight2": w.T, "bias2": None, **arguments})
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="activation must be one of"):
+        fastformer.FeedForward(4, 6, activation="tanh")

@@ -1,0 +1,97 @@
+"""An op goes to its launcher by the shortest way, and by the dispatcher where anybody looks at it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastformer
+from fastformer import functional
+from fastformer.functional import choice
+from fastformer.host.autograd_function import define
+from fastformer_kernels.attention.settings import Settings
+
+pytestmark = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
+OP = torch.ops.fastformer.layer_norm.default
+ARGUMENTS = (torch.randn(4, 16), torch.ones(16), torch.zeros(16), 1e-5, torch.float32)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def normalise(x: Tensor = ARGUMENTS[0]) -> Tensor:
+    with fastformer.backend("triton"):
+        return functional.layer_norm(x, 16, ARGUMENTS[1], ARGUMENTS[2])
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """The calls that reach the dispatcher."""
+    from fastformer.functional.norms import layer_norm
+
+    found = []
+    run = layer_norm._forward
+    cells = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
+    monkeypatch.setattr(cells["op"], "cell_contents", lambda *args: found.append(1) or OP(*args))
+    return found
+
+
+def test_nobody_looks(dispatched):
+    normalise()
+    assert not dispatched
+
+
+def test_a_mode_sees_the_op(dispatched):
+    with Seen() as seen:
+        found = normalise()
+    assert OP in seen.ops
+    assert dispatched
+    assert torch.equal(found, normalise())
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
+def test_the_profiler_names_the_op(dispatched):
+    with torch.profiler.profile() as profile:
+        normalise()
+    assert "fastformer::layer_norm" in {event.name for event in profile.events()}
+    assert dispatched
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_keeps_the_op():
+    traced = torch.jit.trace(normalise, (ARGUMENTS[0],), check_trace=False)
+    assert "fastformer::layer_norm" in str(traced.graph)
+
+
+def test_a_subclass_sees_the_op(dispatched):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(ARGUMENTS[0])
+    from fastformer.functional.norms.layer_norm import _forward
+
+    assert _forward(x, None, None, 1e-5, torch.float32)[0].shape == (4, 16)
+    assert dispatched
+
+
+def test_a_fake_may_name_only_what_the_schema_has():
+    with pytest.raises(ValueError, match="'z' is not in list"):
+        define("unknown(Tensor x) -> Tensor", "norms.layer_norm.forward", lambda z: z)
+    assert not hasattr(torch.ops.fastformer, "unknown")
+
+
+@pytest.mark.parametrize("op", ["forward", "decode", "weights", "delta", "backward", "mask_gradient"])
+def test_the_ops_of_attention_take_the_settings_as_the_record_has_them(op):
+    """A field is written once: in the record, of which kernels make their arguments."""
+    arguments = getattr(torch.ops.fastformer, f"attention_{op}").default._schema.arguments
+    assert tuple(argument.name for argument in arguments[-len(Settings._fields) :]) == Settings._fields
+    from fastformer_kernels.attention.problem import Problem
+
+    assert issubclass(Problem, Settings)
+    assert Problem._fields == Settings._fields

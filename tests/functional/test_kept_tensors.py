@@ -1,0 +1,109 @@
+"""Nothing keeps a view of what the caller may change: it is copied, or its change is noticed, as autograd does."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fastformer
+from fastformer import functional
+from fastformer.functional.attention import query_blocks
+from fastformer.packing import Layout
+
+B, H, T, K = 2, 2, 12, 8
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_a_layout_has_lengths_of_its_own(make):
+    given = make([5, 2, 4])
+    layout = Layout.from_lengths(given)
+    given[0] = 1
+    assert layout.lengths.tolist() == [5, 2, 4]
+
+
+def test_a_layout_lends_no_mask():
+    layout = Layout.from_lengths([3, 1])
+    layout.mask().logical_not_()
+    assert layout.mask().tolist() == [[True, True, True], [True, False, False]]
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def attention_rules() -> dict[str, Tensor]:
+    return {
+        "mask": torch.randn(T, T),
+        "key_mask": torch.rand(B, T) < 0.9,
+        "key_lengths": torch.tensor([T, T - 3]),
+        "query_lengths": torch.tensor([T, T - 1]),
+    }
+
+
+@pytest.mark.parametrize("changed", ["mask", "key_mask", "key_lengths", "query_lengths", "q"])
+def test_attention_in_blocks_notices_a_change(monkeypatch, changed):
+    monkeypatch.setattr(query_blocks, "_LARGEST", 1)
+    monkeypatch.setattr(query_blocks, "_BLOCK", 4 * B * T)
+    q, k, v = leaves(*[(B, H, T, K)] * 3)
+    given = attention_rules() | {"q": q * 1.0}
+    rules = {name: given[name] for name in attention_rules()}
+    out = functional.attention(given["q"], k, v, **rules, causal=True)
+    with torch.no_grad():
+        given[changed].zero_()
+    if changed in ("key_lengths", "query_lengths"):  # blocks count from their own first key, in tensors of their own
+        return out.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_unchanged_attention_in_blocks_has_the_gradients_of_the_whole(monkeypatch):
+    q, k, v = leaves(*[(B, H, T, K)] * 3)
+    rules = attention_rules()
+    expected = torch.autograd.grad(functional.attention(q, k, v, **rules, causal=True).sum(), (q, k, v))
+    monkeypatch.setattr(query_blocks, "_LARGEST", 1)
+    monkeypatch.setattr(query_blocks, "_BLOCK", 4 * B * T)
+    found = torch.autograd.grad(functional.attention(q, k, v, **rules, causal=True).sum(), (q, k, v))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("changed", [0, 1, 3])
+def test_recomputed_feed_forward_notices_a_change(changed, backend):
+    inputs = [x * 1.0 for x in leaves((3, 8), (16, 8), (16,), (8, 16), (8,))]
+    with fastformer.backend(backend):
+        out = functional.feed_forward(*inputs, recompute=True)
+    with torch.no_grad():
+        inputs[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("changed", ["key_mask", "key_lengths", "query_lengths", "mask"])
+def test_second_derivative_of_the_kernels_notices_a_change(triton_backend, changed):
+    q, k, v = leaves(*[(B, H, T, K)] * 3)
+    rules = attention_rules()
+    out = functional.attention(q, k, v, **rules)
+    rules[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_second_derivative_of_the_fused_loss_notices_a_change(triton_backend):
+    x, weight = leaves((4, 8), (16, 8))
+    target = torch.tensor([1, 2, 3, 4])
+    loss = functional.linear_cross_entropy(x, weight, target)
+    target.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+def test_a_layer_that_is_computed_again_notices_a_change_of_its_mask(way):
+    layer = fastformer.TransformerEncoderLayer(K, H, K, 0.0, batch_first=True)
+    model = fastformer.TransformerEncoder(layer, 2)
+    model.checkpoint_activations, model.padding_free = True, way == "packed"
+    mask, padding = torch.randn(T, T), torch.zeros(B, T).bool()
+    out = model(torch.randn(B, T, K), mask, padding)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

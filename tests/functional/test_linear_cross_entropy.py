@@ -1,0 +1,200 @@
+"""functional.linear_cross_entropy and the LinearCrossEntropy module."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import fastformer
+from fastformer.functional import linear_cross_entropy
+from fastformer.functional.linear_cross_entropy import reference as chunked_cross_entropy
+from tests.support.closeness import assert_close, gradients, random
+
+# One class; odd sizes; a batch of padded rows.
+SHAPES = [((1,), 1, 1), ((7,), 3, 5), ((3, 5), 4, 11)]
+
+
+@pytest.fixture(params=["one chunk", "a row a chunk", "ragged chunks"])
+def chunks(request, monkeypatch):
+    """The rows are worked off in chunks: all at once, one by one, and four at a time with a rest; softmax by three."""
+    if request.param != "one chunk":
+        size = 1 if request.param == "a row a chunk" else 4 * 4 * 11
+        monkeypatch.setattr(chunked_cross_entropy, "CPU_CHUNK_BYTES", size)
+        monkeypatch.setattr(chunked_cross_entropy, "CPU_CHUNK_ROWS", 1)
+        monkeypatch.setattr(chunked_cross_entropy, "CPU_BLOCK_BYTES", 3 * 4 * 11)
+
+
+def naive(x, weight, bias, target, ignore_index, smoothing, reduction):
+    """The definition: -sum_c q_c log p_c with q = (1 - eps) onehot + eps / V, over the targets that count."""
+    logits = x @ weight.mT + (0 if bias is None else bias)
+    logp = logits - logits.exp().sum(-1, keepdim=True).log()
+    V = weight.shape[0]
+    counts = target != ignore_index
+    q = F.one_hot(target.where(counts, 0), V).to(x.dtype) * (1 - smoothing) + smoothing / V
+    loss = -(q * logp).sum(-1) * counts
+    return {"none": loss, "sum": loss.sum(), "mean": loss.sum() / counts.sum()}[reduction]
+
+
+@pytest.mark.parametrize(("rows", "D", "V"), SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_values_and_gradients(rows, D, V, bias, smoothing, reduction, chunks):
+    inputs = [random(*rows, D), random(V, D), random(V) if bias else None]
+    target = torch.randint(V, rows)
+    ignore = -100 if math.prod(rows) == 1 else 2  # an index within the vocabulary, as that of padding
+    expected = naive(*inputs, target, ignore, smoothing, reduction)
+    wanted = gradients(expected, [t for t in inputs if t is not None])
+    for dtype in (torch.float64, torch.float32):
+        x, weight, b = (None if t is None else t.detach().to(dtype).requires_grad_() for t in inputs)
+        settings = {"ignore_index": ignore, "label_smoothing": smoothing, "reduction": reduction}
+        loss = linear_cross_entropy(x, weight, target, b, **settings)
+        torchs = F.cross_entropy(F.linear(x, weight, b).flatten(0, -2), target.flatten(), **settings)
+        assert_close(loss, expected.to(dtype))
+        assert_close(loss, torchs.view(loss.shape))
+        for actual, gradient in zip(gradients(loss, [t for t in (x, weight, b) if t is not None]), wanted, strict=True):
+            assert_close(actual, gradient.to(dtype))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_first_and_second_derivative(reduction, smoothing, chunks):
+    target = torch.tensor([0, 2, -100])
+    inputs = (random(3, 2), random(3, 2), random(3))
+
+    def call(x, weight, bias):
+        return linear_cross_entropy(x, weight, target, bias, label_smoothing=smoothing, reduction=reduction)
+
+    assert gradcheck(call, inputs)
+    assert gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_that_are_wanted(wanted):
+    inputs = [random(3, 2, grad=False), random(4, 2, grad=False), random(4, grad=False)]
+    for i in wanted:
+        inputs[i].requires_grad_()
+    x, weight, bias = inputs
+    target = torch.tensor([0, 3, 1])
+    loss = linear_cross_entropy(x, weight, target, bias)
+    expected = F.cross_entropy(F.linear(x, weight, bias), target)
+    given = [inputs[i] for i in wanted]
+    for actual, gradient in zip(gradients(loss, given), gradients(expected, given), strict=True):
+        assert_close(actual, gradient)
+    with torch.no_grad():
+        assert_close(linear_cross_entropy(x, weight, target, bias), expected.detach())
+
+
+def test_ignored_rows_cost_nothing_even_where_they_are_not_finite():
+    x = random(3, 4)
+    weight, target = random(5, 4), torch.tensor([1, -100, 3])
+    alone = linear_cross_entropy(x[[0, 2]], weight, target[[0, 2]])
+    loss = linear_cross_entropy(x, weight, target)
+    assert_close(loss, alone)
+    dx, dweight = gradients(loss, [x, weight])
+    assert not dx[1].any()
+    assert_close(dweight, gradients(alone, [weight])[0])
+
+
+def test_nothing_to_count():
+    """As torch: a mean over no target is not a number, a sum is zero; gradients of both are zero."""
+    x, weight = random(2, 3), random(4, 3)
+    target = torch.full((2,), -100)
+    mean = linear_cross_entropy(x, weight, target)
+    assert mean.isnan()
+    loss = linear_cross_entropy(x, weight, target, reduction="sum")
+    assert loss == 0
+    for nothing in (mean, loss, linear_cross_entropy(x[:0], weight, target[:0])):
+        assert not any(g.any() for g in gradients(nothing, [x, weight]))  # NaN is true
+    assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
+    assert linear_cross_entropy(x[:0], weight, target[:0], reduction="none").shape == (0,)
+
+
+def test_large_logits_do_not_overflow():
+    x, weight = torch.full((1, 1), 1e3), torch.tensor([[1.0], [-1.0]])
+    assert linear_cross_entropy(x, weight, torch.tensor([1])) == 2e3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loses_no_more_than_its_inputs(dtype, chunks):
+    x, weight = random(15, 8, dtype=dtype), random(11, 8, dtype=dtype)
+    target = torch.randint(11, (15,))
+    loss = linear_cross_entropy(x, weight, target, label_smoothing=0.1)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = F.cross_entropy(wide[0] @ wide[1].mT, target, label_smoothing=0.1)
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - expected.item()) < 4 * torch.finfo(dtype).eps * expected.item()
+    for actual, wanted in zip(gradients(loss, [x, weight]), torch.autograd.grad(expected, wide), strict=True):
+        direction = torch.randn((), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        assert_close(actual, (wanted * direction).to(dtype), roundings=4)
+
+
+def test_autocast_computes_the_logits_in_the_low_precision():
+    x, weight, bias = (random(*shape, dtype=torch.float32) for shape in ((6, 8), (9, 8), (9,)))
+    target = torch.randint(9, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, target, bias)
+        expected = F.cross_entropy(F.linear(x, weight, bias), target)
+    assert_close(loss, expected)
+    for actual, wanted in zip(
+        torch.autograd.grad(loss, [x, weight, bias]), torch.autograd.grad(expected, [x, weight, bias]), strict=True
+    ):
+        assert_close(actual, wanted, roundings=2 / 2**7 / torch.finfo(torch.float32).eps)  # two of bf16
+
+
+def test_the_module_starts_as_torchs_linear():
+    torch.manual_seed(1)
+    ours = fastformer.LinearCrossEntropy(5, 7, label_smoothing=0.1, ignore_index=0)
+    torch.manual_seed(1)
+    linear = nn.Linear(5, 7)
+    assert torch.equal(ours.weight, linear.weight)
+    assert torch.equal(ours.bias, linear.bias)
+    linear.load_state_dict(ours.state_dict())
+    x, target = random(2, 3, 5, dtype=torch.float32), torch.randint(7, (2, 3))
+    expected = F.cross_entropy(linear(x).flatten(0, 1), target.flatten(), label_smoothing=0.1, ignore_index=0)
+    assert_close(ours(x, target), expected)
+    assert_close(ours.logits(x), linear(x))
+    assert repr(ours) == (
+        "LinearCrossEntropy(in_features=5, num_classes=7, bias=True, ignore_index=0, label_smoothing=0.1, "
+        "reduction='mean')"
+    )
+    assert fastformer.LinearCrossEntropy(5, 7, bias=False).bias is None
+
+
+x, w, t = torch.zeros(2, 4), torch.zeros(5, 4), torch.tensor([0, 1])
+BAD = [
+    ({"target": t[:1]}, r"target must be of shape \[2\], not \[1\]"),
+    ({"weight": w[:, :3]}, r"weight must be of shape \[V, 4\], not \[5, 3\]"),
+    ({"weight": w[:0]}, r"weight must be of shape \[V, 4\] with V of at least 1, not \[0, 4\]"),
+    ({"bias": w[0]}, r"bias must be of shape \[5\], not \[4\]"),
+    ({"bias": w[0, :1]}, r"bias must be of shape \[5\], not \[1\]"),
+    ({"weight": w[0]}, r"weight must be of shape \[V, 4\], not \[4\]"),
+    ({"reduction": "max"}, "reduction must be one of mean, sum, none, not 'max'"),
+    ({"label_smoothing": 1.1}, "label_smoothing must be between 0 and 1, not 1.1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{"x": x, "weight": w, "target": t, **arguments})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_targets_that_are_no_class(reduction):
+    with pytest.raises(IndexError):
+        linear_cross_entropy(x, w, torch.tensor([0, 5]), reduction=reduction)
+    with pytest.raises(IndexError):
+        linear_cross_entropy(x, w, torch.tensor([0, -1]), reduction=reduction)
+    with pytest.raises((RuntimeError, TypeError), match=r"(?i)target|int64|long"):
+        linear_cross_entropy(x, w, torch.tensor([0.0, 1.0]), reduction=reduction)
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        fastformer.LinearCrossEntropy(4, 5, reduction="max")
+    with pytest.raises(ValueError, match="label_smoothing must be between 0 and 1"):
+        fastformer.LinearCrossEntropy(4, 5, label_smoothing=-0.1)

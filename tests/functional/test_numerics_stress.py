@@ -1,0 +1,375 @@
+"""Large means and logits, denormals, infinities, NaN, a million rows, very short and very long sequences.
+
+On the reference and, where it is quick, with the kernels. What must be right is known from fp64 or from torch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastformer
+from fastformer.functional import (
+    attention,
+    attention_with_weights,
+    dropout_add_layer_norm,
+    layer_norm,
+    linear_cross_entropy,
+    packed_attention,
+    rms_norm,
+)
+from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.nn.stacks import TransformerEncoder
+from fastformer.packing import Layout
+from tests.support.closeness import gradients
+from tests.support.fused_calls import CALLS, leaves, tensors
+from tests.support.fused_op import DEVICE, needs_kernels
+
+# NumPy's, in the interpreter: values that are not finite are what these tests are about.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{kind} encountered") for kind in ("invalid value", "overflow")]
+EPS = torch.finfo(torch.float32).eps
+LENGTHS = [3, 0, 5, 3]
+LONG = 65_536
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_kernels)])
+def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with fastformer.backend(request.param):
+        yield request.param
+
+
+def on_device(*shape: int, scale: float = 1.0, offset: float = 0.0) -> Tensor:
+    """fp32 values of which fp64 has exact copies, a leaf."""
+    return (scale * torch.randn(*shape) + offset).to(DEVICE).requires_grad_()
+
+
+def doubles(*inputs: Tensor) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """The largest error of each, against its largest value."""
+    return [
+        ((a.double() - e).abs().max() / e.abs().max().clamp(min=1e-30)).item()
+        for a, e in zip(found, exact, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("any_backend")
+@pytest.mark.parametrize("fused_sum", [False, True])
+def test_a_large_mean_costs_its_own_roundings_only(fused_sum: bool) -> None:
+    """Mean 1e4, deviation 1: x itself is right to 1e4 eps; E[x^2] - E[x]^2 would be wrong by 1e8 eps = 12."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        if not fused_sum:
+            out = layer_norm(x, 96, weight, bias)
+        else:
+            out = dropout_add_layer_norm(x / 2, x / 2, 96, weight, bias)[0]  # halves are exact
+        return [out, *gradients(out, [x, weight, bias])]
+
+    inputs = on_device(7, 96, offset=1e4), on_device(96), on_device(96)
+    with fastformer.backend("reference"):
+        exact = run(*doubles(*inputs))
+    assert max(errors(run(*inputs), exact)) < 4 * 1e4 * EPS
+
+
+@pytest.mark.usefixtures("any_backend")
+@pytest.mark.parametrize("op", [attention, attention_with_weights])
+@pytest.mark.parametrize("close", [False, True])
+def test_large_scores_in_attention(close: bool, op: Callable[..., Any]) -> None:
+    """Scores of 1e4 are right to 1e4 eps, and their exponentials so relatively; nothing overflows.
+
+    Far from one another, so that one key has all the weight, and close, so that all have some.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out = op(q, k, v, causal=True)
+        out = out[0] if isinstance(out, tuple) else out
+        return [out, *gradients(out, [q, k, v])]
+
+    size = 1.0 if close else 100.0
+    inputs = on_device(1, 2, 9, 16, scale=size), on_device(1, 2, 9, 16, scale=size), on_device(1, 2, 9, 16)
+    if close:
+        with torch.no_grad():
+            inputs[0][..., 0] = 210.0
+            inputs[1][..., 0] = 210.0 + 0.01 * inputs[1][..., 0]
+    scores = inputs[0] @ inputs[1].transpose(-1, -2) / 4
+    assert scores.abs().max() > 1e4
+    with fastformer.backend("reference"):
+        exact = run(*doubles(*inputs))
+    found = run(*inputs)
+    assert all(x.isfinite().all() for x in found)
+    compared = len(exact) if close else 1  # where one key has all the weight, gradients of scores are roundings
+    assert max(errors(found[:compared], exact[:compared])) < 16 * scores.abs().max().item() * EPS
+
+
+@pytest.mark.usefixtures("any_backend")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_large_logits_in_the_loss(smoothing: float) -> None:
+    target = torch.arange(8, device=DEVICE) % 5
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        loss = linear_cross_entropy(x, weight, target, bias, label_smoothing=smoothing)
+        return [loss, *gradients(loss, [x, weight, bias])]
+
+    inputs = on_device(8, 16, scale=100.0), on_device(5, 16, scale=100.0), on_device(5)
+    assert (inputs[0] @ inputs[1].T).abs().max() > 1e4
+    with fastformer.backend("reference"):
+        exact = run(*doubles(*inputs))
+    found = run(*inputs)
+    assert errors(found[:1], exact[:1])[0] < 16 * EPS
+    assert max(errors(found, exact)) < 1e-3  # a logit is right to 1e5 eps = 0.01 of which one class has nearly all
+
+
+@pytest.mark.usefixtures("any_backend")
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPUs may flush denormals to zero, as torch's own kernels do")
+def test_denormals_are_numbers_like_others() -> None:
+    x, weight, residual = on_device(5, 16, scale=1e-41), on_device(16), on_device(5, 16, scale=1e-41)
+    for found, expected in (
+        (layer_norm(x, 16, weight), F.layer_norm(x.double(), (16,), weight.double())),
+        (rms_norm(x, 16, weight, eps=1e-30), F.rms_norm(x.double(), (16,), weight.double(), 1e-30)),
+        (dropout_add_layer_norm(x, residual, 16)[1], x.double() + residual.double()),
+    ):
+        assert found.abs().max() > 0
+        assert (found.double() - expected).abs().max() <= 1e-4 * expected.abs().max()
+    q, k, v = (on_device(1, 1, 6, 16, scale=scale) for scale in (1.0, 1.0, 1e-41))
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert (attention(q, k, v).double() - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+# Ops whose output row i depends on row i of their first inputs, so many of them, and on what all rows share.
+BY_ROW = {"layer_norm": 1, "rms_norm": 1, "dropout_add_layer_norm": 2, "feed_forward": 1}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("op", BY_ROW)
+def test_a_row_that_is_not_finite_stays_alone(op: str, value: float, any_backend: str) -> None:
+    """Bitwise: outputs and gradients of all others are those of a finite batch; this one is NaN where torch's is."""
+    n, row = 6, 2
+    for changed in range(BY_ROW[op]):
+        inputs = leaves(op, n, DEVICE)
+        dirty = [x.detach().clone().requires_grad_() for x in inputs]
+        with torch.no_grad():
+            dirty[changed][row, 3] = value
+        results = []
+        for given in (inputs, dirty):
+            out = tensors(CALLS[op].call(CALLS[op].extra(n, DEVICE), 0.0, *given))
+            results.append([*out, *gradients(out, given[: BY_ROW[op]])])
+        others = torch.arange(n, device=DEVICE) != row
+        for clean, found in zip(*results, strict=True):
+            assert torch.equal(clean[others], found[others])
+        with fastformer.backend("reference"):
+            plain = tensors(CALLS[op].call(CALLS[op].extra(n, DEVICE), 0.0, *dirty))
+        for expected, found in zip(plain, results[1][: len(plain)], strict=True):
+            assert torch.equal(expected[row].isfinite(), found[row].isfinite()), any_backend
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_packed_sequence_that_is_not_finite_stays_alone(value: float, causal: bool, any_backend: str) -> None:
+    """Each sequence in its turn, beside an empty one: the others are bitwise what they were, forward and backward.
+
+    Its own output is not finite where v is not; of scores that are NaN torch's attention on a CPU makes 0.
+    """
+    layout = Layout.from_lengths(LENGTHS, DEVICE)
+    clean = [on_device(sum(LENGTHS), 2, 16) for _ in range(3)]
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        out = packed_attention(*inputs, layout, causal=causal)
+        return [out, *gradients(out, inputs)]
+
+    expected, start = run(clean), 0
+    for length in LENGTHS:
+        own = torch.zeros(sum(LENGTHS), dtype=torch.bool, device=DEVICE)
+        own[start : start + length] = True
+        start += length
+        for dirty in ((0,), (1,), (2,), (0, 1, 2)) if any_backend == "reference" else ((0, 1, 2),):
+            inputs = [x.detach().clone() for x in clean]
+            for place in dirty:
+                inputs[place][own] = value
+            found = run([x.requires_grad_() for x in inputs])
+            for before, after in zip(expected, found, strict=True):
+                assert torch.equal(before[~own], after[~own])
+            assert length == 0 or 2 not in dirty or not found[0][own].isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("any_backend")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_nan_in_padding_reaches_nothing(norm_first: bool) -> None:
+    """Outputs at real positions and gradients of all parameters and real inputs are bitwise those with zeros there."""
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    stack = TransformerEncoder(layer, 2, enable_nested_tensor=False).to(DEVICE)
+    lengths = torch.tensor([3, 0, 5, 1], device=DEVICE)
+    hidden = torch.arange(5, device=DEVICE) >= lengths[:, None]
+    x = torch.randn(4, 5, 16, device=DEVICE)
+    results = []
+    for filling in (0.0, math.nan, math.inf):
+        given = x.masked_fill(hidden[..., None], filling).requires_grad_()
+        out = stack(given, src_key_padding_mask=hidden)
+        results.append([out, *gradients(out, [given, *stack.parameters()])])
+    for clean, *dirty in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert all(torch.equal(clean, found) for found in dirty)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("any_backend")
+def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), nn.Linear(16, 1)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8)
+    x = torch.randn(3, 5, 16, device=DEVICE)
+
+    def step(factor: float) -> list[Tensor]:
+        with torch.autocast(DEVICE, torch.float16):
+            loss = (model(x).float() - 1).square().mean() * factor
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        assert all(bool(p.grad.isfinite().all()) == (factor == 1.0) for p in model.parameters())  # none hides it
+        scaler.step(optimizer)
+        scaler.update()
+        return [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+
+    losses, before = [], [p.detach().clone() for p in model.parameters()]
+    after = step(1e8)[1:]  # fp16 ends at 65,504
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert scaler.get_scale() == 2.0**7
+    for _ in range(4):
+        losses.append(step(1.0)[0].item())
+    assert scaler.get_scale() == 2.0**7
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_gradients_that_are_sums_of_a_million_rows() -> None:
+    """Of norms' weights and of the loss's weight and bias: the error grows by the root of the rows at most."""
+    rows = 1_000_000
+    allowed = rows**0.5 * EPS
+    with fastformer.backend("reference"):
+        x, weight, bias = on_device(rows, 4, offset=1.0), on_device(4), on_device(4)
+        direction = torch.rand(rows, 4, device=DEVICE)  # of one sign, so that the sum grows
+        for op in (layer_norm, rms_norm):
+            given = (weight, bias) if op is layer_norm else (weight,)
+            found = torch.autograd.grad(op(x, 4, *given), given, direction)
+            wide = doubles(x, *given)
+            exact = torch.autograd.grad(op(wide[0], 4, *wide[1:]), wide[1:], direction.double())
+            assert max(errors(list(found), list(exact))) < allowed
+        target = torch.randint(3, (rows,), device=DEVICE)
+        inputs = on_device(rows, 2), on_device(3, 2), on_device(3)
+        loss = linear_cross_entropy(*inputs[:2], target, inputs[2], reduction="sum")
+        wide = doubles(*inputs)
+        losses = [loss, *(F.cross_entropy(F.linear(*given), target, reduction="sum") for given in (inputs, wide))]
+        ours, plain, exact = (
+            [each, *torch.autograd.grad(each, given[1:])]
+            for each, given in zip(losses, (inputs, inputs, wide), strict=True)
+        )
+        # The weight's gradient is one matrix product over all rows, in torch too.
+        for error, plain_error in zip(errors(ours, exact), errors(plain, exact), strict=True):
+            assert error <= 2 * plain_error + allowed
+
+
+def test_very_long_sequences() -> None:
+    """The last 16 queries of 65,536 positions, causal, against fp64."""
+    with fastformer.backend("reference"):
+        q, k, v = on_device(1, 1, 16, 8), on_device(1, 1, LONG, 8), on_device(1, 1, LONG, 8)
+        found = attention(q, k, v, causal=True, alignment="bottom_right")
+        found = [found, *gradients(found, [q, k, v])]
+        wide = doubles(q, k, v)
+        allowed = torch.ones(16, LONG, dtype=torch.bool, device=DEVICE).tril(LONG - 16)
+        exact = F.scaled_dot_product_attention(*wide, allowed)
+        assert max(errors(found, [exact, *gradients(exact, wide)])) < 256 * EPS
+
+
+class Sizes(TorchDispatchMode):
+    """The elements of the largest tensor that an op makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes():
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+SLOW = pytest.mark.skipif(DEVICE != "cuda", reason="2 * 10^9 scores: 40 s on a CPU core")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [
+        pytest.param({"window": (40, 0)}, False, id="causal window, padded"),
+        pytest.param({"window": (20, 20), "alignment": "bottom_right"}, True, id="window, packed"),
+        pytest.param({}, False, marks=SLOW, id="causal, padded"),
+        pytest.param({}, True, marks=SLOW, id="causal, packed"),
+    ],
+)
+def test_very_long_self_attention(given: dict[str, Any], packed: bool) -> None:
+    """65,536 queries and keys, forward and backward, against fp64 in parts; no tensor of all scores is ever made.
+
+    A part's middle sees nothing beyond the part. Padded, the last 1,000 positions are none.
+    """
+    causal = given.get("window", (None, 0))[1] == 0
+    end = LONG if packed else LONG - 1000
+    q, k, v = (on_device(1, 1, LONG, 8) for _ in range(3))
+    direction = torch.randn(1, 1, LONG, 8, device=DEVICE)
+    with fastformer.backend("reference"), Sizes() as sizes:
+        if packed:
+            rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+            out = packed_attention(*rows, Layout.from_lengths([LONG], DEVICE), causal=causal, **given)
+            out = out.transpose(0, 1)[None]
+        else:
+            lengths = torch.tensor([end], device=DEVICE)
+            out = attention(q, k, v, causal=causal, query_lengths=lengths, key_lengths=lengths, **given)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), direction)]
+    assert sizes.largest <= (16 * LONG if given else 256 * LONG)  # LONG ** 2 would be 4096 times as many
+    assert all(not x[:, :, end:].any() for x in found)
+    left, right = given.get("window", (LONG, 0))
+    for start in (0, 30_000, end - 300) if given else (0,):
+        part = slice(start, start + 300)
+        wide = doubles(*(x[:, :, part] for x in (q, k, v)))
+        distance = torch.arange(300, device=DEVICE)[:, None] - torch.arange(300, device=DEVICE)  # query - key
+        exact = F.scaled_dot_product_attention(*wide, (distance <= left) & (distance >= -right))
+        exact = [exact, *torch.autograd.grad(exact, wide, direction[:, :, part].double())]
+        middle = slice(0 if start == 0 else 100, 300 if start + 300 == end else 200)
+        compared = found if given else found[:2]  # later queries see the first keys
+        for a, e in zip(compared, exact, strict=False):
+            difference = (a[:, :, part].double() - e)[:, :, middle].abs().max()
+            assert difference < 64 * EPS * e.abs().max()
+
+
+@pytest.mark.usefixtures("any_backend")
+def test_the_end_of_a_very_long_sequence() -> None:
+    """The last 40 queries of 65,531 real positions, each with 31 keys before it and 3 behind, if there are."""
+    q, k, v = on_device(1, 1, 40, 16), on_device(1, 1, LONG, 16), on_device(1, 1, LONG, 16)
+    lengths = torch.tensor([LONG - 5], device=DEVICE)
+    with torch.no_grad():
+        found = attention(q, k, v, alignment="bottom_right", window=(31, 3), key_lengths=lengths)
+    near = slice(LONG - 5 - 71, LONG - 5)
+    wide = [q.double(), k[:, :, near].double(), v[:, :, near].double()]
+    distance = torch.arange(40, device=DEVICE)[:, None] + 31 - torch.arange(71, device=DEVICE)
+    exact = F.scaled_dot_product_attention(*wide, (distance >= -3) & (distance <= 31))
+    assert max(errors([found], [exact])) < 64 * EPS
+
+
+@pytest.mark.usefixtures("any_backend")
+def test_sequences_of_one_token() -> None:
+    """Each attends to itself alone: the output is its value, bitwise; q and k have gradients of zero."""
+    n = 300 if DEVICE == "cuda" or fastformer.get_backend() == "reference" else 9
+    q, k, v = (on_device(n, 2, 16) for _ in range(3))
+    out = packed_attention(q, k, v, Layout.from_lengths([1] * n, DEVICE), causal=True)
+    assert torch.equal(out, v)
+    dq, dk, dv = gradients(out, [q, k, v])
+    assert torch.equal(dv, gradients(v.clone(), [v])[0])
+    assert max(dq.abs().max().item(), dk.abs().max().item()) < 8 * EPS

@@ -1,0 +1,188 @@
+"""functional.packed_attention against the padded op, sequence by sequence."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from fastformer.functional import attention, packed_attention
+from fastformer.functional.attention import packed_reference
+from fastformer.packing import Layout
+from tests.support.closeness import assert_close, gradients, random
+
+# Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.
+LENGTHS = {
+    "ragged": ([3, 1, 5], [2, 6, 1]),
+    "empty queries": ([0, 4, 0], [2, 3, 1]),
+    "empty keys": ([2, 3, 1], [0, 4, 0]),
+    "no key at all": ([2, 1], [0, 0]),
+    "equal": ([4, 4], [3, 3]),
+    "equal keys": ([4, 2], [3, 3]),
+    "short queries": ([1, 2], [3, 5]),
+    "long": ([70, 2], [5, 66]),
+    "no sequence": ([], []),
+}
+
+
+RULES = [
+    {},
+    {"causal": True},
+    {"causal": True, "alignment": "bottom_right"},
+    {"window": (1, 2)},
+    {"window": (2, None), "causal": True},
+    {"window": (None, 1), "alignment": "bottom_right", "softcap": 0.9},
+    {"softcap": 0.9, "causal": True},
+]
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, **settings: object) -> Tensor:
+    out = []
+    for b in range(layout.batch):
+        rows = slice(*layout.offsets[b : b + 2].tolist())
+        keys = slice(*key_layout.offsets[b : b + 2].tolist())
+        x = [part.transpose(0, 1)[None] for part in (q[rows], k[keys], v[keys])]
+        out.append(attention(*x, **settings)[0].transpose(0, 1))
+    return torch.cat([*out, q[:0, :, :1].expand(0, -1, v.shape[2])])
+
+
+@pytest.fixture(params=["one group", "many groups"])
+def groups(request, monkeypatch):
+    """Sequences as short as these are not worth more than one group; that must not matter."""
+    if request.param == "many groups":
+        monkeypatch.setattr(packed_reference, "_WORTH", 0)
+        monkeypatch.setattr(packed_reference, "_SHRINK", 0.9)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.usefixtures("groups")
+def test_equals_each_sequence_alone(name, kv_heads, rules, kind):
+    layout = Layout.from_lengths(LENGTHS[name][0])
+    key_layout = layout if kind == "self" else Layout.from_lengths(LENGTHS[name][1])
+    inputs = [random(layout.total, 4, 3), random(key_layout.total, kv_heads, 3), random(key_layout.total, kv_heads, 2)]
+    settings = {**rules, "scale": 0.6}
+    expected = one_by_one(*inputs, layout, key_layout, **settings)
+    wanted = gradients(expected, inputs)
+    for dtype in (torch.float64, torch.float32):
+        x = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        out = packed_attention(*x, layout, None if kind == "self" else key_layout, **settings)
+        assert_close(out, expected.to(dtype))
+        for actual, gradient in zip(gradients(out, x), wanted, strict=True):
+            assert_close(actual, gradient.to(dtype))
+
+
+def test_groups_hold_every_sequence_once_and_little_padding():
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 60, (200,), generator=generator)
+    others = (lengths + torch.randint(-3, 4, (200,), generator=generator)).clamp(0)
+    layouts = [Layout.from_lengths(x) for x in (lengths, others)]
+    plan = packed_reference._plan(*layouts, 4, 2)
+    for side, heads, rows in ((0, 4, plan.queries), (1, 2, plan.keys)):
+        found = torch.cat([(g.query_lengths, g.key_lengths)[side] for g in plan.groups])
+        assert sorted(found.tolist()) == sorted((lengths, others)[side].tolist())
+        assert rows.slots.numel() == len(rows.slots.unique()) == heads * layouts[side].total
+        assert rows.inverse.numel() == sum(heads * g.sequences * (g.queries, g.keys)[side] for g in plan.groups)
+    used = int((lengths * others).sum())
+    padded = sum(g.sequences * g.queries * g.keys for g in plan.groups)
+    assert len(plan.groups) > 4
+    assert padded < 1.5 * used < 0.6 * 200 * 60 * 60
+    few = [Layout.from_lengths(x[:3] % 10) for x in (lengths, others)]
+    assert len(packed_reference._plan(*few, 4, 2).groups) == 1
+
+
+def test_groups_follow_whichever_side_varies():
+    one_long_memory = [Layout.from_lengths(x) for x in ([1] + [50] * 20, [100] + [50] * 20)]
+    groups = packed_reference._plan(*one_long_memory, 8, 8).groups
+    assert [(g.sequences, g.queries, g.keys) for g in groups] == [(1, 1, 100), (20, 50, 50)]
+    memories = [Layout.from_lengths(x) for x in ([20] * 100, range(1, 101))]
+    groups = packed_reference._plan(*memories, 8, 8).groups
+    assert sum(g.sequences * g.queries * g.keys for g in groups) < 1.3 * 20 * sum(range(1, 101))
+
+
+def test_the_same_layouts_are_planned_once(monkeypatch):
+    layout, calls, plan = Layout.from_lengths([2, 5]), [], packed_reference._plan
+    monkeypatch.setattr(packed_reference, "_plan", lambda *x: (calls.append(1), plan(*x))[1])
+    for heads, kv_heads in ((2, 2), (2, 2), (4, 4), (4, 2)):
+        q, k = torch.randn(7, heads, 3), torch.randn(7, kv_heads, 3)
+        packed_attention(q, k, k, layout)
+    assert len(calls) == 3
+
+
+def test_a_graph_attends_in_one_group():
+    layouts = [Layout.from_lengths(x) for x in ([3, 1, 5], [2, 6, 1])]
+    inputs = [random(layout.total, 2, 3) for layout in (layouts[0], layouts[1], layouts[1])]
+
+    def call(*x: Tensor) -> Tensor:
+        return packed_attention(*x, *layouts, causal=True, alignment="bottom_right")
+
+    out, expected = torch.compile(call, fullgraph=True, backend="eager")(*inputs), call(*inputs)
+    assert_close(out, expected)
+    for actual, gradient in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        assert_close(actual, gradient)
+
+
+@pytest.mark.parametrize("lengths", [([2, 1], [1, 3]), ([2, 2], [2, 2]), ([2, 1], [0, 2])])
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize(
+    "rules", [*RULES[:3], {"window": (1, 0), "alignment": "bottom_right", "softcap": 0.9}], ids=str
+)
+def test_first_and_second_derivative(lengths, rules):
+    layouts = [Layout.from_lengths(x) for x in lengths]
+    inputs = (random(layouts[0].total, 2, 2), random(layouts[1].total, 2, 2), random(layouts[1].total, 2, 1))
+    call = lambda *x: packed_attention(*x, *layouts, **rules)  # noqa: E731
+    assert gradcheck(call, inputs)
+    assert gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], [3, 70]])  # either side of the length that is computed without SDPA
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision(lengths, causal):
+    layout = Layout.from_lengths(lengths)
+    x = [random(layout.total, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    expected = packed_attention(*(t.double() for t in x), layout, causal=causal)
+    assert_close(packed_attention(*x, layout, causal=causal), expected.bfloat16(), roundings=8)
+
+
+@pytest.mark.parametrize("longest", [60, 70])  # either side, again
+def test_dropout_rate_and_scale(longest):
+    layout = Layout.from_lengths([40, longest])
+    q, k = random(layout.total, 4, 8), random(layout.total, 4, 8)
+    v = torch.cat([torch.eye(longest, dtype=torch.float64)[:40], torch.eye(longest, dtype=torch.float64)])
+    v = v[:, None].expand(layout.total, 4, longest)  # the output is the weights
+    plain, p = packed_attention(q, k, v, layout), 0.25
+    torch.manual_seed(3)
+    dropped = packed_attention(q, k, v, layout, dropout_p=p)
+    n = int((plain != 0).sum())
+    zeros = int(((dropped == 0) & (plain != 0)).sum())
+    assert abs(zeros - n * p) < 5 * math.sqrt(n * p * (1 - p))
+    kept = dropped != 0
+    assert_close((dropped / plain)[kept], torch.full_like(plain[kept], 1 / (1 - p)))
+    torch.manual_seed(3)
+    assert torch.equal(packed_attention(q, k, v, layout, dropout_p=p), dropped)
+
+
+layout = Layout.from_lengths([2, 3])
+x = torch.zeros(5, 4, 8)
+BAD = [
+    ({"q": x[:4]}, r"q must be of shape \[5, heads, head size\], not \[4, 4, 8\]"),
+    ({"k": x[None]}, "k must be of shape"),
+    ({"layout": layout.to("meta")}, "layout is on meta, q on cpu: all must be on one device"),
+    ({"key_layout": Layout.from_lengths([5])}, "layout has 2 sequences, key_layout 1"),
+    ({"k": x[:, :3], "v": x[:, :3]}, r"the heads of q \(4\) must be a multiple of those of k \(3\)"),
+    ({"k": x[..., :4]}, "q and k must have the same head size, not 8 and 4"),
+    ({"dropout_p": -0.1}, "dropout_p must be between 0 and 1, not -0.1"),
+    ({"alignment": "right"}, "alignment must be one of top_left, bottom_right, not 'right'"),
+    ({"window": (1,)}, r"window must be a tuple \(left, right\), not of 1 elements"),
+    ({"window": (-1, 0)}, "window must not hold negative numbers: -1"),
+    ({"softcap": -1.0}, "softcap must be positive and finite, not -1.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        packed_attention(**{"q": x, "k": x, "v": x, "layout": layout, **arguments})

@@ -1,0 +1,94 @@
+"""The measure of noise: right computations in a dtype have errors around it, whatever their terms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.closeness import random
+from tests.support.noise import _WRITTEN_OUT, _aten, noise
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def errors(op, inputs, dtype):
+    """The error of each result of an op in a dtype, and its noise."""
+    given = [x.to(dtype).double().requires_grad_() for x in inputs]
+
+    def run(dtype=torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        out = op(*leaves)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    exact = run()
+    found = [(a.double() - e).abs().max().item() for a, e in zip(run(dtype), exact, strict=True)]
+    return found, noise(run, exact, dtype)
+
+
+OPS = {
+    "one number": (lambda x: x * 1.7, [(1,)]),
+    "a product": (F.linear, [(30, 20), (10, 20)]),
+    "many terms": (F.linear, [(5, 4000), (3, 4000)]),
+    "softmax": (lambda x: x.softmax(-1), [(9, 30)]),
+    # What is added to a whole row changes no weight: its gradient is zero, a sum of terms that cancel.
+    "a gradient of zero": (lambda x, y: (x + y).softmax(-1), [(9, 30), (9, 1)]),
+    "gelu": (F.gelu, [(200,)]),
+    "silu": (F.silu, [(200,)]),
+    "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), [(20, 33)]),
+    "rms norm": (lambda x, w: F.rms_norm(x, x.shape[1:], w), [(20, 33), (33,)]),
+    "attention": (F.scaled_dot_product_attention, [(2, 3, 20, 16)] * 3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_errors_are_of_its_size(name, dtype):
+    op, shapes = OPS[name]
+    for error, expected in zip(*errors(op, [random(*shape) for shape in shapes], dtype), strict=True):
+        assert expected > 0
+        assert error <= 4 * expected
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in ("one number", "many terms")])
+def test_it_is_no_larger_than_it_needs_to_be(name):
+    """A tenth of it would be too little for right computations, were it a tolerance."""
+    op, shapes = OPS[name]
+    found, expected = errors(op, [random(*shape) for shape in shapes], torch.float32)
+    assert max(e / n for e, n in zip(found, expected, strict=True)) > 0.1
+
+
+def test_what_moves_numbers_only_has_none():
+    x = random(3, 4)
+    exact = [x.t(), x[1:].expand(5, 2, 4)]
+    assert noise(lambda: [x.t(), x[1:].expand(5, 2, 4)], exact, torch.float32) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_it_is_in_proportion_to_the_rounding(name):
+    op, shapes = OPS[name]
+    inputs = [random(*shape, dtype=torch.float32).double() for shape in shapes]
+    of_fp32, of_fp64 = (errors(op, inputs, dtype)[1] for dtype in (torch.float32, torch.float64))
+    for one, two in zip(of_fp32, of_fp64, strict=True):
+        # In fp64 the exact results have noise of their own.
+        assert 0.1 < one * torch.finfo(torch.float64).eps / (two * torch.finfo(torch.float32).eps) < 2
+
+
+def test_what_is_written_in_place_is_rounded_too():
+    x, y = random(5, 4).detach(), random(5, 4).detach()
+
+    def run():
+        return [x.clone().add_(y), x.clone().addmm_(x, x.t() @ y), torch.mul(x, y, out=torch.empty_like(x))]
+
+    for found, largest in zip(noise(run, run(), torch.float16), run(), strict=True):
+        assert 1e-4 < found / largest.abs().max() < 1e-2
+
+
+def test_it_is_the_same_each_time():
+    x = random(3, 4).detach()
+    one, two = (noise(lambda: [x @ x.t()], [x @ x.t()], torch.float32) for _ in range(2))
+    assert one == two
+
+
+def test_what_hides_subtractions_is_written_out():
+    """The installed torch has the formulas, those too that its modules take on GPUs only."""
+    for name in ("gelu", "_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward"):
+        assert getattr(_aten, name).default in _WRITTEN_OUT

@@ -1,0 +1,147 @@
+"""Tensors that no call may mix: every op refuses those on another device, and what is no tensor, by name.
+
+The "meta" device stands for a second GPU.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastformer
+from fastformer import functional
+from fastformer.host.devices import DeviceError
+from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
+from tests.support.fused_op import needs_kernels
+
+T, D, F, H, V = 5, 16, 32, 2, 11
+x, heads, dense = torch.randn(T, D), torch.randn(T, H, D), torch.randn(1, H, T, D)
+weight, bias, ids = torch.ones(D), torch.zeros(D), torch.arange(T)
+layout = Layout.from_lengths([2, 3])
+NORM = {"x": x, "normalized_shape": D, "weight": weight, "bias": bias}
+ATTENTION = {
+    "q": dense, "k": dense, "v": dense, "mask": torch.ones(T, T).bool(), "key_mask": torch.ones(1, T).bool(),
+    "query_lengths": torch.tensor([T]), "key_lengths": torch.tensor([T]),
+}  # fmt: skip
+CALLS = {
+    functional.attention: ATTENTION,
+    functional.attention_with_weights: ATTENTION,
+    functional.packed_attention: {"q": heads, "k": heads, "v": heads, "layout": layout, "key_layout": layout},
+    functional.layer_norm: NORM,
+    functional.rms_norm: {name: NORM[name] for name in ("x", "normalized_shape", "weight")},
+    functional.dropout_add_layer_norm: {**NORM, "residual": x},
+    functional.feed_forward: {
+        "x": x, "weight1": torch.randn(F, D), "bias1": torch.zeros(F), "weight2": torch.randn(D, F), "bias2": bias,
+    },
+    functional.linear_cross_entropy: {"x": x, "weight": torch.randn(V, D), "target": ids, "bias": torch.zeros(V)},
+    functional.embedding: {"ids": ids, "weight": torch.randn(V, D), "table": x, "positions": ids},
+    functional.dropout: {"x": x, "p": 0.5},
+    pack: {"padded": torch.randn(2, 3, D), "layout": layout},
+    unpack: {"tokens": x, "layout": layout},
+    to_nested: {"tokens": x, "layout": layout},
+    from_nested: {"nested": to_nested(x, layout)},
+}  # fmt: skip
+OPTIONAL = {"mask", "key_mask", "query_lengths", "key_lengths", "key_layout", "bias", "bias1", "bias2"}
+EITHER = {"table", "positions"}  # both or none
+GIVEN = [(op, name) for op, given in CALLS.items() for name, a in given.items() if isinstance(a, Tensor | Layout)]
+MIXABLE = [(op, name) for op, name in GIVEN if sum(o is op for o, _ in GIVEN) > 1]
+IDS = "{0.__name__}-{1}".format
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_kernels)], autouse=True)
+def backend(request):
+    with fastformer.backend(request.param):
+        yield request.param
+
+
+def test_every_op_is_here():
+    assert {op.__name__ for op in CALLS} >= set(functional.OPS)
+
+
+@pytest.mark.parametrize(("op", "name"), MIXABLE, ids=[IDS(*each) for each in MIXABLE])
+def test_a_tensor_on_another_device_is_refused_by_name(op, name):
+    given = CALLS[op]
+    with pytest.raises(DeviceError) as error:
+        op(**given | {name: given[name].to("meta")})
+    told = str(error.value).replace(",", "").replace(":", "").split()
+    assert {name, "meta", "cpu"} <= set(told)
+    assert told[0] in given  # where the first is the one elsewhere, the second is named before it
+    assert isinstance(error.value, ValueError)
+    assert isinstance(error.value, RuntimeError)
+
+
+def test_the_message():
+    with pytest.raises(DeviceError, match=r"^weight is on meta, x on cpu: all must be on one device$"):
+        functional.layer_norm(x, D, weight.to("meta"), bias)
+    with pytest.raises(DeviceError, match=r"^key_lengths is on meta, k on cpu: it must be there or on the CPU$"):
+        functional.attention(dense, dense, dense, key_lengths=torch.tensor([T], device="meta"))
+
+
+def test_nothing_ran_before_the_refusal():
+    """No operation, and so no launch: the check comes first."""
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for op, name in MIXABLE:
+        given = CALLS[op] | {name: CALLS[op][name].to("meta")}
+        if name in ("query_lengths", "key_lengths"):
+            continue  # the other one, on the CPU, has been looked at by then
+        with Ops(), pytest.raises(DeviceError):
+            op(**given)
+    assert not seen
+
+
+@pytest.mark.parametrize(("op", "name"), GIVEN, ids=[IDS(*each) for each in GIVEN])
+@pytest.mark.parametrize("wrong", [None, [1.0], 3, torch.zeros(2).numpy()], ids=["None", "list", "int", "ndarray"])
+def test_what_is_no_tensor_is_refused_by_name(op, name, wrong):
+    if wrong is None and (name in OPTIONAL or (name == "weight" and "normalized_shape" in CALLS[op])):
+        pytest.skip("None is allowed")
+    error = ValueError if wrong is None and name in EITHER else TypeError
+    with pytest.raises(error, match=rf"^{name} (must be a (Tensor|Layout), not {type(wrong).__name__}|is None)"):
+        op(**CALLS[op] | {name: wrong})
+
+
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+def test_all_on_meta_goes_on_working(op, backend):
+    if backend == "triton":
+        pytest.skip("the kernels take no meta tensors")
+    if op is from_nested:
+        pytest.skip("its offsets have no values there")
+    given = {n: a.to("meta") if isinstance(a, Tensor | Layout) else a for n, a in CALLS[op].items()}
+    expected = op(**CALLS[op])
+    out = op(**given)
+    for a, b in zip(*([y] if isinstance(y, Tensor) else y for y in (out, expected)), strict=True):
+        assert a.is_meta
+        assert a.is_nested or a.shape == b.shape
+
+
+def test_lengths_may_stay_on_the_cpu():
+    q = dense.to("meta")
+    with fastformer.backend("reference"):
+        out = functional.attention(q, q, q, query_lengths=torch.tensor([T]), key_lengths=torch.tensor([T]))
+    assert out.is_meta
+
+
+def test_a_number_on_the_cpu_is_a_tensor_too():
+    """torch adds a tensor without dimensions from the CPU to one of a GPU; here it is refused as any other."""
+    q = dense.to("meta")
+    with pytest.raises(DeviceError, match=r"^mask is on cpu, q on meta"):
+        functional.attention(q, q, q, torch.tensor(0.0))
+
+
+def test_fake_tensors_have_the_devices_that_they_stand_for():
+    with FakeTensorMode(allow_non_fake_inputs=True), fastformer.backend("reference"):
+        a, w = torch.empty(T, D, device="cuda:0"), torch.empty(D, device="cuda:1")
+        with pytest.raises(DeviceError, match=r"^weight is on cuda:1, x on cuda:0: all must be on one device$"):
+            functional.layer_norm(a, D, w)
+        assert functional.layer_norm(a, D, w.to("cuda:0")).device == a.device
+
+
+def test_a_layout_lies_on_one_device():
+    with pytest.raises(DeviceError, match=r"^slots is on meta, offsets on cpu"):
+        Layout.in_place(layout.offsets, layout.positions, layout.slots.to("meta"), 3)

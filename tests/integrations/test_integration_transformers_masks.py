@@ -1,0 +1,295 @@
+"""The rules that transformers' masks become: the same pairs as its own, flags where they exist, errors where not."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch import Tensor, nn
+from transformers import FalconConfig, FalconForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, masking_utils
+
+from fastformer.integrations.transformers import attention_forward
+from fastformer.integrations.transformers_masks import MaskRules, mask_rules
+from tests.integrations.tiny_transformers import GROUPED, LENGTH, ROUNDINGS, VOCABULARY, WINDOW, batch, tiny
+from tests.support.closeness import assert_close
+
+B, H, K = 3, 2, 8
+LEFT = torch.zeros(B, dtype=torch.long)
+PATTERNS = {
+    "causal": masking_utils.causal_mask_function,
+    "both ways": masking_utils.bidirectional_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(3),
+    "window of one": masking_utils.sliding_window_causal_mask_function(1),
+    "window both ways": masking_utils.sliding_window_bidirectional_mask_function(2),
+    "chunks": masking_utils.chunked_causal_mask_function(3, LEFT),
+    "causal or a prefix": masking_utils.or_masks(
+        masking_utils.causal_mask_function, lambda b, h, q, k: (k < 2) & (q >= 0)
+    ),
+}
+# T, S, position of the first query, position of the first key
+PLACES = {
+    "training": (6, 6, 0, 0),
+    "continued": (3, 7, 4, 0),
+    "one step": (1, 7, 6, 0),
+    "static cache, empty": (4, 9, 0, 0),
+    "static cache, begun": (3, 9, 4, 0),
+    "static cache, one step": (1, 9, 4, 0),
+    "dropped keys": (2, 4, 7, 5),
+    "dropped keys, one step": (1, 3, 8, 6),
+    "queries beyond the keys": (3, 5, 4, 0),
+    "queries before the keys": (3, 5, 0, 2),
+}
+
+
+class Layer(nn.Module):
+    """What the attention asks of a layer."""
+
+    is_causal = True
+
+
+def attended(rules: MaskRules) -> Tensor:
+    """Bool `[B, T, S]`: who attends to whom by the weights, which are never 0 for equal scores."""
+    _, _, T, S = rules.shape
+    q, k, v = torch.zeros(B, H, T, K), torch.zeros(B, H, S, K), torch.randn(B, H, S, K)
+    out, weights = attention_forward(Layer(), q, k, v, rules, output_attentions=True)
+    assert weights is not None
+    assert weights.shape == (B, H, T, S)
+    assert_close(out, (weights @ v).transpose(1, 2))
+    return weights[:, 0] > 0
+
+
+def expected(T: int, S: int, q_offset: Any, kv_offset: int, pattern: Any, padding: Tensor | None) -> Tensor:
+    mask = masking_utils.sdpa_mask(
+        B, T, S, q_offset, kv_offset, pattern, padding, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+    )
+    return mask[:, 0]
+
+
+def padding_mask(kind: str | None, positions: int) -> Tensor | None:
+    real = torch.ones(B, positions, dtype=torch.bool)
+    match kind:
+        case None:
+            return None
+        case "left":
+            real[0, :2], real[1, :1] = False, False
+        case "right":
+            real[0, -2:], real[1, -1:] = False, False
+        case "gaps":
+            real[0, 1], real[2, ::2] = False, False
+        case "all":
+            real[1] = False
+    return real
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right", "gaps", "all", "none"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_same_pairs_as_the_masks_of_transformers(pattern, place, padding):
+    T, S, q_offset, kv_offset = PLACES[place]
+    real = padding_mask(padding, min(q_offset + T, kv_offset + S))  # later positions are padding
+    rules = mask_rules(
+        B, T, S, q_offset=q_offset, kv_offset=kv_offset, mask_function=PATTERNS[pattern], attention_mask=real
+    )
+    same = expected(T, S, q_offset, kv_offset, PATTERNS[pattern], real)
+    assert torch.equal(attended(rules), same)
+    position = torch.tensor(q_offset)  # as static caches say it
+    rules = mask_rules(
+        B, T, S, q_offset=position, kv_offset=kv_offset, mask_function=PATTERNS[pattern], attention_mask=real
+    )
+    assert torch.equal(attended(rules), same)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_flags_where_they_exist(pattern, place):
+    T, S, q_offset, kv_offset = PLACES[place]
+    rules = mask_rules(
+        B, T, S, q_offset=q_offset, kv_offset=kv_offset, mask_function=PATTERNS[pattern],
+        attention_mask=padding_mask("gaps", kv_offset + S),
+    )  # fmt: skip
+    beyond = place.startswith("queries")
+    static = place.startswith("static") or beyond
+    over_pairs = pattern in ("chunks", "causal or a prefix") or (pattern == "window both ways" and static)
+    over_pairs = over_pairs or (beyond and pattern != "both ways")
+    assert (rules.mask is not None) == (over_pairs and T > 1)
+    assert rules.key_mask is not None or rules.mask is not None
+
+
+def test_a_prompt_in_an_empty_static_cache_attends_to_its_own_keys_only():
+    rules = mask_rules(B, 4, 9, attention_mask=padding_mask("left", 4))
+    assert (rules.used, rules.causal, rules.mask) == (4, True, None)
+    assert rules.key_mask.shape == (B, 4)
+
+
+def test_compiled_decoding_gets_rules_of_one_form():
+    for end in (5, 9):
+        rules = mask_rules(B, 1, 9, q_offset=end - 1, allow_is_causal_skip=False)
+        assert (rules.used, rules.causal, rules.window, rules.mask) == (9, False, None, None)
+        assert rules.key_mask.shape == (B, 9)
+
+
+def test_rules_made_in_advance_pass_a_second_time():
+    config = LlamaConfig(**GROUPED, attn_implementation="fastformer")
+    rules = mask_rules(B, 4, 4)
+    embeds = torch.zeros(B, 4, 16)
+    assert masking_utils.create_causal_mask(config, embeds, rules, None) is rules
+    assert rules.contiguous() is rules
+    assert rules.ndim == rules.dim() == 4
+
+
+def test_rules_move_between_devices():
+    rules = mask_rules(B, 4, 4, attention_mask=padding_mask("left", 4)).to("meta", non_blocking=True)
+    assert rules.key_mask.device.type == "meta"
+    assert rules.causal
+
+
+def test_nothing_looks_at_values_on_a_device():
+    """Tensors of device "meta" have none: looking would raise, as it would wait on a GPU."""
+    real = padding_mask("left", LENGTH).to("meta")
+    q, k = torch.empty(B, 4, LENGTH, K, device="meta"), torch.empty(B, 2, LENGTH, K, device="meta")
+    for pattern in (PATTERNS["causal"], PATTERNS["window"], PATTERNS["both ways"]):
+        rules = mask_rules(B, LENGTH, LENGTH, mask_function=pattern, attention_mask=real, device="meta")
+        assert rules.mask is None
+        out, _ = attention_forward(Layer(), q, k, k, rules)
+        assert out.shape == (B, LENGTH, 4, K)
+        position = torch.tensor(LENGTH - 2, device="meta")
+        mask_rules(B, 2, LENGTH, q_offset=position, mask_function=pattern, attention_mask=real, device="meta")
+
+
+def outputs(name: str, attention: str, **inputs: Any) -> Tensor:
+    return tiny(name, attention)(**inputs).logits
+
+
+def test_packed_sequences():
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    for name in ("llama", "mistral"):
+        inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        assert_close(outputs(name, "fastformer", **inputs), outputs(name, "eager", **inputs), ROUNDINGS)
+    inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = torch.tensor([0, 4, 7, 9])
+    outputs("llama", "fastformer", **inputs)
+    with pytest.raises(ValueError, match="cu_seq_lens_q has several sequences a row"):
+        outputs("llama", "fastformer", **{**inputs, "position_ids": None})
+    inputs["cu_seq_lens_q"] = torch.tensor([0, 9])
+    outputs("llama", "fastformer", **{**inputs, "position_ids": None})
+
+
+@pytest.mark.parametrize("shape", [(3, 1, LENGTH, LENGTH), (1, 1, LENGTH, LENGTH), (3, 1, 1, LENGTH)])
+def test_masks_of_the_user(shape):
+    ids = torch.randint(3, VOCABULARY, (3, LENGTH))
+    mask = torch.rand(shape) > 0.4
+    mask[..., 0] = True
+    additive = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    same = outputs("llama", "eager", input_ids=ids, attention_mask=additive)
+    assert_close(outputs("llama", "fastformer", input_ids=ids, attention_mask=additive), same, ROUNDINGS)
+    assert_close(outputs("llama", "fastformer", input_ids=ids, attention_mask=mask), same, ROUNDINGS)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_of_the_user_and_a_position_bias(kind):
+    inputs = batch("t5", "right")
+    mask = torch.rand(3, 1, LENGTH, LENGTH) > 0.4
+    mask[..., 0] = True
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e4)
+    same = tiny("t5", "eager").encoder(inputs["input_ids"], attention_mask=additive).last_hidden_state
+    given = mask if kind == "bool" else additive
+    found = tiny("t5").encoder(inputs["input_ids"], attention_mask=given).last_hidden_state
+    assert_close(found, same, ROUNDINGS)
+
+
+def forward(mask: Any = None, T: int = 4, S: int = 4, layer: nn.Module | None = None, **kwargs: Any) -> Any:
+    q, k = torch.randn(B, 4, T, K), torch.randn(B, 2, S, K)
+    return attention_forward(layer or Layer(), q, k, k, mask, **kwargs)
+
+
+def seeded(*args: Any, **kwargs: Any) -> Tensor:
+    torch.manual_seed(5)
+    out: Tensor = forward(*args, **kwargs)[0]
+    return out
+
+
+def test_without_a_mask_the_layer_says_whether_it_is_causal():
+    assert_close(seeded(mask_rules(B, 4, 4)), seeded())
+    both_ways = mask_rules(B, 4, 4, mask_function=PATTERNS["both ways"])
+    assert_close(seeded(both_ways), seeded(is_causal=False))
+    with pytest.raises(AssertionError):
+        assert_close(seeded(), seeded(is_causal=False))
+    assert seeded(T=1, S=6).shape == (B, 1, 4, K)
+    assert seeded(T=2, S=6, is_causal=False).shape == (B, 2, 4, K)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"s_aux": torch.zeros(4)}, "does not know s_aux, which may change the result"),
+        ({"head_mask": torch.ones(4)}, "does not know head_mask"),
+        ({"indices": torch.zeros(1), "cache": object()}, "does not know indices, cache"),
+        ({"T": 2, "S": 6}, "attention_mask is None: 2 causal queries have no known place among 6 keys"),
+        ({"sliding_window": 2}, "attention_mask is None, and does not hold the sliding window of 2"),
+        ({"mask": torch.ones(B, 4, dtype=torch.bool)}, r"must be a tensor \[B, H, T, S\], not of shape \[3, 4\]"),
+        ({"mask": "causal"}, "must be a tensor .*, not str"),
+        ({"mask": mask_rules(B, 5, 4)}, "attention_mask is for 5 queries and 4 keys, not for 4 and 4"),
+        ({"mask": mask_rules(B, 4, 5)}, "attention_mask is for 4 queries and 5 keys, not for 4 and 4"),
+        ({"mask": mask_rules(B, 4, 4), "is_causal": False}, "is_causal=False contradicts the causal mask"),
+    ],
+)
+def test_what_cannot_be_said_raises(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        forward(**arguments)
+
+
+def test_keywords_that_pass_through_layers_change_nothing():
+    forward(
+        use_cache=True, position_ids=torch.arange(4), output_hidden_states=True, sliding_window=9, s_aux=None,
+        num_items_in_batch=torch.tensor(3), deterministic=True,
+    )  # fmt: skip
+
+
+def test_one_query_for_the_whole_batch():
+    q, k = torch.randn(1, 4, 2, K), torch.randn(B, 4, 5, K)
+    rules = mask_rules(B, 2, 5, mask_function=PATTERNS["both ways"], attention_mask=padding_mask("right", 5))
+    out, _ = attention_forward(Layer(), q, k, k, rules)
+    assert_close(out, attention_forward(Layer(), q.expand(B, -1, -1, -1), k, k, rules)[0])
+
+
+def test_a_model_with_attention_sinks_raises():
+    config = GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1, head_dim=4, sliding_window=WINDOW)
+    config._attn_implementation = "fastformer"
+    with pytest.raises(ValueError, match="does not know s_aux"):
+        GptOssForCausalLM(config)(torch.randint(3, VOCABULARY, (2, 5)))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_that_uses_its_mask_itself_raises(padded):
+    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
+    config._attn_implementation = "fastformer"
+    mask = torch.tensor([[0, 1, 1, 1, 1]]) if padded else None
+    with pytest.raises((TypeError, KeyError), match="fastformer"):
+        FalconForCausalLM(config)(torch.randint(3, VOCABULARY, (1, 5)), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rules: torch.zeros(4, 4) + rules,
+        lambda rules: torch.zeros(4, 4).masked_fill(rules, 0.0),
+        lambda rules: torch.cat([rules, torch.zeros(1)]),
+        lambda rules: rules[:, :, :, :3],
+        lambda rules: rules.to(torch.float32),
+        lambda rules: nn.functional.scaled_dot_product_attention(*[torch.zeros(1, 4, 8)] * 3, rules),
+    ],
+)
+def test_rules_are_no_tensor(use):
+    with pytest.raises(TypeError, match="computes with its attention mask by itself"):
+        use(mask_rules(1, 4, 4))
+
+
+def test_rules_have_nothing_else_of_a_tensor():
+    rules = mask_rules(1, 4, 4)
+    assert not hasattr(rules, "size")
+    with pytest.raises(AttributeError, match=r"computes with its attention mask by itself.* wants \.size"):
+        rules.size()
+    assert copy.deepcopy(rules).shape == rules.shape

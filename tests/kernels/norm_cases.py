@@ -1,0 +1,54 @@
+"""What the tests of the fused norms share: shapes, random numbers, and how to make small inputs use many programs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.functional import choice
+from tests.support.fused_op import DEVICE
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# One number; ragged, in one tile; more than a tile of rows, the last of them part empty; columns that fill the tile.
+SHAPES = [(1, 1), (5, 3, 7), (131, 20), (3, 64)]
+# Rows that fill the widest tile, and 16 numbers more; not a multiple of 16, where the limit is 4096.
+LONG_ROWS = [(8192, torch.float32), (8208, torch.bfloat16), (4100, torch.float32)]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def use_one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs, so that each walks over many tiles."""
+    norm = pytest.importorskip("fastformer_kernels.norms.layer_norm")
+    device_of = norm.device_of
+    monkeypatch.setattr(norm, "device_of", lambda x: device_of(x)._replace(multiprocessors=1))
+
+
+def record_partials(monkeypatch: pytest.MonkeyPatch, module: str) -> list[tuple[torch.dtype | None, ...]]:
+    """Return a list that gets, at each backward, the dtypes for which it allocates partial sums."""
+    kernels = pytest.importorskip(f"fastformer_kernels.norms.{module}")
+    asked, new_partials = [], kernels.new_partials
+
+    def record(x, programs, *dtypes):
+        asked.append(dtypes)
+        return new_partials(x, programs, *dtypes)
+
+    monkeypatch.setattr(kernels, "new_partials", record)
+    return asked
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Autocast for a GPU, also where there is none; one is then assumed that has kernels."""
+    torch.set_autocast_enabled("cuda", True)
+    capability = choice._capability
+    choice._capability = lambda device: (9, 0)
+    try:
+        yield
+    finally:
+        choice._capability = capability
+        torch.set_autocast_enabled("cuda", False)

@@ -1,0 +1,44 @@
+"""A kernel is compiled once for what a launcher asks for: nothing about a batch compiles it again in mid-training."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def facts():
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compilation_facts.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout)
+
+
+def test_every_form_is_launched_at_every_length(facts):
+    assert len(facts["launches"]) == 18
+    assert all(launches >= 2 * 100 for launches in facts["launches"].values()), facts["launches"]
+    assert len(facts["kernels"]) == 23
+
+
+def test_one_variant_for_a_hundred_lengths(facts):
+    """Each of them first met where the configuration was: a dtype, an option, or a tile that lengths decide on."""
+    for kernel, configurations in facts["kernels"].items():
+        for configuration, places in configurations.items():
+            assert len(places) == 1, (kernel, configuration, places)
+
+
+def test_tiles_by_length_are_few(facts):
+    """So many of one form: tiles of three sizes in 16 bits."""
+    for kernel, configurations in facts["kernels"].items():
+        forms = [places[0].split()[0] for places in configurations.values()]
+        most = {form: forms.count(form) for form in {"projected", "packed"} & set(forms)}
+        assert all(number <= 6 for number in most.values()), (kernel, most)

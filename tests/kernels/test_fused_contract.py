@@ -1,0 +1,329 @@
+"""What holds for every fused op: backends, copies, checkpointing, compilation, 64-bit offsets.
+
+The calls are in fused_calls.py, one line an op.
+"""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastformer
+from fastformer import functional
+from fastformer.backend import BackendError
+from fastformer.functional import choice
+from fastformer.host import autograd_function
+from tests.support.closeness import assert_close, gradients
+from tests.support.fused_calls import CALLS, D, F, V, leaves, tensors
+from tests.support.fused_op import DEVICE, needs_kernels
+
+TESTS = Path(__file__).resolve().parent
+N = 5
+OPS = pytest.mark.parametrize("op", CALLS)
+DROPOUT_OPS = pytest.mark.parametrize("op", [op for op in CALLS if CALLS[op].dropout])
+needs_triton = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    """No kernel runs."""
+
+    def launch(*names):
+        raise AssertionError(f"launched {'.'.join(names)}")
+
+    monkeypatch.setattr(autograd_function, "_launcher", launch)
+
+
+@pytest.fixture
+def run(op):
+    """Call the op on its floating-point inputs, with dropout if it has it, and on what else it takes."""
+    call = CALLS[op]
+    extra = {device: call.extra(N, device) for device in {"cpu", DEVICE}}
+
+    def run_op(inputs: Sequence[Tensor], p: float = 0.0) -> list[Tensor]:
+        return tensors(call.call(extra[inputs[0].device.type], p if call.dropout else 0.0, *inputs))
+
+    return run_op
+
+
+def test_every_op_has_a_call():
+    assert set(CALLS) == set(functional.OPS)
+
+
+@OPS
+def test_auto_runs_the_reference_on_a_cpu_and_says_why(op, run, no_launch):
+    inputs = leaves(op, N, "cpu")
+    with fastformer.backend("reference"):
+        expected = run(inputs)
+    for a, b in zip(run(inputs), expected, strict=True):
+        assert torch.equal(a, b)
+    (line,) = (line for line in fastformer.explain(inputs[0]).splitlines() if line.startswith(f"{op}:"))
+    assert line.startswith(f"{op}: reference ({op} ")
+    assert any(reason in line for reason in ("on the CPU", "not installed"))
+
+
+@needs_kernels
+@OPS
+def test_triton_runs_kernels(op, run, monkeypatch):
+    """The tests below would pass as well if nothing were fused."""
+    launched = []
+    launcher = autograd_function._launcher
+    monkeypatch.setattr(autograd_function, "_launcher", lambda *names: launched.append(names) or launcher(*names))
+    with fastformer.backend("triton"):
+        assert f"{op}: triton" in fastformer.explain(torch.empty(1, device=DEVICE)).splitlines()
+        outputs = run(inputs := leaves(op, N, DEVICE), 0.5)
+        assert launched
+        forward = len(launched)
+        gradients(outputs, inputs)
+        if op != "linear_cross_entropy":  # its gradients are computed with its loss
+            assert len(launched) > forward
+
+
+@needs_kernels
+@OPS
+def test_kernels_keep_to_their_tensors(op, run, monkeypatch):
+    """Before and behind each tensor lies NaN: what a kernel takes from there, or leaves there, shows."""
+    margin = 1 << 14  # more than a tile
+    allocated, new_empty = [], Tensor.new_empty
+
+    def fenced(like: Tensor, *size: int | Sequence[int], **settings: object) -> Tensor:
+        shape = torch.Size(size if isinstance(size[0], int) else size[0])
+        whole = new_empty(like, shape.numel() + 2 * margin, **settings)
+        whole.fill_(torch.nan if whole.is_floating_point() else 77)
+        allocated.append(whole)
+        return whole[margin : whole.numel() - margin].view(shape)
+
+    inputs = leaves(op, N, DEVICE)
+    given = [fenced(x, x.shape).copy_(x.detach()).requires_grad_() for x in inputs]
+    before = len(allocated)
+    with fastformer.backend("triton"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Tensor, "new_empty", fenced)
+            outputs = run(given)
+            found = [*outputs, *gradients(outputs, given)]
+        assert len(allocated) > before
+        for whole in allocated:
+            margins = torch.cat([whole[:margin], whole[-margin:]])
+            assert (margins.isnan() if margins.is_floating_point() else margins == 77).all()
+        outputs = run(inputs)
+        for a, b in zip(found, [*outputs, *gradients(outputs, inputs)], strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_kernels
+@OPS
+def test_triton_raises_for_fp64(op, run, no_launch):
+    inputs = leaves(op, N, DEVICE, torch.float64)
+    with fastformer.backend("triton"), pytest.raises(BackendError, match=f"{op} takes float32, .*, not float64"):
+        run(inputs)
+    with fastformer.backend("auto"):
+        run(inputs)
+
+
+@OPS
+def test_triton_raises_where_it_is_not_installed(op, run, monkeypatch, no_launch):
+    monkeypatch.setattr(choice, "_TRITON", False)
+    inputs = leaves(op, N, DEVICE)
+    with fastformer.backend("triton"), pytest.raises(BackendError, match=f"{op} needs Triton, which is not installed"):
+        run(inputs)
+    with fastformer.backend("auto"):
+        run(inputs)
+
+
+@needs_kernels
+@OPS
+def test_triton_raises_under_vmap(op, run, no_launch):
+    """Over all inputs, and over each alone: weights, say, as for an ensemble."""
+    inputs = [x.detach() for x in leaves(op, N, DEVICE)]
+    for batched in (range(len(inputs)), *([i] for i in range(len(inputs)))):
+        given = [torch.stack([x] * 2) if i in batched else x for i, x in enumerate(inputs)]
+        in_dims = tuple(0 if i in batched else None for i in range(len(inputs)))
+        mapped = torch.func.vmap(lambda *inputs: tuple(run(inputs)), in_dims)
+        with fastformer.backend("triton"), pytest.raises(BackendError, match=f"{op} has no rule for torch.func.vmap"):
+            mapped(*given)
+
+
+@needs_kernels
+@OPS
+def test_triton_raises_under_forward_mode(op, run, no_launch):
+    inputs = tuple(x.detach() for x in leaves(op, N, DEVICE))
+    with fastformer.backend("triton"), pytest.raises(BackendError, match=f"{op} has no forward-mode derivative"):
+        torch.func.jvp(lambda *inputs: tuple(run(inputs)), inputs, inputs)
+
+
+@needs_kernels
+@OPS
+def test_checkpointing_draws_the_same_dropout(op, run):
+    """The forward pass that backward repeats is the one that was run."""
+    inputs = leaves(op, N, DEVICE)
+    with fastformer.backend("triton"):
+        torch.manual_seed(1)
+        outputs = run(inputs, 0.5)
+        torch.manual_seed(1)
+        again = checkpoint(lambda *inputs: run(inputs, 0.5), *inputs, use_reentrant=False)
+        torch.randn(3, device=DEVICE)
+        for a, b in zip([*again, *gradients(again, inputs)], [*outputs, *gradients(outputs, inputs)], strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_kernels
+@DROPOUT_OPS
+def test_dropout_draws_anew_each_time(op, run):
+    inputs = leaves(op, N, DEVICE)
+    with fastformer.backend("triton"):
+        assert not all(torch.equal(a, b) for a, b in zip(run(inputs, 0.5), run(inputs, 0.5), strict=True))
+
+
+@needs_kernels
+@OPS
+def test_compiled_as_eager(op, run):
+    torch._dynamo.reset()
+    inputs = leaves(op, N, DEVICE)
+    compiled = torch.compile(lambda *inputs: run(inputs, 0.5), fullgraph=True, backend="aot_eager")
+    with fastformer.backend("triton"):
+        torch.manual_seed(1)
+        expected = run(inputs, 0.5)
+        torch.manual_seed(1)
+        found = compiled(*inputs)
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b)
+        for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+            assert_close(a, b)
+            assert b.any()
+
+
+def shared(op: str) -> list[Tensor]:
+    """Inputs of the same shape are one tensor, as in self-attention."""
+    by_shape: dict[torch.Size, Tensor] = {}
+    return [by_shape.setdefault(x.shape, x) for x in leaves(op, N, DEVICE)]
+
+
+@needs_kernels
+@OPS
+def test_compiled_with_one_tensor_in_several_places(op, run):
+    torch._dynamo.reset()
+    inputs = shared(op)
+    given = list(dict.fromkeys(inputs))
+    compiled = torch.compile(lambda: run(inputs), fullgraph=True, backend="aot_eager")
+    with fastformer.backend("triton"):
+        found, expected = compiled(), run(inputs)
+        for a, b in zip([*found, *gradients(found, given)], [*expected, *gradients(expected, given)], strict=True):
+            assert_close(a, b)
+
+
+@needs_kernels
+@OPS
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("inputs", ["one tensor in several places", "one made of the other"])
+def test_gradients_that_are_differentiable_are_the_same_gradients(op, run, backend, inputs):
+    if inputs == "one tensor in several places":
+        given = list(dict.fromkeys(places := shared(op)))
+    else:
+        given = leaves(op, N, DEVICE)
+        places = [given[0], *(x + given[0].sum() / 4 for x in given[1:])]
+    with fastformer.backend(backend):
+        outputs = run(places)
+        directions = [torch.randn_like(x) for x in outputs]
+        once = torch.autograd.grad(outputs, given, directions, retain_graph=True)
+        twice = torch.autograd.grad(outputs, given, directions, create_graph=True)
+    for a, b in zip(twice, once, strict=True):
+        assert_close(a, b)
+
+
+MODULES = {
+    "LayerNorm": lambda: (fastformer.LayerNorm(D), torch.randn(2, 3, D)),
+    "RMSNorm": lambda: (fastformer.RMSNorm(D), torch.randn(2, 3, D)),
+    "FeedForward": lambda: (fastformer.FeedForward(D, F, activation="swiglu"), torch.randn(2, 3, D)),
+    "LinearCrossEntropy": lambda: (fastformer.LinearCrossEntropy(D, V), torch.randn(2, 3, D), torch.ones(2, 3).long()),
+    "MultiheadAttention": lambda: (
+        fastformer.MultiheadAttention(D, 2, 0.1, batch_first=True),
+        *[torch.randn(2, 3, D)] * 3,
+    ),
+    "TransformerDecoderLayer": lambda: (
+        fastformer.TransformerDecoderLayer(D, 2, F, batch_first=True, norm_first=True),
+        *[torch.randn(2, 3, D)] * 2,
+    ),
+    "Embedding": lambda: (fastformer.apps.models.embeddings.Embedding(V, D), torch.arange(3), torch.arange(3), 3),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", MODULES)
+def test_copies_of_modules(name):
+    """Before and after use, they compute the same, dropout included, and have parameters of their own."""
+    module, *inputs = MODULES[name]()
+    module.to(DEVICE)
+    inputs = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in inputs]
+
+    def outputs(module: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        found = module(*inputs)
+        found = [x for x in tensors(found) if x is not None]
+        return [*found, *gradients(found, module.parameters())]
+
+    with fastformer.backend("triton"):
+        before = copy.deepcopy(module)
+        expected = outputs(module)
+        for twin in (before, pickle.loads(pickle.dumps(module))):
+            assert not {id(x) for x in twin.parameters()} & {id(x) for x in module.parameters()}
+            for a, b in zip(outputs(twin), expected, strict=True):
+                assert torch.equal(a, b)
+
+
+def facts(*arguments: str) -> dict[str, list[str]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(TESTS / "kernel_facts.py"), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@needs_triton
+def test_offsets_are_of_64_bits():
+    """Tensors of more than 2^31 elements: no index is multiplied with a stride in 32 bits."""
+    found = facts()
+    assert {name.split(".")[0] for name in found} >= {"linear_cross_entropy", "feed_forward"}
+    assert not {name: broken for name, broken in found.items() if broken}
+
+
+@pytest.mark.slow
+@needs_triton
+def test_offsets_of_32_bits_are_found():
+    found = facts("offset_faults")
+    assert len(found) == 15
+    for name, broken in found.items():
+        assert bool(broken) == (".bad_" in name), (name, broken)
+
+
+class Marked(Tensor):
+    """A user's own class of tensors."""
+
+
+@needs_kernels
+@OPS
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "gradients"])
+def test_fused_ops_keep_the_class_of_tensors(op, run, grad):
+    """As torch's own do, whichever input is of the class."""
+    torch.manual_seed(0)
+    plain = [x.detach() for x in leaves(op, N, DEVICE)]
+    with fastformer.backend("triton"):
+        expected = run(plain)
+        for i in range(len(plain)):
+            given = [x.clone().requires_grad_(grad) for x in plain]
+            outputs = run([x.as_subclass(Marked) if i == j else x for j, x in enumerate(given)])
+            assert [type(y) for y in outputs] == [Marked] * len(expected)
+            for y, value in zip(outputs, expected, strict=True):
+                assert torch.equal(y.detach().as_subclass(Tensor), value)
+            if grad:
+                gradients(outputs[0].as_subclass(Tensor), given)

@@ -1,0 +1,253 @@
+"""The fused embedding: values, gradients, dropout, and torch's machinery."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fastformer
+from fastformer.functional import embedding
+from fastformer.functional.embedding import op as fused
+from tests.support.closeness import assert_close, gradients
+from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
+
+pytestmark = needs_kernels
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with fastformer.backend("triton"):
+        yield
+
+
+def indices(shape, V, P):
+    return torch.randint(V, shape, device=DEVICE), torch.randint(P, shape, device=DEVICE)
+
+
+def matrices_of(V, P, D, dtype=torch.float64):
+    return torch.randn(V, D, device=DEVICE).to(dtype), torch.randn(P, D, device=DEVICE).to(dtype)
+
+
+# One number; ragged, words and positions repeat; more rows and columns than a tile has; no tokens.
+SHAPES = [((1,), 1, 1, 1), ((2, 3, 7), 5, 4, 11), ((5,), 9, 7, 1030), ((0, 2), 3, 2, 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "V", "P", "D"), SHAPES)
+@pytest.mark.parametrize("has_positions", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 22.6])
+def test_values_and_gradients(shape, V, P, D, has_positions, scale, dtype):
+    ids, positions = indices(shape, V, P)
+    weight, table = matrices_of(V, P, D)
+    if has_positions:
+        assert_as_accurate_as_reference(
+            lambda w, t: embedding(ids, w, t, positions, scale=scale), [weight, table], dtype
+        )
+    else:
+        assert_as_accurate_as_reference(lambda w: embedding(ids, w, scale=scale), [weight], dtype)
+
+
+def test_matrices_of_two_dtypes():
+    ids, positions = indices((4, 5), 6, 7)
+    for one, two in [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]:
+        weight, table = matrices_of(6, 7, 12)
+        weight, table = weight.to(one).requires_grad_(), table.to(two).requires_grad_()
+        out = embedding(ids, weight, table, positions, scale=3.0)
+        expected = (3.0 * weight.double()[ids] + table.double()[positions]).float()
+        assert out.dtype == torch.float32
+        assert_close(out, expected)
+        with fastformer.backend("reference"):
+            plain = gradients(embedding(ids, weight, table, positions, scale=3.0), [weight, table])
+        for a, b in zip(gradients(out, [weight, table]), plain, strict=True):
+            assert a.dtype == b.dtype
+            # The reference multiplies and adds up in the matrix's own dtype, the kernel in that of the sum.
+            assert (a.double() - b.double()).abs().max() <= 8 * torch.finfo(a.dtype).eps * b.abs().max()
+
+
+def test_a_table_beyond_the_kernel():
+    ids = torch.tensor([0, 1], device=DEVICE)
+    weight, table = torch.randn(2, 3, device=DEVICE), torch.randn(2, 3, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"embedding takes a table of float32, .* not torch\.float64"):
+        embedding(ids, weight, table, ids)
+    with fastformer.backend("auto"):
+        assert embedding(ids, weight, table, ids).dtype == torch.float64
+
+
+def test_strided_and_broadcast_inputs():
+    ids, positions = indices((3, 8), 6, 8)
+    weight, table = matrices_of(12, 8, 10)
+
+    def op(weight, table):
+        # Every second row; transposed; a broadcast id; a transposed result.
+        spread = embedding(ids.T, weight[::2], table.T.contiguous().T, positions.T, scale=2.0)
+        row = embedding(ids[:, :1].expand(3, 8), weight[::2], table, positions)
+        return spread.transpose(0, 1), row.sum(0).expand(2, 8, 10)
+
+    assert_as_accurate_as_reference(op, [weight, table], torch.float32)
+
+
+def test_no_such_row_is_not_a_number():
+    """What a GPU cannot refuse without waiting for it must show, and must not be read."""
+    kernels = pytest.importorskip("fastformer_kernels.embedding.kernels")
+    ids = torch.tensor([0, 3, -1, 2], device=DEVICE)
+    weight = torch.ones(3, 5, device=DEVICE)
+    out = kernels.embedding(ids, weight, None, None, None, 1.0, 0.0)
+    assert out.isnan().all(1).tolist() == [False, True, True, False]
+    zero = ids * 0
+    out = kernels.embedding(zero, weight, ids, weight, None, 1.0, 0.0)
+    assert out.isnan().all(1).tolist() == [False, True, True, False]
+
+
+def test_dropout_forward_and_backward_agree():
+    # Two tiles of rows and two of columns.
+    p, scale = 0.25, 3.0
+    ids, positions = indices((12,), 7, 12)
+    weight, table = (torch.ones_like(m).requires_grad_() for m in matrices_of(7, 12, 1030, torch.float32))
+    out = embedding(ids, weight, table, positions, scale=scale, dropout_p=p)
+    kept = out != 0
+    n = out.numel()
+    assert abs(int(kept.sum()) - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
+    assert_close(out, kept * ((scale + 1) / (1 - p)))
+    direction = torch.randn_like(out)
+    dweight, dtable = torch.autograd.grad(out, (weight, table), direction)
+    g = (direction * kept / (1 - p)).double()
+    assert_close(
+        dweight, torch.zeros(7, 1030, dtype=torch.float64, device=DEVICE).index_add_(0, ids, g * scale).float()
+    )
+    assert_close(dtable, torch.zeros(12, 1030, dtype=torch.float64, device=DEVICE).index_add_(0, positions, g).float())
+
+
+def test_dropout_follows_the_generator():
+    ids, _ = indices((40,), 1, 1)
+    weight = torch.ones(1, 300, device=DEVICE).requires_grad_()
+
+    def run(weight=weight):
+        return embedding(ids, weight, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    one, two = run(), run()
+    torch.manual_seed(3)
+    assert torch.equal(run(), one)
+    assert not torch.equal(one, two)
+    assert len(one.unique(dim=0)) == 40
+    torch.manual_seed(3)
+    again = checkpoint(run, weight, use_reentrant=False)
+    assert torch.equal(again, one)
+    assert torch.equal(*(gradients(x, [weight])[0] for x in (again, one)))
+    assert not embedding(ids, weight, dropout_p=1.0).any()
+
+
+def test_only_wanted_gradients(monkeypatch):
+    ids, positions = indices((6,), 3, 4)
+    weight, table = matrices_of(3, 4, 5, torch.float32)
+    for index in (0, 1):
+        given = [weight.detach(), table.detach()]
+        given[index].requires_grad_()
+        calls = []
+        monkeypatch.setattr(fused, "_dense", lambda *x, calls=calls: calls.append(x) or torch.zeros_like(x[2]))
+        embedding(ids, given[0], given[1], positions, dropout_p=0.5).sum().backward()
+        assert [x[2].shape for x in calls] == [given[index].shape]
+
+
+def test_second_derivative():
+    ids, positions = indices((2, 3), 3, 4)
+    leaves = [m.requires_grad_() for m in matrices_of(3, 4, 5, torch.float32)]
+
+    def second():
+        out = embedding(ids, *leaves, positions, scale=2.0)
+        first = torch.autograd.grad(out.pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    ours = second()
+    with fastformer.backend("reference"):
+        expected = second()
+    for a, b in zip(ours, expected, strict=True):
+        assert_close(a, b)
+    out = embedding(ids, *leaves, positions, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match="second derivative of embedding with dropout needs backend 'reference'"):
+        torch.autograd.grad(out.sum(), leaves, create_graph=True)
+
+
+def test_torch_func():
+    ids, positions = indices((2, 3), 3, 4)
+    matrices = matrices_of(3, 4, 5, torch.float32)
+
+    def loss(weight, table):
+        return embedding(ids, weight, table, positions, scale=2.0).square().sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1))(*matrices)
+    with fastformer.backend("reference"):
+        expected = torch.func.grad(loss, argnums=(0, 1))(*matrices)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+
+
+def test_autocast_leaves_it_alone():
+    """As torch does with F.embedding and a sum."""
+    ids, positions = indices((2, 3), 3, 4)
+    weight, table = matrices_of(3, 4, 5, torch.float32)
+    expected = embedding(ids, weight, table, positions)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = embedding(ids, weight, table, positions)
+    assert torch.equal(out, expected)
+    assert out.dtype == torch.float32
+
+
+def test_the_ops_pass_opcheck():
+    ids, positions = indices((2, 3), 3, 4)
+    weight, table = matrices_of(3, 4, 5, torch.float32)
+    seed = torch.tensor([5], device=DEVICE)
+    torch.library.opcheck(
+        torch.ops.fastformer.embedding.default, (ids, weight, positions, table.half(), seed, 2.0, 0.5)
+    )
+    torch.library.opcheck(torch.ops.fastformer.embedding.default, (ids, weight.half(), None, None, None, 1.0, 0.0))
+    torch.library.opcheck(
+        torch.ops.fastformer.embedding_scaled_gradient.default, (torch.randn(2, 3, 5, device=DEVICE), seed, 2.0, 0.5)
+    )
+    torch.library.opcheck(
+        torch.ops.fastformer.embedding_scaled_gradient.default, (torch.randn(2, 3, 5, device=DEVICE), None, 2.0, 0.0)
+    )
+
+
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_compiled_is_eager(has_positions):
+    ids, positions = indices((2, 3), 3, 4)
+    leaves = [m.requires_grad_() for m in matrices_of(3, 4, 5, torch.float32)][: 1 + has_positions]
+
+    def op(*matrices):
+        return embedding(ids, *matrices, *((positions,) if has_positions else ()), scale=2.0) * 2
+
+    torch._dynamo.reset()
+    out, expected = torch.compile(op, fullgraph=True, backend="aot_eager")(*leaves), op(*leaves)
+    assert_close(out, expected)
+    for a, b in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
+        assert_close(a, b)
+
+
+def test_compiled_with_dropout():
+    ids = torch.zeros(40, dtype=torch.int64, device=DEVICE)
+    weight = torch.ones(1, 100, device=DEVICE).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda w: embedding(ids, w, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    out = compiled(weight)
+    kept = out != 0
+    assert abs(int(kept.sum()) - out.numel() / 2) < 5 * math.sqrt(out.numel() / 4)
+    assert_close(torch.autograd.grad(out.sum(), weight)[0], 2.0 * kept.sum(0)[None])
+
+
+def test_the_model_runs_on_it():
+    """Learned and sinusoidal positions, values and gradients of the translation model's embedding."""
+    for positions in ("learned", "sinusoidal"):
+        module = fastformer.apps.models.embeddings.Embedding(9, 16, positions, max_length=8, dropout=0.0).to(DEVICE)
+        ids, where = indices((2, 5), 9, 5)
+        out = module(ids, where, 5)
+        found = gradients(out, module.parameters())
+        with fastformer.backend("reference"):
+            expected = module(ids, where, 5)
+            wanted = gradients(expected, module.parameters())
+        assert_close(out, expected)
+        for a, b in zip(found, wanted, strict=True):
+            assert_close(a, b)

@@ -1,0 +1,461 @@
+"""The fused output loss: kernels, op, autograd, against the reference and fp64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastformer
+from fastformer.backend import BackendError
+from fastformer.functional import choice, linear_cross_entropy
+from tests.support.closeness import assert_close, gradients
+from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
+
+pytestmark = needs_kernels
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+IGNORED = -100
+
+
+@pytest.fixture
+def kernels():
+    return pytest.importorskip("fastformer_kernels.linear_cross_entropy.kernels")
+
+
+@pytest.fixture
+def small_chunks(kernels, monkeypatch):
+    """Four rows a chunk, the last one shorter."""
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 4)
+
+
+@pytest.fixture
+def triton():
+    with fastformer.backend("triton"):
+        yield
+
+
+def values(M: int, D: int, V: int, bias: bool = True) -> list[Tensor | None]:
+    x, weight, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((M, D), (V, D), (V,)))
+    return [x, weight, b if bias else None]
+
+
+def leaves(M: int, D: int, V: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [x.to(DEVICE, dtype).requires_grad_() for x in values(M, D, V) if x is not None]
+
+
+def targets(M: int, V: int) -> Tensor:
+    """Random classes, the last class among them where there is room, and one row that is ignored."""
+    target = torch.randint(V, (M,))
+    target[-1] = V - 1
+    if M > 2:
+        target[M // 2] = IGNORED
+    return target.to(DEVICE)
+
+
+def assert_accurate(M, D, V, dtype, target=None, bias=True, **settings):
+    target = targets(M, V) if target is None else target
+
+    def op(x, weight, b=None):
+        return linear_cross_entropy(x, weight, target, b, **settings)
+
+    assert_as_accurate_as_reference(op, values(M, D, V, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("bias", [True, False])
+def test_options(dtype, reduction, smoothing, bias, small_chunks):
+    # Odd sizes, less than a block of columns, several chunks with a rest.
+    assert_accurate(7, 5, 37, dtype, bias=bias, label_smoothing=smoothing, reduction=reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("M", "D", "V"),
+    [
+        (1, 1, 1),  # the smallest
+        (3, 4, 16),  # rows without padding
+        (2, 3, 32),  # a whole block
+        (2, 3, 9001),  # several blocks, the last one ragged
+        (2, 2, 8192),  # several whole blocks
+    ],
+)
+def test_shapes(dtype, M, D, V):
+    assert_accurate(M, D, V, dtype, label_smoothing=0.1)
+    assert_accurate(M, D, V, dtype, label_smoothing=0.1, reduction="none")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [IGNORED, 2, 10**12])
+def test_ignored_rows(reduction, ignored, small_chunks, triton):
+    """Whether or not the ignored index is a class, and whatever those rows hold."""
+    inputs = leaves(6, 3, 20)
+    target = torch.tensor([1, 2, ignored, 2, ignored, 19], device=DEVICE)
+    counts = target != ignored
+    settings = {"ignore_index": ignored, "reduction": reduction, "label_smoothing": 0.1}
+    with poisoned():
+        loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], **settings)
+    alone = linear_cross_entropy(inputs[0][counts], inputs[1], target[counts], inputs[2], **settings)
+    if reduction == "none":
+        assert not loss[~counts].any()
+        loss = loss[counts]
+    assert_close(loss, alone)
+    found = gradients(loss, inputs)
+    assert not found[0][~counts].any()
+    for a, b in zip(found, gradients(alone, inputs), strict=True):
+        assert_close(a, b)
+    wild = inputs[0].detach().masked_fill(~counts[:, None], math.nan)
+    assert_close(linear_cross_entropy(wild, inputs[1], target, inputs[2], **settings).nan_to_num().sum(), loss.sum())
+
+
+def test_nothing_to_count(triton):
+    x, weight, _ = leaves(2, 3, 4)
+    target = torch.full((2,), IGNORED, device=DEVICE)
+    assert linear_cross_entropy(x, weight, target).isnan()
+    loss = linear_cross_entropy(x, weight, target, reduction="sum")
+    assert loss == 0
+    assert not any(g.any() for g in gradients(loss, [x, weight]))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_no_rows(reduction, triton):
+    inputs = leaves(0, 3, 4)
+    target = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    with poisoned():
+        loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
+        assert loss.shape == ((0,) if reduction == "none" else ())
+        found = gradients(loss, inputs)
+    assert [g.shape for g in found] == [x.shape for x in inputs]
+    assert not any(g.any() for g in found)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_that_are_wanted(wanted, reduction, triton, kernels, monkeypatch):
+    inputs = [x.detach() for x in leaves(5, 3, 7)]
+    target = targets(5, 7)
+    for i in wanted:
+        inputs[i].requires_grad_()
+    asked = []
+    forward = kernels.forward
+    monkeypatch.setattr(kernels, "forward", lambda *a: asked.append(list(a[6])) or forward(*a))
+    from fastformer.host import autograd_function
+
+    autograd_function._launcher.cache_clear()
+    loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
+    found = gradients(loss, [inputs[i] for i in wanted])
+    autograd_function._launcher.cache_clear()
+    assert asked[-1] == [i in wanted for i in range(3)]
+    with fastformer.backend("reference"):
+        expected = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
+    for a, b in zip(found, gradients(expected, [inputs[i] for i in wanted]), strict=True):
+        assert_close(a, b)
+
+
+def test_without_gradients_the_losses_come_alone(triton, kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "cross_entropy_gradients_kernel", None)
+    inputs = leaves(5, 3, 7)
+    with torch.no_grad():
+        loss = linear_cross_entropy(inputs[0], inputs[1], targets(5, 7), inputs[2], label_smoothing=0.1)
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_gives_the_same(reduction, triton):
+    inputs = leaves(5, 3, 7)
+    loss = linear_cross_entropy(inputs[0], inputs[1], targets(5, 7), inputs[2], reduction=reduction)
+    direction = torch.randn(loss.shape, device=DEVICE)
+    first = torch.autograd.grad(loss, inputs, direction, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(loss, inputs, direction), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivative(reduction):
+    target, both = targets(5, 7), []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(1)
+        inputs = leaves(5, 3, 7)
+        with fastformer.backend(backend):
+            loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction).square().sum()
+            first = torch.autograd.grad(loss, inputs, create_graph=True)
+            both.append([*first, *gradients(first, inputs)])
+    for a, b in zip(*both, strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_func_grad(reduction, triton):
+    inputs = leaves(5, 3, 7)
+    target = targets(5, 7)
+
+    def total(x, weight, bias):
+        return linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum()
+
+    found = torch.func.grad(total, (0, 1, 2))(*(x.detach() for x in inputs))
+    for a, b in zip(found, torch.autograd.grad(total(*inputs), inputs), strict=True):
+        assert_close(a, b)
+
+
+def test_a_tied_weight_adds_up(triton):
+    """Used once more, as an embedding; its gradient is the sum of both."""
+    weight = torch.randn(7, 3, device=DEVICE, requires_grad=True)
+    target = targets(5, 7)
+    ids = torch.randint(7, (5,), device=DEVICE)
+    loss = linear_cross_entropy(weight[ids], weight, target)
+    wide = weight.detach().double().requires_grad_()
+    expected = F.cross_entropy(F.linear(wide[ids], wide), target)
+    assert_close(loss, expected.float())
+    assert_close(torch.autograd.grad(loss, weight)[0], torch.autograd.grad(expected, wide)[0].float())
+
+
+@pytest.mark.parametrize("layout", ["transposed", "broadcast", "batched", "sliced"])
+def test_inputs_in_any_layout(layout, small_chunks, triton):
+    x, weight, bias = (y.detach() for y in leaves(6, 3, 7))
+    target = targets(12, 7)[::2]  # not contiguous
+    if layout == "transposed":
+        x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
+    elif layout == "broadcast":
+        x, bias = x[:1].expand(6, 3), bias[:1].expand(7)
+    elif layout == "batched":
+        x, target = x.view(2, 3, 3).transpose(0, 1), target.view(2, 3).t()
+    else:
+        x, weight, bias = x.repeat(1, 2)[:, 3:], weight.repeat(2, 1)[::2], bias.repeat(2)[::2]
+    inputs = [y.requires_grad_() for y in (x, weight, bias)]
+    for reduction in ("mean", "none"):
+        results = []
+        for backend in ("triton", "reference"):
+            with fastformer.backend(backend), poisoned():
+                loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+                results.append([loss, *gradients(loss, inputs)])
+        for a, b in zip(*results, strict=True):
+            assert_close(a, b)
+
+
+def test_autocast(triton):
+    x, weight, bias = inputs = leaves(6, 8, 9)
+    target = targets(6, 9)
+    for reduction in ("mean", "none"):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+            with fastformer.backend("reference"):
+                expected = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+        assert loss.dtype == torch.float32
+        # The reference rounds the logits once more, after adding the bias, to 8 bits.
+        assert_close(loss, expected, roundings=2.0**16)
+        for a, b in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
+            assert_close(a, b, roundings=2.0**17)
+    # One dtype for all the products: fp16 within bf16 is cast too.
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = linear_cross_entropy(x.half(), weight, target, bias)
+    assert all(g.dtype == torch.float32 for g in gradients(loss, inputs))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter: -inf is what is meant
+def test_large_and_missing_logits(triton):
+    """Without overflow; a logit of -inf, or of the lowest finite number, is a class that cannot be."""
+    x = torch.full((1, 1), 1e3, device=DEVICE)
+    weight, label = torch.tensor([[1.0], [-1.0]], device=DEVICE), torch.tensor([1], device=DEVICE)
+    assert linear_cross_entropy(x, weight, label) == 2e3
+    for lowest in (-math.inf, torch.finfo(torch.float32).min):
+        x, weight, bias = leaves(3, 2, 40)
+        with torch.no_grad():
+            bias[1:33] = lowest  # the whole first block of loads of some threads
+        target = torch.tensor([0, 39, 33], device=DEVICE)
+        loss = linear_cross_entropy(x, weight, target, bias)
+        expected = F.cross_entropy(F.linear(x, weight, bias), target)
+        assert_close(loss, expected)
+        for a, b in zip(gradients(loss, [x, weight, bias]), gradients(expected, [x, weight, bias]), strict=True):
+            assert_close(a, b)
+    everywhere = torch.full((40,), torch.finfo(torch.float32).min, device=DEVICE)
+    assert_close(
+        linear_cross_entropy(torch.zeros_like(x), weight, target, everywhere), torch.tensor(math.log(40), device=DEVICE)
+    )
+
+
+def test_labels_that_are_no_class_are_not_read(triton, kernels):
+    """On the CPU the public function raises; on a GPU, where nobody looks, such a row becomes NaN."""
+    x, weight, bias = (y.detach() for y in leaves(3, 2, 5))
+    target = torch.tensor([0, 5, -(2**62)], device=DEVICE)
+    loss, dx, dweight, _ = kernels.forward(x, weight, bias, target, IGNORED, 0.0, [True] * 3)
+    assert loss.isnan().tolist() == dx.isnan().any(1).tolist() == [False, True, True]
+    assert dweight.isnan().all()
+
+
+def test_fp16_keeps_gradients_that_fp16_cannot_hold(triton):
+    """Probabilities of 1e-8 are zero in fp16; what they add to the weight's gradient is not."""
+    V = 64
+    x, weight = torch.ones(1, 1, dtype=torch.half, device=DEVICE), torch.zeros(V, 1, dtype=torch.half, device=DEVICE)
+    weight[0] = 18.0  # the others have probability 1.5e-8
+    weight.requires_grad_()
+    loss = linear_cross_entropy(x, weight, torch.zeros(1, dtype=torch.int64, device=DEVICE), reduction="sum")
+    found = torch.autograd.grad(loss, weight, torch.tensor(2.0**12, device=DEVICE))[0]  # as GradScaler does
+    assert_close(found[1:].float(), torch.full((V - 1, 1), 2.0**12 * math.exp(-18.0), device=DEVICE), roundings=5e3)
+    # Of single losses too; and factors beyond what fp16 holds do not overflow.
+    factors = torch.tensor([2.0**17], device=DEVICE)
+    loss = linear_cross_entropy(x, weight, torch.zeros(1, dtype=torch.int64, device=DEVICE), reduction="none")
+    found = torch.autograd.grad(loss, weight, factors)[0]
+    assert_close(found[1:].float(), torch.full((V - 1, 1), 2.0**17 * math.exp(-18.0), device=DEVICE), roundings=5e3)
+
+
+class ScaledProducts(TorchDispatchMode):
+    """Notes the dtypes of what matrix products with a factor return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if "addmm" in func.name() and (kwargs or {}).get("alpha", 1) != 1:
+            self.dtypes.append(found.dtype)
+        return found
+
+
+def test_fp16_scales_back_in_fp32(kernels):
+    """A product that a library splits is rounded before its factor is applied: 2^15 times a weight of 4 is no fp16."""
+    x, weight, bias = (y.detach() for y in leaves(5, 3, 7, torch.float16))
+    weight *= 4
+    with ScaledProducts() as products:
+        _, dx, _, _ = kernels.forward(x, weight, bias, targets(5, 7), IGNORED, 0.0, [True] * 3)
+    assert products.dtypes == [torch.float32] * 2  # dx and dW
+    assert dx.dtype == torch.float16
+    assert dx.isfinite().all()
+
+
+def test_half_precision_accumulates_in_fp32(kernels, monkeypatch, triton):
+    """1 + 48 / 256 in chunks of a row: bf16 would round each sum back to 1."""
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 1)
+    M, V = 49, 256
+    x = torch.full((M, 1), 2.0**-8, dtype=torch.bfloat16, device=DEVICE)
+    x[0] = 1.0
+    weight = torch.zeros(V, 1, dtype=torch.bfloat16, device=DEVICE)
+    target = torch.zeros(M, dtype=torch.int64, device=DEVICE)
+    _, _, dweight, dbias = kernels.forward(x, weight, None, target, IGNORED, 0.0, [False, True, True])
+    assert_close(dweight[1:] * V, torch.full((V - 1, 1), 1 + 48 / 256, device=DEVICE))
+    assert_close(dbias[1:] * V, torch.full((V - 1,), float(M), device=DEVICE))
+
+
+def test_chunks_hold_what_they_may(kernels):
+    for M in (1, 127, 128, 4096, 4097, 10**6):
+        for V, itemsize in ((1, 2), (1000, 4), (32768, 2), (50257, 2), (262144, 2), (262144, 4), (10**9, 4)):
+            rows = kernels.chunk_rows(M, V, itemsize)
+            assert 1 <= rows <= min(M, kernels.CHUNK_ROWS)
+            assert rows == 1 or rows * V * itemsize <= kernels.CHUNK_BYTES
+            chunks = -(-M // rows)
+            assert rows == M or M - (chunks - 1) * rows > 0
+    assert kernels.chunk_rows(10**6, 32768, 2) == 4096
+    assert kernels.chunk_rows(10**6, 262144, 2) == 512
+    assert kernels.chunk_rows(4097, 32768, 2) == 2176  # two alike, not 4096 and 1
+
+
+class Largest(TorchDispatchMode):
+    """The largest memory, in bytes, of a tensor that an op returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.bytes = max(self.bytes, x.numel() * x.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_are_never_all_there(dtype, kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 4)
+    M, D, V = 20, 3, 64
+    chunk = 4 * V * 4  # the CPU's products of half precision cast to fp32
+    x, weight, bias = (y.detach() for y in leaves(M, D, V, dtype))
+    target = targets(M, V)
+    for wanted in ([True] * 3, [False] * 3):
+        with Largest() as seen:
+            kernels.forward(x, weight, bias, target, IGNORED, 0.1, wanted)
+        assert seen.bytes <= chunk
+    with Largest() as seen:
+        kernels.backward(torch.randn(M, device=DEVICE), x, weight, bias, target, IGNORED, 0.1, [True] * 3)
+    assert seen.bytes <= chunk
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_of_the_size_of_the_logits_is_saved(reduction, triton):
+    M, D, V = 40, 3, 64
+    inputs = leaves(M, D, V)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        linear_cross_entropy(inputs[0], inputs[1], targets(M, V), inputs[2], reduction=reduction)
+    assert max(saved) <= max(M, V) * D
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_checkpointing(reduction, triton):
+    inputs, target = leaves(5, 3, 7), targets(5, 7)
+
+    def run(x, weight, bias):
+        return linear_cross_entropy(x.tanh(), weight, target, bias, reduction=reduction)
+
+    for a, b in zip(
+        gradients(checkpoint(run, *inputs, use_reentrant=False), inputs), gradients(run(*inputs), inputs), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled(reduction, triton):
+    torch._dynamo.reset()
+
+    def run(x, weight, bias, target):
+        return linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, reduction=reduction)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for M in (5, 9):
+        inputs, target = leaves(M, 3, 7), targets(M, 7)
+        expected = run(*inputs, target)
+        loss = compiled(*inputs, target)
+        assert_close(loss, expected)
+        for a, b in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
+            assert b.any()
+            assert_close(a, b)
+    with torch.no_grad():
+        assert_close(compiled(*inputs, target), expected.detach())
+
+
+def test_ops(triton):
+    x, weight, bias = (y.detach() for y in leaves(5, 3, 7, torch.float16))
+    grad, target = torch.randn(5, device=DEVICE), targets(5, 7)
+    ops = torch.ops.fastformer
+    for b, wanted in ((bias, [True] * 3), (None, [True, False, False])):
+        settings = (x, weight, b, target, IGNORED, 0.1, wanted)
+        torch.library.opcheck(ops.linear_cross_entropy.default, settings)
+        torch.library.opcheck(ops.linear_cross_entropy_backward.default, (grad, *settings))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_module(reduction, triton):
+    module = fastformer.LinearCrossEntropy(3, 7, label_smoothing=0.1, reduction=reduction, device=DEVICE)
+    x, target = torch.randn(2, 4, 3, device=DEVICE, requires_grad=True), targets(8, 7).view(2, 4)
+    loss = module(x, target)
+    given = [x, *module.parameters()]
+    with fastformer.backend("reference"):
+        expected = module(x, target)
+    assert_close(loss, expected)
+    for a, b in zip(gradients(loss, given), gradients(expected, given), strict=True):
+        assert_close(a, b)
+
+
+def test_what_it_cannot_take_is_said(triton):
+    x, weight, _ = leaves(2, 3, 4, torch.float64)
+    target = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(BackendError, match="float64"):
+        linear_cross_entropy(x, weight, target)
+    assert "linear_cross_entropy: triton" in fastformer.explain(x.float())
+    assert choice.unsupported("linear_cross_entropy", x.float()) is None

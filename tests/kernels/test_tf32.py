@@ -1,0 +1,87 @@
+"""Products of fp32 in tf32, where torch's own are asked to be: kernels, tiles, and what they launch."""
+
+import pytest
+import torch
+
+import fastformer
+from fastformer import functional
+from tests.support.fused_op import needs_kernels
+
+pytestmark = needs_kernels
+
+HEADS = (16, 32, 64, 80, 128)
+# Those that multiply.
+KERNELS = {
+    "_attention": "forward",
+    "_attention_keys_values": "backward",
+    "_attention_queries": "backward",
+    "_attention_mask_gradient": "mask_gradient",
+    "_attention_weights": "weights",
+    "_attention_split": "decode",
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The constants of each launch, by kernel; nothing is launched."""
+    import importlib
+
+    from fastformer_kernels.host import launch
+
+    found: dict[str, dict] = {}
+
+    def note(kernel, grid, *args, **constants):
+        found[kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__] = constants
+
+    for module in {*KERNELS.values(), "delta", "problem"}:
+        monkeypatch.setattr(importlib.import_module(f"fastformer_kernels.attention.{module}"), "launch", note)
+    assert launch.precision(torch.zeros(1)) == "ieee"
+    return found
+
+
+def attend(K: int, dtype: torch.dtype) -> None:
+    """Everything that attention does."""
+    q, k, v = (torch.zeros(1, 2, 600, K, dtype=dtype, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(600, 600, requires_grad=True)
+    with fastformer.backend("triton"):
+        out, weights = functional.attention_with_weights(q, k, v, mask)
+        torch.autograd.grad(out.sum() + weights.sum(), (q, k, v, mask))
+        with torch.no_grad():
+            functional.attention(q[:, :, :1], k, v)
+
+
+@pytest.fixture
+def high():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("K", HEADS)
+def test_all_products_are_tf32_where_asked_for(K, launched, high):
+    attend(K, torch.float32)
+    assert {name: launched[name]["PRECISION"] for name in KERNELS} == dict.fromkeys(KERNELS, "tf32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_product_is_tf32_otherwise(dtype, launched):
+    attend(64, dtype)
+    assert {name: launched[name]["PRECISION"] for name in KERNELS} == dict.fromkeys(KERNELS, "ieee")
+
+
+@pytest.mark.parametrize(("K", "dtype"), [(64, torch.bfloat16), (136, torch.float32), (256, torch.float32)])
+def test_no_product_is_tf32_where_it_cannot_be(K, dtype, launched, high):
+    """In 16 bits there is one way to multiply; for wide heads no tile of tf32 fits into registers."""
+    attend(K, dtype)
+    assert {name: launched[name]["PRECISION"] for name in KERNELS} == dict.fromkeys(KERNELS, "ieee")
+
+
+@pytest.mark.parametrize("K", [32, 64])
+def test_tiles_of_tf32_are_tall_enough_for_matrix_units(K, launched, high):
+    """sm_90 multiplies 64 rows at a time: of queries, or of keys where scores are transposed."""
+    attend(K, torch.float32)
+    for name in ("_attention", "_attention_queries", "_attention_mask_gradient", "_attention_weights"):
+        assert launched[name]["BLOCK_T"] >= 64, name
+    assert launched["_attention_keys_values"]["BLOCK_S"] >= 64
+    assert launched["_attention"]["num_warps"] % 4 == 0

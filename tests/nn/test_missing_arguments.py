@@ -1,0 +1,81 @@
+"""What is not a tensor, or missing: None and wrong types for every required argument of the modules, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.packing import Layout
+
+D, H, F, T = 8, 2, 16, 5
+batch, tokens, ids = torch.randn(3, T, D), torch.randn(T, D), torch.arange(T)
+layout = Layout.from_lengths([2, 3])
+encoder_layer = fastformer.TransformerEncoderLayer(D, H, F, batch_first=True)
+decoder_layer = fastformer.TransformerDecoderLayer(D, H, F, batch_first=True)
+encoder, decoder = fastformer.TransformerEncoder(encoder_layer, 1), fastformer.TransformerDecoder(decoder_layer, 1)
+attention, transformer = fastformer.MultiheadAttention(D, H), fastformer.Transformer(D, H, 1, 1, F, batch_first=True)
+language_model = LanguageModel(LanguageConfig(50, d_model=D, heads=H, layers=1, feed_forward=F))
+PACKED = {"tokens": tokens, "layout": layout}
+MEMORY = {"memory": tokens, "memory_layout": layout}
+CALLS = {
+    "LayerNorm": (fastformer.LayerNorm(D), {"input": batch}),
+    "RMSNorm": (fastformer.RMSNorm(D), {"x": batch}),
+    "FeedForward": (fastformer.FeedForward(D, F), {"x": batch}),
+    "LinearCrossEntropy": (fastformer.LinearCrossEntropy(D, 7), {"input": tokens, "target": ids}),
+    "MultiheadAttention": (attention, {"query": batch, "key": batch, "value": batch}),
+    "MultiheadAttention.packed": (attention.packed, {"query": tokens, "layout": layout}),
+    "TransformerEncoderLayer": (encoder_layer, {"src": batch}),
+    "TransformerEncoderLayer.packed": (encoder_layer.packed, PACKED),
+    "TransformerDecoderLayer": (decoder_layer, {"tgt": batch, "memory": batch}),
+    "TransformerDecoderLayer.packed": (decoder_layer.packed, PACKED | MEMORY),
+    "TransformerEncoder": (encoder, {"src": batch}),
+    "TransformerEncoder.packed": (encoder.packed, PACKED),
+    "TransformerDecoder": (decoder, {"tgt": batch, "memory": batch}),
+    "TransformerDecoder.packed": (decoder.packed, PACKED | MEMORY),
+    "Transformer": (transformer, {"src": batch, "tgt": batch}),
+    "LanguageModel": (language_model, {"ids": ids}),
+}
+# A module hands these on to an op, whose name of them is the one that is told.
+TOLD = {"LayerNorm-input": "x", "LinearCrossEntropy-input": "x"}
+GIVEN = [(call, name) for call, (_, given) in CALLS.items() for name in given]
+
+
+@pytest.mark.parametrize(("call", "name"), GIVEN, ids=["-".join(each) for each in GIVEN])
+@pytest.mark.parametrize("wrong", [None, [1.0], 3, tokens.numpy()], ids=["None", "list", "int", "ndarray"])
+def test_it_is_told_by_name(call, name, wrong):
+    function, given = CALLS[call]
+    more = {"lengths": [2, 3]} if call == "LanguageModel" else {}
+    function(**given, **more)
+    told = TOLD.get(f"{call}-{name}", name)
+    with pytest.raises(TypeError, match=f"^{told} must be a (Tensor|Layout), not {type(wrong).__name__}$"):
+        function(**given | {name: wrong}, **more)
+
+
+def test_padding_masks_do_not_hide_it():
+    hidden = torch.zeros(3, T).bool()
+    with pytest.raises(TypeError, match=r"^memory must be a Tensor, not NoneType$"):
+        decoder(batch, None, tgt_key_padding_mask=hidden, memory_key_padding_mask=hidden)
+
+
+class Alone(nn.TransformerDecoderLayer):
+    """A decoder layer that reads no memory, as decoder-only models of torch's parts have them."""
+
+    def forward(self, tgt, memory, **_):
+        return self.norm1(tgt + self.self_attn(tgt, tgt, tgt, need_weights=False)[0])
+
+
+class OwnBlock(nn.TransformerDecoderLayer):
+    def _mha_block(self, x, mem, *_):
+        assert mem is None
+        return x
+
+
+@pytest.mark.parametrize("kind", [Alone, OwnBlock])
+def test_layers_of_your_own_may_do_without_a_memory_as_in_torch(kind):
+    stack = nn.TransformerDecoder(kind(D, H, F, 0.0, batch_first=True), 1)
+    hidden = torch.arange(T) >= torch.tensor([[5], [2], [3]])
+    expected = stack(batch, None, tgt_key_padding_mask=hidden)
+    fastformer.convert(stack, padding_free=False)
+    assert type(stack) is fastformer.TransformerDecoder
+    torch.testing.assert_close(stack(batch, None, tgt_key_padding_mask=hidden), expected)

@@ -1,0 +1,244 @@
+"""What other code does with modules: every module, stack and model of ours, beside torch's own where it has the class.
+
+Autocast, GradScaler, activation checkpointing, torch.func, copies, pickles and torch.export, on the reference.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.closeness import assert_close, gradients
+from tests.support.protocol_cases import CASES, DROP_INS, Case, leaves
+
+pytestmark = [pytest.mark.usefixtures("slow_path"), pytest.mark.filterwarnings("ignore:There is a performance drop")]
+HALVES = [torch.float16, torch.bfloat16]
+B, L = 3, 5
+PADDED = [*DROP_INS, "FeedForward", "LinearCrossEntropy"]  # the others take a Layout, which is no tensor
+# Where a stack leaves out padding torch computes something: those rows count for nothing.
+STACKS = ("TransformerEncoder", "TransformerDecoder", "Transformer")
+
+
+def real(name: str, out: Tensor, call: Any) -> Tensor:
+    """An output of torch's with what ours has at padding."""
+    if name not in STACKS:
+        return out
+    hidden = call[1]["src_key_padding_mask" if name == "TransformerEncoder" else "tgt_key_padding_mask"]
+    return out.masked_fill(hidden[..., None], 0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_autocast(name, dtype):
+    """Dtypes are torch's; errors are of the low precision, of output and gradients."""
+    case = CASES[name]
+    ours, other = case.pair()
+    given = case.inputs(B, L, torch.float32)
+    exact = real(name, case.run(case.function(other), given), given)
+    wanted = gradients(exact, leaves(given, other))
+    with torch.autocast("cpu", dtype):
+        out = case.run(case.function(ours), given)
+        theirs = case.run(case.function(other), given)
+    assert out.dtype == theirs.dtype
+    if name == "LinearCrossEntropy":
+        assert out.dtype == torch.float32
+    noise = 32 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps  # of a few products one after another
+    assert_close(out.float(), exact, roundings=noise)
+    found = gradients(out, leaves(given, ours))
+    for a, w in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert_close(a, w, roundings=4 * noise)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_scaling(name):
+    """A step is that without a scaler; where a gradient is no number, it is left out and the scale is halved."""
+    case = CASES[name]
+    ours, plain = case.pair(dtype=torch.float64)
+    given = case.inputs(B, L, torch.float64)
+    for module, scaler in ((ours, torch.amp.GradScaler("cpu", init_scale=2.0**10)), (plain, None)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loss = real(name, case.run(case.function(module), given), given).pow(2).sum()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+            continue
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**10
+    for a, w in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_close(a.detach(), w.detach(), roundings=1e4)
+    before = [p.detach().clone() for p in ours.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    scaler.scale(case.run(case.function(ours), given).sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(a, w) for a, w in zip(ours.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(name, reentrant):
+    """Dropout included."""
+    case = CASES[name]
+    module, _ = case.pair(dropout=0.5)
+    args, kwargs = case.inputs(B, L, torch.float32)
+    if reentrant and not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        pytest.skip("the reentrant form needs an input with a gradient, and ids have none")
+    inputs = leaves((args, kwargs), module)
+
+    def run(*args: Any) -> Tensor:
+        return case.run(case.function(module), (args, kwargs))
+
+    torch.manual_seed(3)
+    expected = run(*args)
+    expected.sum().backward()
+    wanted = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    torch.manual_seed(3)
+    out = checkpoint(run, *args, use_reentrant=reentrant)
+    torch.rand(7)
+    out.sum().backward()
+    assert torch.equal(out, expected)
+    for x, w in zip(inputs, wanted, strict=True):
+        assert (x.grad is None) == (w is None)
+        if w is not None:  # reentrant, what was one tensor in three places is three: other sums
+            assert_close(x.grad, w, roundings=4 if reentrant else 0)
+
+
+def as_function(case: Case, module: nn.Module) -> Callable[..., Tensor]:
+    """The module as a function of its parameters; functional_call calls forward only."""
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return case.run(case.function(self.inner), (args, kwargs))
+
+    called = Called()
+
+    def function(parameters: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        named = {f"inner.{name}": value for name, value in parameters.items()}
+        return functional_call(called, named, args, kwargs)  # type: ignore[no-any-return]
+
+    return function
+
+
+def of_squares(out: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
+    """Gradients of the sum of the squares; a classifier's output layer plays no part in forward."""
+    parameters = list(module.parameters())
+    return torch.autograd.grad(out.pow(2).sum(), parameters, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functional_gradients(name):
+    """torch.func.grad is autograd, of the parameters."""
+    case = CASES[name]
+    module, _ = case.pair(dtype=torch.float64)
+    args, kwargs = case.inputs(B, L, torch.float64)
+    parameters = {key: p.detach() for key, p in module.named_parameters()}
+    function = as_function(case, module)
+    found = torch.func.grad(lambda p: function(p, *args, **kwargs).pow(2).sum())(parameters)
+    wanted = of_squares(case.run(case.function(module), (args, kwargs)), module)
+    for (key, p), w in zip(parameters.items(), wanted, strict=True):
+        assert found[key].shape == p.shape
+        assert_close(found[key], w)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_ensemble_by_vmap(name):
+    """Many models of one form at once, and the gradients of each."""
+    case = CASES[name]
+    models = [case.pair(dtype=torch.float64)[0] for _ in range(3)]
+    args, kwargs = case.inputs(B, L, torch.float64)
+    parameters, _ = torch.func.stack_module_state(models)
+    parameters = {key: p.detach() for key, p in parameters.items()}
+    function = as_function(case, models[0])
+
+    def loss(p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        out = function(p, *args, **kwargs)
+        return out.pow(2).sum(), out
+
+    found, outs = torch.func.vmap(torch.func.grad(loss, has_aux=True))(parameters)
+    for i, model in enumerate(models):
+        expected = case.run(case.function(model), (args, kwargs))
+        assert_close(outs[i], expected.detach())
+        for key, w in zip(parameters, of_squares(expected, model), strict=True):
+            assert_close(found[key][i], w)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_inputs_by_vmap(name):
+    case = CASES[name]
+    module, _ = case.pair(dtype=torch.float64)
+    calls = [case.inputs(B, L, torch.float64) for _ in range(3)]
+    kwargs = calls[0][1]
+    stacked = [torch.stack(x).detach() for x in zip(*(args for args, _ in calls), strict=True)]
+    with torch.no_grad():
+        out = torch.func.vmap(lambda *args: case.run(case.function(module), (args, kwargs)))(*stacked)
+        for i, (args, _) in enumerate(calls):
+            assert_close(out[i], case.run(case.function(module), (args, kwargs)))
+
+
+def through_file(module: nn.Module, **settings: Any) -> nn.Module:
+    stored = io.BytesIO()
+    torch.save(module, stored, **settings)
+    stored.seek(0)
+    return torch.load(stored, weights_only=False)  # type: ignore[no-any-return]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "oldest pickle": lambda module: pickle.loads(pickle.dumps(module, protocol=2)),
+    "torch.save": through_file,
+    "torch.save, old format": lambda module: through_file(module, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(name, how):
+    """Of a module that has run: the same class, values and dropout, parameters of its own, what is tied still tied."""
+    case = CASES[name]
+    module, _ = case.pair(dropout=0.5)
+    given = case.inputs(B, L, torch.float32)
+    case.run(case.function(module), given)
+    other = COPIES[how](module)
+    assert type(other) is type(module)
+    assert [type(x) for x in other.modules()] == [type(x) for x in module.modules()]
+    assert dict(other.named_parameters()).keys() == dict(module.named_parameters()).keys()
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
+    outs = []
+    for one in (module, other):
+        torch.manual_seed(1)
+        outs.append(case.run(case.function(one), given))
+    assert torch.equal(*outs)
+    state = {key: value.double() for key, value in other.state_dict().items()}
+    other.load_state_dict(state, assign=True)
+    assert dict(other.named_parameters()).keys() == dict(module.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_export(name):
+    """The program computes what the module does, with other masks too."""
+    case = CASES[name]
+    module = case.pair()[0].eval()
+    args, kwargs = case.inputs(B, L, torch.float32)
+    program = torch.export.export(module, args, kwargs).module()
+    (again, _) = case.inputs(B, L, torch.float32)
+    masks = {key: x.flip(-1) if key.endswith("padding_mask") else x for key, x in kwargs.items()}
+    assert_close(case.run(program, (again, masks)), case.run(module, (again, masks)))

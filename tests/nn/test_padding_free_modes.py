@@ -1,0 +1,158 @@
+"""Stacks that skip padding in inference, on nested tensors, compiled, traced, checkpointed and transformed."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastformer
+from fastformer.packing import Layout, from_nested, to_nested
+from tests.nn.padding_cases import AHEAD, FF, PADDING, B, D, S, T, stacks
+from tests.support.closeness import assert_close, gradients, random
+
+pytestmark = [
+    pytest.mark.usefixtures("slow_path"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
+]
+
+
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+def test_inference_is_training_without_dropout(kind, tokens_seen):
+    ours, _ = stacks(kind, dropout=0.3)
+    hidden, hidden_keys = PADDING["left"]
+    x = (random(B, T, D),) if "Encoder" in kind else (random(B, T, D), random(B, S, D))
+    names = ("src_key_padding_mask",) if "Encoder" in kind else ("tgt_key_padding_mask", "memory_key_padding_mask")
+    masks = dict(zip(names, (hidden, hidden_keys), strict=False))
+    dropped = ours(*x, **masks)
+    expected = ours.eval()(*x, **masks)
+    assert not torch.allclose(dropped, expected)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_close(ours(*x, **masks), expected.detach())
+    assert set(tokens_seen) == {int((~hidden).sum())}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])  # which means nothing to a nested tensor
+def test_nested_tensors_go_in_and_come_out(batch_first):
+    ours, _ = stacks("Transformer", batch_first=batch_first)
+    layout, source = Layout.from_lengths([5, 2, 3]), Layout.from_lengths([1, 4, 2])
+    x, memory = random(layout.total, D), random(source.total, D)
+    out = ours(to_nested(memory, source), to_nested(x, layout), tgt_is_causal=True)
+    assert out.is_nested
+    assert out.layout == torch.jagged
+    tokens, again = from_nested(out)
+    assert again.lengths.tolist() == [5, 2, 3]
+    expected = ours.decoder.packed(x, layout, ours.encoder.packed(memory, source), source)
+    assert_close(tokens, expected)
+    leaves = [x, memory, *ours.parameters()]
+    for a, w in zip(gradients(tokens, leaves), gradients(expected, leaves), strict=True):
+        assert_close(a, w)
+    tokens, _ = from_nested(ours.encoder(to_nested(memory, source), is_causal=True))
+    assert_close(tokens, ours.encoder.packed(memory, source, causal=True))
+    tokens, _ = from_nested(ours.decoder(to_nested(x, layout), to_nested(memory, source)))
+    assert_close(tokens, ours.decoder.packed(x, layout, memory, source, causal=False))
+
+
+@pytest.mark.slow
+def test_traces_and_fake_tensors_keep_the_padded_form():
+    ours, _ = stacks("TransformerEncoder", dtype=torch.float32)
+    x, hidden = torch.randn(B, T, D), PADDING["right"][0]
+    ours.eval()
+    with torch.no_grad():
+        exported = torch.export.export(ours, (x,), {"src_key_padding_mask": hidden}).module()
+    for other in (hidden, PADDING["left"][0]):
+        assert_close(exported(x, src_key_padding_mask=other), ours(x, src_key_padding_mask=other).detach())
+    decoder, _ = stacks("TransformerDecoder", dtype=torch.float32)
+    memory = torch.randn(B, S, D)
+    with torch.no_grad():
+        exported = torch.export.export(decoder, (x, memory), {"tgt_key_padding_mask": hidden}).module()
+        expected = decoder(x, memory, tgt_key_padding_mask=PADDING["left"][0])
+        assert_close(exported(x, memory, tgt_key_padding_mask=PADDING["left"][0]), expected)
+    meta = copy.deepcopy(ours).to("meta")
+    assert meta(x.to("meta"), src_key_padding_mask=hidden.to("meta")).shape == (B, T, D)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(t) for t in (x, hidden)]
+        assert ours(fake[0], src_key_padding_mask=fake[1]).shape == (B, T, D)
+
+
+def test_autocast_and_activation_checkpointing():
+    ours, torchs = stacks("TransformerEncoder", dtype=torch.float32, dropout=0.25)
+    x, hidden = random(B, T, D, dtype=torch.float32), PADDING["right"][0]
+    torch.manual_seed(3)
+    expected = ours(x, src_key_padding_mask=hidden)
+    wanted = gradients(expected, [x, *ours.parameters()])
+    torch.manual_seed(3)
+    out = checkpoint(lambda x: ours(x, src_key_padding_mask=hidden), x, use_reentrant=False)
+    assert torch.equal(out, expected)
+    for a, w in zip(gradients(out, [x, *ours.parameters()]), wanted, strict=True):
+        assert_close(a, w)
+    ours.eval(), torchs.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = ours(x, src_key_padding_mask=hidden), torchs(x, src_key_padding_mask=hidden)
+    assert_close(out, expected.masked_fill(hidden[..., None], 0.0), roundings=2**18)  # of bf16 products
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_is_right_for_other_masks():
+    ours, _ = stacks("TransformerDecoder", dtype=torch.float32)
+    given = {"tgt": torch.randn(B, T, D), "memory": torch.randn(B, S, D), "tgt_key_padding_mask": PADDING["right"][0]}
+    traced = torch.jit.trace(ours, example_kwarg_inputs=given)
+    given["tgt_key_padding_mask"] = PADDING["left"][0]
+    assert_close(traced(**given), ours(**given))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # SDPA under vmap
+def test_functional_transforms():
+    """vmap over inputs with one mask runs without padding; with a mask each, padded. Forward mode, too."""
+    ours, _ = stacks("TransformerEncoder")
+    ours.eval()
+    x, hidden = random(2, B, T, D, grad=False), PADDING["right"][0]
+    with torch.no_grad():
+        expected = torch.stack([ours(y, src_key_padding_mask=hidden) for y in x])
+        assert_close(torch.func.vmap(lambda y: ours(y, src_key_padding_mask=hidden))(x), expected)
+        both = torch.stack([hidden, hidden])
+        assert_close(torch.func.vmap(lambda y, m: ours(y, src_key_padding_mask=m))(x, both), expected)
+        tangent = torch.randn_like(x[0])
+        out, along = torch.func.jvp(lambda y: ours(y, src_key_padding_mask=hidden), (x[0],), (tangent,))
+        step = 1e-6
+        numeric = (ours(x[0] + step * tangent, src_key_padding_mask=hidden) - out) / step
+    assert_close(along, numeric, roundings=1e11)
+    with torch.no_grad():
+        tilted = torch.stack([AHEAD, AHEAD.T])  # a mask of scores each
+        expected = torch.stack([ours(x[0], mask, src_key_padding_mask=hidden) for mask in tilted])
+        assert_close(torch.func.vmap(lambda m: ours(x[0], m, src_key_padding_mask=hidden))(tilted), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_sequence_by_vmap():
+    ours, _ = stacks("TransformerEncoder")
+    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    x, hidden = random(B, T, D, grad=False), PADDING["gaps"][0]
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, hidden: Tensor) -> Tensor:
+        out = torch.func.functional_call(ours, parameters, (x[None],), {"src_key_padding_mask": hidden[None]})
+        return out.pow(3).sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, hidden)
+    for b in range(B):
+        for name, gradient in torch.func.grad(loss)(parameters, x[b], hidden[b]).items():
+            assert_close(together[name][b], gradient)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_inference_path_has_the_same_zeros():
+    """It takes an even number of heads only."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    layer = nn.TransformerEncoderLayer(8, 2, FF, batch_first=True, dtype=torch.float64)
+    torchs = nn.TransformerEncoder(layer, 2).eval()
+    ours = fastformer.TransformerEncoder(layer, 2).eval()
+    ours.load_state_dict(torchs.state_dict())
+    x, hidden = random(B, T, 8, grad=False), PADDING["right"][0]
+    expected = torchs(x, src_key_padding_mask=hidden)
+    assert not expected[hidden].any()  # it skipped the padding
+    assert_close(ours(x, src_key_padding_mask=hidden), expected)

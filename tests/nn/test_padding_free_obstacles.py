@@ -1,0 +1,153 @@
+"""What has a stack run padded: a switch, and parts that may look at a whole batch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from fastformer.packing import Layout, to_nested
+from tests.nn.padding_cases import FF, PADDING, B, D, H, S, T, change, check, right, stacks
+from tests.support.closeness import assert_close, random
+
+pytestmark = [
+    pytest.mark.usefixtures("slow_path"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
+]
+
+
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
+    ours, torchs = stacks(kind)
+    x, hidden = [random(B, T, D)], PADDING["right"][0]
+    mask = {"src_key_padding_mask": hidden}
+    if kind == "TransformerDecoder":
+        x, mask = [*x, random(B, S, D)], {"tgt_key_padding_mask": hidden}
+    expected = torchs(*x, **mask)
+
+    def full(**arguments: object) -> bool:
+        tokens_seen.clear()
+        out = ours(*x, **mask, **arguments)
+        if tokens_seen[0] == B * T:
+            assert_close(out, expected)
+        return tokens_seen[0] == B * T
+
+    assert not full()
+    assert full(padding_free=False)
+    ours.padding_free = False
+    assert full()
+    assert not full(padding_free=True)
+    assert full(padding_free=None)
+    del ours.padding_free
+    monkeypatch.setattr(type(ours), "padding_free", False)
+    assert full()
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert list(other.state_dict()) == list(torchs.state_dict())
+
+
+CHANGES = [
+    "hooks", "hooks of its own", "another norm", "another activation", "an activation over positions", "bias of keys",
+    "a norm over positions", "own block",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_may_look_at_a_whole_batch_gets_it(name, tokens_seen):
+    ours, torchs = stacks("TransformerEncoder", norm_first=True)
+    assert ours.obstacle() is None
+    make, reason = change(name)
+    make(ours.layers[1])
+    assert ours.obstacle() == reason
+    torchs.layers[1] = copy.deepcopy(ours.layers[1])
+    hidden = PADDING["right"][0]
+    check(ours, torchs, (random(B, T, D),), hidden, src_key_padding_mask=hidden)
+    assert set(tokens_seen) == {B * T}
+
+
+class OwnDecoderLayer(fastformer.TransformerDecoderLayer):
+    def _ff_block(self, x):
+        return x
+
+
+def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
+    class Own(fastformer.TransformerEncoderLayer):
+        def forward(self, src, **masks):
+            return super().forward(src, **masks).flip(1)
+
+    stack = fastformer.TransformerEncoder(Own(D, H, FF, batch_first=True), 2)
+    assert stack.obstacle() == "layers.0 is a Own with a part of its own"
+    nested = to_nested(torch.zeros(3, D), Layout.from_lengths([2, 1]))
+    message = "must not be nested where layers need a padded batch: layers.0 is a Own with a part of its own"
+    with pytest.raises(RuntimeError, match="src " + message):
+        stack(nested)
+    stack = fastformer.TransformerDecoder(OwnDecoderLayer(D, H, FF), 2)
+    with pytest.raises(RuntimeError, match="tgt " + message.replace("a Own ", "a OwnDecoderLayer ")):
+        stack(nested, nested)
+    norm = nn.BatchNorm1d(T)
+    stack = fastformer.TransformerEncoder(fastformer.TransformerEncoderLayer(D, H, FF), 2, norm)
+    assert stack.obstacle() == "norm is a BatchNorm1d"
+    stack.norm = nn.LayerNorm((T, D))
+    assert stack.obstacle() == "norm normalises over 2 dimensions"
+
+
+@pytest.mark.parametrize("where", ["encoder", "decoder", "encoder.layers.0", "decoder.layers.1"])
+def test_hooks_inside_a_transformer_see_padded_batches(where):
+    ours, torchs = stacks("Transformer")
+    shapes = []
+    ours.get_submodule(where).register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
+    hidden, hidden_source = PADDING["right"]
+    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
+    check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
+    assert shapes == [(B, S if "encoder" in where else T, D)]
+
+
+@pytest.mark.parametrize("which", ["encoder", "decoder"])
+def test_stacks_of_another_class_are_called(which):
+    ours, torchs = stacks("Transformer")
+    stack, calls = getattr(ours, which), []
+
+    class Own(type(stack)):
+        def forward(self, *inputs, **masks):
+            calls.append(1)
+            return super().forward(*inputs, **masks)
+
+    stack.__class__ = Own
+    hidden, hidden_source = PADDING["right"]
+    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
+    check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
+    assert calls == [1]
+
+
+def test_custom_stacks_are_called_as_torch_calls_them():
+    """Without arguments of ours, and with layers whose batch is another dimension."""
+
+    class Own(fastformer.TransformerEncoder):
+        def forward(self, src, mask=None, src_key_padding_mask=None, is_causal=None):
+            return super().forward(src, mask, src_key_padding_mask, is_causal) + 1
+
+    hidden, hidden_source = PADDING["right"]
+    x, memory = random(B, T, D), random(B, S, D)
+    ours, torchs = stacks("Transformer")
+    own, transposed = (
+        kind(fastformer.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=first, dtype=torch.float64), 1)
+        for kind, first in ((Own, True), (fastformer.TransformerEncoder, False))
+    )
+    ours.encoder = own
+    masks = {"src_key_padding_mask": hidden_source, "tgt_key_padding_mask": hidden}
+    expected = torchs.decoder(x, own(memory, None, hidden_source), tgt_key_padding_mask=hidden)
+    assert_close(ours(memory, x, **masks), expected.masked_fill(hidden[..., None], 0.0))
+    ours.encoder, torchs.encoder = transposed, copy.deepcopy(transposed)
+    square, hidden = random(B, B, D), right([1, 3, 2], B)
+    masks = {"src_key_padding_mask": hidden, "tgt_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
+    check(ours, torchs, (square, random(B, B, D)), hidden, **masks)
+
+
+def test_custom_stacks_stay_what_they_are():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H), 1)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H), 1)
+    model = fastformer.Transformer(D, H, custom_encoder=encoder, custom_decoder=decoder)
+    assert type(model.encoder) is nn.TransformerEncoder
+    assert type(model.decoder) is nn.TransformerDecoder

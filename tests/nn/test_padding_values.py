@@ -1,0 +1,134 @@
+"""What padding holds does not matter: NaN and infinity there leave all else bitwise unchanged, forward and backward."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastformer
+from fastformer import MultiheadAttention
+from fastformer.apps.translation.cache import DecoderState
+from fastformer.functional import attention, attention_with_weights
+from tests.support.closeness import gradients
+from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.translation_task import random_model
+
+# NumPy's, in the interpreter.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{kind} encountered") for kind in ("invalid value", "overflow")]
+B, H, T, S, K = 3, 1, 6, 7, 16
+KEYS, QUERIES = torch.tensor([4, 0, 7]), torch.tensor([5, 6, 3])
+WITHIN = torch.arange(S) < KEYS[:, None]  # [B, S]
+HOLES = torch.arange(S) % 3 != torch.arange(B)[:, None]  # at the start, inside and at the end
+# The arguments of a call, and which keys are real.
+CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
+    "key lengths": ({"key_lengths": KEYS}, WITHIN),
+    "causal": ({"key_lengths": KEYS, "causal": True}, WITHIN),
+    "both lengths": (
+        {"key_lengths": KEYS, "query_lengths": QUERIES, "window": (2, 1), "alignment": "bottom_right"},
+        WITHIN,
+    ),
+    "key mask": ({"key_mask": HOLES}, HOLES),
+    "lengths and mask": ({"key_mask": HOLES, "key_lengths": KEYS}, HOLES & WITHIN),
+    "mask of keys": ({"mask": HOLES[:, None, None, :]}, HOLES),
+    "softcap": ({"key_mask": HOLES, "softcap": 3.0}, HOLES),
+    "dropout": ({"key_mask": HOLES, "dropout_p": 0.2}, HOLES),
+    "additive mask": ({"key_mask": HOLES, "mask": torch.linspace(-1, 1, T * S).view(1, 1, T, S)}, HOLES),
+}
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_kernels)])
+def fillings(request: pytest.FixtureRequest) -> Iterator[tuple[float, ...]]:
+    """What padding holds, on a backend; the first is finite. The interpreter takes its time."""
+    with fastformer.backend(request.param):
+        yield (0.0, math.nan, math.inf) if request.param == "reference" or DEVICE == "cuda" else (0.0, math.nan)
+
+
+def agree(results: list[list[Tensor]]) -> None:
+    """Those of finite padding are finite, and the others are the same bit by bit."""
+    for clean, *dirty in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert all(torch.equal(clean, found) for found in dirty)
+
+
+@pytest.mark.parametrize("op", [attention, attention_with_weights])
+@pytest.mark.parametrize("case", CASES)
+def test_attention(case: str, op: Callable[..., Any], fillings: tuple[float, ...]) -> None:
+    if op is attention_with_weights and len(fillings) == 2 and case not in ("key mask", "both lengths"):
+        pytest.skip("quick enough without the interpreter only")
+    given, real = CASES[case]
+    given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
+    if case == "additive mask":
+        given["mask"] = given["mask"].requires_grad_()
+    within = torch.arange(T) < QUERIES[:, None] if "query_lengths" in given else torch.ones(B, T, dtype=torch.bool)
+    plain = [torch.randn(B, H, n, K) for n in (T, S, S)]
+    results = []
+    for filling in fillings:
+        hidden = [~x[:, None, :, None] for x in (within, real, real)]
+        q, k, v = (
+            x.masked_fill(gone, filling).to(DEVICE).requires_grad_() for x, gone in zip(plain, hidden, strict=True)
+        )
+        torch.manual_seed(1)
+        out = op(q, k, v, **given)
+        out = list(out) if isinstance(out, tuple) else [out]
+        mask = [given["mask"]] if case == "additive mask" else []
+        results.append([*out, *gradients(out, [q, k, v, *mask])])
+    agree(results)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("given", [{"key_lengths": KEYS}, {"key_mask": HOLES}], ids=["lengths", "mask"])
+def test_a_step_of_decoding(given: dict[str, Tensor], queries: int, fillings: tuple[float, ...]) -> None:
+    """Without a gradient, few queries on many keys: a kernel of its own."""
+    real = WITHIN if "key_lengths" in given else HOLES
+    q, k, v = (torch.randn(B, H, n, K) for n in (queries, S, S))
+    results = []
+    for filling in fillings:
+        keys, values = (x.masked_fill(~real[:, None, :, None], filling).to(DEVICE) for x in (k, v))
+        results.append([attention(q.to(DEVICE), keys, values, **{name: x.to(DEVICE) for name, x in given.items()})])
+    agree(results)
+
+
+def test_a_nan_at_the_end_of_finite_padding(fillings: tuple[float, ...]) -> None:
+    q, k, v = (torch.randn(B, H, n, K) for n in (1, S, S))
+    results = []
+    for filling in fillings:
+        values = v.clone()
+        values[0, :, -1] = filling
+        results.append([attention(q.to(DEVICE), k.to(DEVICE), values.to(DEVICE), key_lengths=KEYS.to(DEVICE))])
+    agree(results)
+
+
+def test_cross_attention_of_a_module(fillings: tuple[float, ...]) -> None:
+    """Outputs, weights and the gradients of the queries and of real memory; a module's own weights meet all memory."""
+    module = MultiheadAttention(K, H, batch_first=True).to(DEVICE)
+    query = torch.randn(B, T, K, device=DEVICE, requires_grad=True)
+    memory = torch.randn(B, S, K)
+    for need_weights in (False, True)[: len(fillings) - 1]:
+        results = []
+        for filling in fillings:
+            given = memory.masked_fill(~HOLES[..., None], filling).to(DEVICE).requires_grad_()
+            out = module(query, given, given, key_padding_mask=~HOLES.to(DEVICE), need_weights=need_weights)
+            out = [x for x in out if x is not None]
+            dq, dmemory = gradients(out, [query, given])
+            results.append([*out, dq, dmemory])
+        agree(results)
+
+
+@pytest.mark.slow
+def test_a_decoders_cache(fillings: tuple[float, ...]) -> None:
+    """The keys and values of shorter sources, beyond their ends."""
+    model = random_model(encoder_layers=1, decoder_layers=1).eval().to(DEVICE)
+    lengths = torch.tensor([3, 1, 4], device=DEVICE)
+    results = []
+    for filling in fillings:
+        with torch.inference_mode():
+            state = DecoderState(model, torch.arange(12, device=DEVICE).view(3, 4), lengths)
+            hidden = (torch.arange(4, device=DEVICE) >= lengths[:, None])[:, None, :, None]
+            for cache in state.layers:
+                cache.source_keys.masked_fill_(hidden, filling)
+                cache.source_values.masked_fill_(hidden, filling)
+            results.append([state.step(torch.tensor([i, i, i], device=DEVICE)) for i in (2, 5)[: len(fillings) - 1]])
+    agree(results)

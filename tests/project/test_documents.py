@@ -1,0 +1,282 @@
+"""README and site: every block of Python and of shell runs, page by page, and every link leads somewhere."""
+
+import functools
+import gzip
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, commands, links
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from benchmarks import report
+from fastformer.apps.language import run as language_run
+from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
+from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
+from tests.apps.cli.test_cli import fastformer
+
+# What a page's training gets besides its own flags: a model and a budget for a test. The later of two flags counts.
+SMALL = "--d-model 16 --heads 2 --feed-forward 32 --steps 2 --warmup-steps 1 --precision fp32 --device cpu --threads 1"
+SMALL_TRANSLATION = f"{SMALL} --encoder-layers 1 --decoder-layers 1 --vocabulary 100 --bleu-sentences 2"
+SMALL_LANGUAGE = f"{SMALL} --layers 1 --vocabulary 300"
+RESUMED = "--steps 4 --device cpu --threads 1"
+
+# Commands that take too long for a test of documents, and where they run.
+ELSEWHERE = {
+    "fastformer demo": "test_demo.py",
+    "benchmarks.codegen": "test_codegen.py",
+    "benchmarks.lane": "test_lane.py",
+    "benchmarks.recipes": "test_recipes.py",
+    "benchmarks.report": "test_benchmark_report.py",
+    "benchmarks.tuning": "test_tuning.py",
+}
+LINKING = [*DOCUMENTS, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"))]
+TARGETS = {target for path in DOCUMENTS for target in re.findall(r"^\((.+)\)=$", path.read_text("utf-8"), re.M)}
+MULTI30K = {"train": ("train", 60), "valid": ("val", 5), "test": ("test_2016_flickr", 5)}
+LANGUAGES = {"python", "bash", "text", "toml", "{eval-rst}", "{toctree}", "{glossary}", "{math}"}
+
+
+def pages(*languages: str) -> list:
+    """The documents with a block in one of these languages, as parameters with their names."""
+    found = {path: {block.language for block in blocks(path.read_text(encoding="utf-8"))} for path in DOCUMENTS}
+    return [
+        pytest.param(path, id=str(path.relative_to(ROOT))) for path, has in found.items() if has.intersection(languages)
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files, the data sets and the runs that the pages speak of, all of them tiny."""
+    folder = tmp_path_factory.mktemp("documents")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    with pytest.MonkeyPatch.context() as patch:
+        published_files(folder / "FOLDER", patch)
+        for dataset in ("multi30k", "wikitext2"):
+            succeed(["data", dataset, "--from", "FOLDER"], folder)
+    pairs = number_corpus("fr", 1100, 1, 1)[0]
+    for language, lines in (("en", pairs.source), ("fr", pairs.target)):
+        (folder / f"corpus.{language}.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+        write_lines(folder / f"news.{language}", lines[:3])
+    write_lines(folder / "prompts.txt", ["Return the", "A number"])
+    succeed([*TRAIN_TRANSLATION.split(), "--run", "demo"], folder)
+    write_lines(folder / "text.txt", pairs.source)
+    lm = f"train lm --train-text text.txt --held-out 0.1 --run runs/language {SMALL_LANGUAGE} --tokenizer words"
+    succeed(lm.split(), folder)
+    for run in ("a", "b", "mine"):
+        shutil.copytree(folder / "demo", folder / "runs" / run)
+    return folder
+
+
+def published_files(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Files named as those of Multi30k and WikiText-2 are, with a few lines, which count as all there are."""
+    folder.mkdir(exist_ok=True)
+    patch.setattr(datasets, "_MULTI30K_LINES", {split: count for split, (_, count) in MULTI30K.items()})
+    for name, count in MULTI30K.values():
+        for language in ("de", "fr"):
+            pairs = number_corpus(language, count, 1, 1)[0]
+            for suffix, lines in (("en", pairs.source), (language, pairs.target)):
+                (folder / f"{name}.{suffix}.gz").write_bytes(gzip.compress("\n".join(lines).encode() + b"\n"))
+    text = [line for i in range(4) for line in ("", f" = Heading {i} = ", "", *["the cat sat on the mat"] * 5)]
+    for split in MULTI30K:
+        write_lines(folder / f"wiki.{split}.tokens", text)
+    count = sum(len(line.split()) + 1 for line in text)
+    patch.setattr(datasets, "_WIKITEXT_TOKENS", dict.fromkeys(MULTI30K, count))
+
+
+def succeed(arguments: list[str], folder: Path) -> str:
+    """Run the command line in this process; its output."""
+    done = fastformer(*arguments, cwd=folder)
+    assert done.returncode == 0, f"{arguments}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", pages("python", "bash"))
+def test_every_block_runs(path: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order; a page's Python is one program."""
+    if "transformers" in (markdown := path.read_text(encoding="utf-8")):
+        pytest.importorskip("transformers")
+    folder = tmp_path / "page"
+    shutil.copytree(place, folder)
+    published_files(folder / "FOLDER", monkeypatch)
+    # Of so many characters, whatever is asked for.
+    monkeypatch.setattr(language_run, "docstring_corpora", lambda size: docstring_corpora(300_000))
+    monkeypatch.chdir(folder)
+    names: dict = {"__name__": "__main__"}
+    for block in blocks(markdown):
+        if block.language == "python":
+            run_python(block, path, names)
+        elif block.language == "bash":
+            for command in commands(block.text, folder):
+                run_command(command, folder)
+
+
+def run_python(block: Block, path: Path, names: dict) -> None:
+    """Run a block; an error names the line of the document."""
+    exec(compile("\n" * (block.line - 1) + block.text, path, "exec"), names)
+
+
+def run_command(command: list[str], folder: Path) -> None:
+    """Run what a page has its reader type, or so much of it as a test can."""
+    program, *arguments = command
+    if program == "torchrun":
+        torchrun = importlib.import_module("torch.distributed.run")
+        parsed = torchrun.parse_args(arguments)
+        program, arguments = parsed.training_script, parsed.training_script_args
+    match program, arguments:
+        case "fastformer", ["demo"]:
+            assert has_test("fastformer demo")
+        case "fastformer", ["train", *_]:
+            train(arguments, folder)
+        case "fastformer", _:
+            succeed(arguments, folder)
+        case "pytest", _:
+            check_options(arguments, help_of("pytest", "benchmarks" if "benchmarks" in arguments else "tests"))
+            assert all((ROOT / name).exists() for name in arguments if re.match(r"(tests|benchmarks)\b", name))
+        case "python", ["-m", "benchmarks.host"]:
+            assert "\nembedding, and backward" in host_times("--only", "embedding")
+        case "python", ["-m", module, *options]:
+            assert has_test(module)
+            check_options(options, help_of(module))
+        case "pip", ["install", *names]:
+            check_extras(names)
+        case "make", _:
+            makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+            assert all(re.search(rf"^{re.escape(name)}:", makefile, re.M) for name in arguments)
+        case "python3", ["-m", "venv", ".venv"]:
+            pass
+        case "pre-commit", ["install"]:
+            assert (ROOT / ".pre-commit-config.yaml").is_file()
+        case _:
+            pytest.fail(f"no rule for {command}")
+
+
+def train(arguments: list[str], folder: Path) -> None:
+    """Train as the page says, with a small model; a new run takes the place of the one the reader has not."""
+    if "--resume" in arguments:
+        succeed([*arguments, *RESUMED.split()], folder)
+        return
+    shutil.rmtree(folder / arguments[arguments.index("--run") + 1], ignore_errors=True)
+    small = SMALL_LANGUAGE if arguments[1] == "lm" else SMALL_TRANSLATION
+    succeed([*arguments, *small.split()], folder)
+
+
+def has_test(command: str) -> bool:
+    (found,) = (ROOT / "tests").rglob(ELSEWHERE[command])
+    return re.split("[. ]", command)[-1] in found.read_text(encoding="utf-8")
+
+
+def check_options(words: list[str], help_text: str) -> None:
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert {option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", help_text)} == set()
+
+
+@functools.cache
+def host_times(*arguments: str) -> str:
+    """What it prints; it compiles kernels, which the interpreter of the other tests does not."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.host", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def help_of(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", module, *arguments, "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def check_extras(words: list[str]) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    asked = {extra for word in words for extra in re.findall(r"(?:fastformer|\.)\[([\w,]+)\]", word)}
+    assert {extra for extra in ",".join(asked).split(",") if extra} <= set(extras)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in DOCUMENTS])
+def test_every_block_says_what_it_is(path: Path) -> None:
+    """And so has a rule: what is no program is named as text."""
+    markdown = path.read_text(encoding="utf-8")
+    found = blocks(markdown)
+    assert {block.language for block in found} <= LANGUAGES
+    assert len(re.findall(r"^(```|:::)", markdown, re.M)) == 2 * len(found)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in LINKING])
+def test_every_link_leads_somewhere(path: Path) -> None:
+    """To a file of the repository, and in a document to a heading it has; addresses are looked at only."""
+    for link in links(path.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            assert re.fullmatch(r"https://[\w.-]+\.[a-z]+(/\S*)?", link), link
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), f"{link}: there is no {target}"
+        assert target.is_relative_to(ROOT), link
+        if anchor and anchor not in TARGETS:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in LINKING])
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    """Between backticks, from the root of the repository on; `*` stands for some names."""
+    text = path.read_text(encoding="utf-8")
+    folders = "|".join(sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir() and entry.name[0] != "."))
+    for name in re.findall(rf"`((?:{folders})/[\w*./-]+\.\w+)`", text):
+        if "OP" not in name:  # which stands for any
+            assert list(ROOT.glob(name.replace("...", "**"))), name
+
+
+def test_every_page_that_code_names_exists() -> None:
+    for path in [*(ROOT / "fastformer").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path}: {name}"
+
+
+def test_every_version_of_python_that_we_name_runs_the_tests() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    named = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r":: Python :: 3\.\d+$", each)]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert f"python: {json.dumps(named)}" in workflow
+    assert project["requires-python"] == f">={named[0]}"
+    assert re.search(r"^ +- run: \.ci/run$", workflow, re.M)
+
+
+def test_what_a_block_and_a_link_are() -> None:
+    markdown = (
+        "# A `b` C\n\n[x](y.md#a-b-c) `[no](link)`\n\n```bash\nfastformer info  # [no](link)\n```\n\n(here)=\n## D\n"
+    )
+    assert links(markdown) == ["y.md#a-b-c"]
+    assert blocks(markdown) == [Block("bash", "fastformer info  # [no](link)\n", 6)]
+    assert anchors(markdown) == {"a-b-c", "here", "d"}
+
+
+def test_commands_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "a-gpu.toml").touch()
+    script = (
+        "fastformer train \\\n  --run 'my run'  # --resume\n.venv/bin/pip install x && make test\npytest *-gpu.toml\n"
+    )
+    assert commands(script, tmp_path) == [
+        ["fastformer", "train", "--run", "my run"],
+        ["pip", "install", "x"],
+        ["make", "test"],
+        ["pytest", "a-gpu.toml"],
+    ]
+    with pytest.raises(AssertionError, match="nosuchcommand"):
+        commands("nosuchcommand", tmp_path)
+
+
+def test_the_readme_is_short() -> None:
+    """150 lines with the table of one machine, which `benchmarks.report` writes; tables of others may come."""
+    before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(report.BEGIN)
+    assert len((before + rest.partition(report.END)[2]).splitlines()) <= 120

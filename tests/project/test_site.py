@@ -1,0 +1,107 @@
+"""The documentation site, built as `make docs` builds it: whole, strict, and with nothing from a network."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import pydoc
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("furo", reason="the site needs the extra `docs`")
+pytest.importorskip("transformers", reason="its integration is on the site")
+
+from sphinx.util.inventory import InventoryFile
+
+import fastformer
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site; a warning of the build is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    recipe = re.search(r"^\t\$\(PYTHON\) -m sphinx (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert recipe is not None
+    assert {"-W", "-n", "--keep-going", "-E"} <= set(recipe[1].split())
+    places = {"build/doctrees": str(folder / "doctrees"), "build/site": str(folder / "site")}
+    command = [sys.executable, "-m", "sphinx", *(places.get(word, word) for word in recipe[1].split())]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def described(site: Path) -> set[str]:
+    """The dotted names that the reference describes."""
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    return {name for kind, entries in inventory.data.items() if kind.startswith("py:") for name in entries}
+
+
+def public_names() -> list[tuple[str, str]]:
+    """(module, name) of all that our modules offer; the command line is for typing."""
+    walked = [module.name for module in pkgutil.walk_packages(fastformer.__path__, "fastformer.")]
+    assert "fastformer.functional.choice" in walked
+    modules = ["fastformer", *(name for name in walked if not re.search(r"\.(__main__|cli)\b", name))]
+    return [(module, name) for module in modules for name in getattr(importlib.import_module(module), "__all__", ())]
+
+
+def test_every_public_name_is_in_the_reference(described: set[str]) -> None:
+    """At the place that offers it, or at another that offers the same thing."""
+    things = {id(thing) for name in described if (thing := pydoc.locate(name)) is not None}
+    missing = [
+        f"{module}.{name}"
+        for module, name in public_names()
+        if not isinstance(thing := getattr(importlib.import_module(module), name), types.ModuleType)
+        if f"{module}.{name}" not in described and id(thing) not in things
+    ]
+    assert missing == []
+
+
+def test_none_is_undocumented(described: set[str]) -> None:
+    """Classes and functions by docstrings of their own, not torch's; for the rest pages have words."""
+    things = {name: pydoc.locate(name) for name in described}
+    mute = [
+        name
+        for name, thing in things.items()
+        if (inspect.isclass(thing) or inspect.isroutine(thing)) and not vars(thing).get("__doc__", thing.__doc__)
+    ]
+    assert mute == []
+
+
+def test_shapes_errors_and_settings_are_shown(site: Path) -> None:
+    entry = (site / "api" / "functional.html").read_text("utf-8").partition('id="fastformer.functional.attention"')[2]
+    words = re.sub(r"<[^>]*>", "", entry).partition("attention_with_weights(")[0]
+    for word in ("[B, H, T, K]", "causal: bool = False", "Returns", "Raises", "fastformer.backend.BackendError"):
+        assert word in words
+    help_line = "end after this many optimiser steps"
+    assert help_line in (site / "api" / "train.html").read_text(encoding="utf-8")
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    """Links may lead out; scripts, styles, pictures and fonts are there."""
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(r"<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", text)
+        assert fetched
+        for address in fetched:
+            assert not re.match(r"(?:[a-z]+:)?//", address), f"{page.name} fetches {address}"
+            assert (page.parent / address.partition("?")[0].partition("#")[0]).exists(), f"{page.name}: {address}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"@import|url\(['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_search_has_its_index_beside_it(site: Path) -> None:
+    """A script, so that it is read from a folder too, where a browser fetches nothing else."""
+    assert 'src="searchindex.js"' in (site / "search.html").read_text(encoding="utf-8")
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    found = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)", index)[1])
+    assert {"index", "padding-free", "api/functional", "glossary"} <= set(found["docnames"])
+    assert "pad" in found["terms"]

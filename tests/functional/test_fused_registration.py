@@ -1,5 +1,8 @@
 """An op goes to its launcher by the shortest way, and by the dispatcher where anybody looks at it."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastformer
 from fastformer import functional
 from fastformer.functional import choice
+from fastformer.functional.attention import fused
 from fastformer.host.autograd_function import define
 from fastformer_kernels.attention.settings import Settings
 
@@ -95,3 +99,10 @@ def test_the_ops_of_attention_take_the_settings_as_the_record_has_them(op):
 
     assert issubclass(Problem, Settings)
     assert Problem._fields == Settings._fields
+
+
+def test_the_settings_that_are_given_by_position_have_the_names_of_their_fields():
+    tree = ast.parse(Path(fused.__file__).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"]
+    given = [[ast.unparse(x) for x in node.args] for node in calls]
+    assert [names for names in given if not names[0].startswith("*")] == [list(Settings._fields)]

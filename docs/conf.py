@@ -3,7 +3,6 @@
 A name between single backticks in a docstring is a link where it names something of ours, and code elsewhere.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from sphinx.writers.html5 import HTML5Translator
 import fastformer
 from benchmarks.codegen import BUDGET
 from benchmarks.report import BEGIN, END
+from fastformer.settings import Settings, declared, explained
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -133,11 +133,10 @@ def with_links(markdown: str, folder: Path) -> str:
 
 
 def say_settings(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Write down the settings of a dataclass, whose help lines and rules live in its fields."""
-    if what == "class" and dataclasses.is_dataclass(thing):
-        fields = [field for field in dataclasses.fields(thing) if "help" in field.metadata]
-        if fields:
-            lines += ["", "Attributes:", *(f"    {field.name}: {field.metadata['help']}." for field in fields), ""]
+    """Write down settings, whose help, bounds and conditions are declared in their fields."""
+    if isinstance(thing, type) and issubclass(thing, Settings):
+        each = [f"    {item.name}: {explained(item, [thing])}." for item, _ in declared(thing)]
+        lines += ["", "Attributes:", *each, ""] * bool(each)
     elif what in ("attribute", "property"):
         lines[:0] = [
             "..",

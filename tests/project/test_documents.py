@@ -39,8 +39,10 @@ ELSEWHERE = {
     "benchmarks.report": "test_benchmark_report.py",
     "benchmarks.tuning": "test_tuning.py",
 }
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 LINKING = [*DOCUMENTS, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"))]
 TARGETS = {target for path in DOCUMENTS for target in re.findall(r"^\((.+)\)=$", path.read_text("utf-8"), re.M)}
+NEEDS = {"transformers": "import transformers", "triton": r"TRITON_INTERPRET|benchmarks\.(codegen|host)"}
 MULTI30K = {"train": ("train", 60), "valid": ("val", 5), "test": ("test_2016_flickr", 5)}
 LANGUAGES = {"python", "bash", "text", "toml", "{eval-rst}", "{toctree}", "{glossary}", "{math}"}
 
@@ -103,8 +105,10 @@ def succeed(arguments: list[str], folder: Path) -> str:
 @pytest.mark.parametrize("path", pages("python", "bash"))
 def test_every_block_runs(path: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order; a page's Python is one program."""
-    if "transformers" in (markdown := path.read_text(encoding="utf-8")):
-        pytest.importorskip("transformers")
+    markdown = path.read_text(encoding="utf-8")
+    for module, sign in NEEDS.items():
+        if re.search(sign, markdown):
+            pytest.importorskip(module)
     folder = tmp_path / "page"
     shutil.copytree(place, folder)
     published_files(folder / "FOLDER", monkeypatch)
@@ -183,7 +187,6 @@ def check_options(words: list[str], help_text: str) -> None:
 @functools.cache
 def host_times(*arguments: str) -> str:
     """What it prints; it compiles kernels, which the interpreter of the other tests does not."""
-    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.host", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
@@ -240,6 +243,17 @@ def test_every_page_that_code_names_exists() -> None:
     for path in [*(ROOT / "fastformer").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file(), f"{path}: {name}"
+
+
+def test_the_annotated_tree_has_every_folder_and_no_other() -> None:
+    blocks_of_text = [block.text for block in blocks(CONTRIBUTING.read_text("utf-8")) if block.language == "text"]
+    named = set(re.findall(r"(?:^|(?<=[\s/]))([\w.]+)(?=/(?:\s|\w))", blocks_of_text[0], re.M))
+    package = ROOT / "fastformer"
+    folders = {
+        path.name for top in (package, package / "apps") for path in top.iterdir() if (path / "__init__.py").exists()
+    }
+    roots = {"fastformer", "kernels", "fastformer_kernels", "benchmarks", "tests", "recipes", "examples", "docs"}
+    assert named - {"support", "gpu"} == folders | roots
 
 
 def test_every_version_of_python_that_we_name_runs_the_tests() -> None:

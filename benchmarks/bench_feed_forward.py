@@ -23,7 +23,7 @@ from benchmarks.kernel_packages import liger
 from benchmarks.ops import race_functions, with_cpu
 from benchmarks.race import Direction, Race
 from fastformer import functional
-from fastformer.arguments import Activation
+from fastformer.functional.feed_forward.op import Activation
 
 pytestmark = pytest.mark.gpu
 

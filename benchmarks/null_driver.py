@@ -5,6 +5,7 @@ the launch itself (Triton's C function, cuLaunchKernel) and the switch of device
 whatever was in memory.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -69,10 +70,10 @@ def install() -> None:
     from triton import knobs
     from triton.runtime import driver
 
-    from fastformer import fused, reference
+    from fastformer.functional import choice
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET must be off: the interpreter launches nothing either, and computes")
     driver.set_active(_Driver(_ARCH))
-    fused._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
-    setattr(reference, "dropout", F.dropout)  # noqa: B010  as on a GPU
+    choice._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
+    setattr(sys.modules["fastformer.functional.dropout"], "drop", F.dropout)  # noqa: B010  as on a GPU

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer_kernels import (
-    attention,
-    attention_backward,
-    attention_decode,
-    dropout_add_layer_norm,
-    embedding,
-    feed_forward,
-    layer_norm,
-    linear_cross_entropy,
-    rms_norm,
-)
+from fastformer_kernels.attention import backward as attention_backward
+from fastformer_kernels.attention import decode as attention_decode
+from fastformer_kernels.attention import delta as attention_delta
+from fastformer_kernels.attention import forward as attention
+from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.embedding import kernels as embedding
+from fastformer_kernels.feed_forward import kernels as feed_forward
+from fastformer_kernels.linear_cross_entropy import kernels as linear_cross_entropy
+from fastformer_kernels.norms import dropout_add_layer_norm, layer_norm, rms_norm
 
 Config = dict[str, int]
 Kernel = Callable[..., Sequence[Tensor]]
@@ -155,8 +153,7 @@ _TILE = (Axis("BLOCK_T", 16, 256), Axis("BLOCK_S", 16, 256), Axis("num_warps", 4
 
 
 def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    # As `attention_problem.Problem` has them: causal, no padding, no mask, no dropout.
-    settings = (None, None, None, None, L, L, 0, -1, 0, K**-0.5, 0.0, 0.0)
+    settings = Settings(queries=L, keys=L, scale=K**-0.5, right=0)  # causal, no padding, no mask, no dropout
 
     def forward(device: torch.device) -> Kernel:
         q, k, v = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(3))
@@ -165,7 +162,7 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
     def backward(device: torch.device, wants_q: bool, wants_keys: bool, fast: bool = False) -> Kernel:
         q, k, v, dout = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(4))
         out, lse = attention.forward(q, k, v, *settings)
-        delta = attention_backward.delta(out, dout, lse, *settings)
+        delta = attention_delta.delta(out, dout, lse, *settings)
         inputs = (dout, q, k, v, lse, delta, None, wants_q, wants_keys)
 
         def call(fast: int = fast) -> list[Tensor]:
@@ -193,7 +190,7 @@ def _decode_cases(tiny: bool) -> Iterator[Case]:
 
         def prepare(device: torch.device, B: int = B, H: int = H, S: int = S, K: int = K) -> Kernel:
             q, k, v = (_randn(device, B, H, rows, K, dtype=dtype) for rows in (1, S, S))
-            settings = (None, None, None, None, 1, S, 0, -1, -1, K**-0.5, 0.0, 0.0)
+            settings = Settings(queries=1, keys=S, scale=K**-0.5)
 
             def call(split: int = 1) -> list[Tensor]:
                 decode = attention_decode.decode

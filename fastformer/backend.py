@@ -1,8 +1,8 @@
 """Which implementation the user asks for: `auto`, `triton` or `reference`.
 
-The choice is held in a module variable (process-wide) and a `threading.local` (the innermost `with backend(...)`).
-torch.compile guards both and recompiles on a switch; a read of `os.environ` inside a compiled region would be baked in
-stale, and a ContextVar cannot be read there up to torch 2.13. So the environment is read once, at import.
+The choice is held in an object (process-wide) and in a `threading.local` (the innermost `with backend(...)`), both of
+which torch.compile guards: it recompiles on a switch. A read of `os.environ` inside a compiled region would be baked in
+stale, and a ContextVar cannot be read there up to torch 2.13, so the environment is read once, at import.
 
 Whether a request can be met is decided in `fastformer.functional`, next to the call.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast, get_args
 
-__all__ = ["BackendError", "allow_nondeterminism", "allows_nondeterminism", "backend", "get_backend", "set_backend"]
+__all__ = ["BackendError", "allow_nondeterminism", "backend", "get_backend", "set_backend"]
 
 Backend = Literal["auto", "triton", "reference"]
 CHOICES: tuple[str, ...] = get_args(Backend)
@@ -30,17 +30,22 @@ def _checked(name: str, origin: str) -> Backend:
     return cast(Backend, name)
 
 
-# Checked when it is first used, not here: an import that fails would give the command line's users a stack trace.
-_default: str = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+class _Process:
+    def __init__(self) -> None:
+        # Checked when it is first used, not here: an import that fails would give the command line's users a stack
+        # trace.
+        self.backend: str = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+        self.nondeterminism = False
 
 
-class _Local(threading.local):
+class _Thread(threading.local):
     def __init__(self) -> None:
         # In the instance: torch.compile puts no guard on a default that the class holds, and would miss the switch.
-        self.override: Backend | None = None
+        self.backend: Backend | None = None
 
 
-_local = _Local()
+# What is asked for: by the innermost `with backend(...)` of this thread, if any, or else by the process.
+thread, process = _Thread(), _Process()
 
 
 def set_backend(name: Backend) -> None:
@@ -53,8 +58,7 @@ def set_backend(name: Backend) -> None:
     Raises:
         ValueError: for any other name.
     """
-    global _default
-    _default = _checked(name, "backend")
+    process.backend = _checked(name, "backend")
 
 
 def get_backend() -> Backend:
@@ -63,10 +67,7 @@ def get_backend() -> Backend:
     Raises:
         ValueError: the environment variable has another value.
     """
-    return _local.override or _checked(_default, ENVIRONMENT_VARIABLE)
-
-
-_nondeterminism = False
+    return thread.backend or _checked(process.backend, ENVIRONMENT_VARIABLE)
 
 
 def allow_nondeterminism(allowed: bool = True) -> None:
@@ -75,21 +76,15 @@ def allow_nondeterminism(allowed: bool = True) -> None:
     Attention then computes the gradient of the queries with atomic additions, 5 matrix products a tile instead of 7.
     Has no effect under `torch.use_deterministic_algorithms(True)`.
     """
-    global _nondeterminism
-    _nondeterminism = allowed
-
-
-def allows_nondeterminism() -> bool:
-    """Return whether the user allows it; the ops that make use of it also ask torch."""
-    return _nondeterminism
+    process.nondeterminism = allowed
 
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
     """Choose the implementation inside a `with` block, in this thread only. Blocks nest."""
-    previous = _local.override
-    _local.override = _checked(name, "backend")
+    previous = thread.backend
+    thread.backend = _checked(name, "backend")
     try:
         yield
     finally:
-        _local.override = previous
+        thread.backend = previous

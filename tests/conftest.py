@@ -51,7 +51,7 @@ def _seed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _no_plans() -> None:
     """Launchers that are not interpreted repeat what they did for an earlier test, which this one may replace."""
-    if plan := sys.modules.get("fastformer_kernels.plan"):
+    if plan := sys.modules.get("fastformer_kernels.host.plan"):
         plan.forget()
 
 

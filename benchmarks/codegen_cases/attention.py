@@ -1,19 +1,18 @@
 """Attention: each tile size that the launchers choose, with the fewest and with the most options."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer_kernels import (
-    attention,
-    attention_backward,
-    attention_bounds,
-    attention_decode,
-    attention_mask_gradient,
-    attention_weights,
-)
+from fastformer_kernels.attention import backward as attention_backward
+from fastformer_kernels.attention import decode as attention_decode
+from fastformer_kernels.attention import delta as attention_delta
+from fastformer_kernels.attention import forward as attention
+from fastformer_kernels.attention import mask_gradient as attention_mask_gradient
+from fastformer_kernels.attention import problem as attention_problem
+from fastformer_kernels.attention import weights as attention_weights
+from fastformer_kernels.attention.settings import Settings
 
 B, H = 4, 8
 # Sizes of the tiles change at these lengths.
@@ -35,28 +34,27 @@ def heads(T: int, K: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
     return q, k, v
 
 
-def light(T: int) -> tuple[Any, ...]:
+def light(T: int) -> Settings:
     """Causal with lengths: what a language model or a decoder needs."""
-    return meta(B, 8, dtype=torch.int32), None, None, None, T, T, 0, -1, 0, 0.125, 0.0, 0.0
+    return Settings(queries=T, keys=T, scale=0.125, right=0, bounds=meta(B, 8, dtype=torch.int32))
 
 
-def dropped(T: int) -> tuple[Any, ...]:
+def dropped(T: int) -> Settings:
     """The same with dropout, a key mask and a window."""
     seed, key_mask = meta(1, dtype=torch.int64), meta(B, T, dtype=torch.bool)
-    return meta(B, 8, dtype=torch.int32), key_mask, None, seed, T, T, 0, 100, 0, 0.125, 0.0, 0.1
+    return light(T)._replace(key_mask=key_mask, seed=seed, left=100, dropout_p=0.1)
 
 
-def heavy(T: int) -> tuple[Any, ...]:
+def heavy(T: int) -> Settings:
     """Every option that needs registers: additive mask, key mask, window, softcap and dropout."""
-    seed, key_mask = meta(1, dtype=torch.int64), meta(B, T, dtype=torch.bool)
-    return meta(B, 8, dtype=torch.int32), key_mask, meta(B, 1, T, T), seed, T, T, 0, 100, 0, 0.125, 30.0, 0.1
+    return dropped(T)._replace(mask=meta(B, 1, T, T), softcap=30.0)
 
 
-def lse_of(settings: tuple[Any, ...], T: int) -> Tensor:
-    return meta(B, H, T) if settings[2] is None else meta(2, B, H, T)
+def lse_of(settings: Settings, T: int) -> Tensor:
+    return meta(B, H, T) if settings.mask is None else meta(2, B, H, T)
 
 
-def forward_case(T: int, K: int, dtype: torch.dtype, options: Callable[[int], tuple[Any, ...]]) -> Callable[[], object]:
+def forward_case(T: int, K: int, dtype: torch.dtype, options: Callable[[int], Settings]) -> Callable[[], object]:
     return lambda: attention.forward(*heads(T, K, dtype), *options(T))
 
 
@@ -64,7 +62,7 @@ def backward_case(
     T: int,
     K: int,
     dtype: torch.dtype,
-    options: Callable[[int], tuple[Any, ...]],
+    options: Callable[[int], Settings],
     fast: bool = False,
     weights: bool = False,
 ) -> Callable[[], object]:
@@ -86,12 +84,12 @@ def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
         lse = lse_of(settings, T)
         match name:
             case "delta":
-                return attention_backward.delta(q, q, lse, *settings)
+                return attention_delta.delta(q, q, lse, *settings)
             case "weights":
                 return attention_weights.weights(q, k, lse, *settings)
             case "mask gradient":
                 return attention_mask_gradient.mask_gradient(q, q, k, v, lse, meta(B, H, T), None, *settings)
-        settings = (*dropped(T)[:2], None, None, 1, T, 0, 100, 0, 0.125, 30.0, 0.0)
+        settings = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
         return attention_decode.decode(q[:, :, :1], k, v, *settings)
 
     return run
@@ -144,7 +142,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     each = meta(B, dtype=torch.int64)
     yield (
         "bounds",
-        lambda: attention_bounds.bounds(each, each, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, each),
+        lambda: attention_problem.bounds(each, each, meta(B, 512, dtype=torch.bool), B, 512, 512, False, True, each),
     )
     offsets = meta(B + 1, dtype=torch.int64)
-    yield "bounds packed", lambda: attention_bounds.bounds(offsets, offsets, None, B, 512, 512, True, False, offsets)
+    yield "bounds packed", lambda: attention_problem.bounds(offsets, offsets, None, B, 512, 512, True, False, offsets)

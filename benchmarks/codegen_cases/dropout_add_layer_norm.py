@@ -22,7 +22,7 @@ def _seed(dropout_p: float) -> Tensor | None:
 
 
 def _forward(N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float) -> object:
-    from fastformer_kernels import dropout_add_layer_norm
+    from fastformer_kernels.norms import dropout_add_layer_norm
 
     row = _meta(N, dtype=residual)
     both = (_meta(M, N, dtype=x), _meta(M, N, dtype=residual))
@@ -32,7 +32,7 @@ def _forward(N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float) ->
 def _backward(
     N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float, has_dy: bool = True, has_ds: bool = True
 ) -> object:
-    from fastformer_kernels import dropout_add_layer_norm
+    from fastformer_kernels.norms import dropout_add_layer_norm
 
     s, row, statistic = _meta(M, N, dtype=residual), _meta(N, dtype=residual), _meta(M, dtype=FP32)
     wanted = (residual, x if dropout_p > 0.0 or x != residual else None, *((residual if has_dy else None,) * 2))

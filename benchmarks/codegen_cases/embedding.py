@@ -21,7 +21,7 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(dtype: torch.dtype, width: int, has_positions: bool, dropout_p: float) -> object:
-    from fastformer_kernels import embedding
+    from fastformer_kernels.embedding import kernels as embedding
 
     ids = _meta(M, dtype=torch.int64)
     table = _meta(P, width, dtype=dtype) if has_positions else None
@@ -31,7 +31,7 @@ def _forward(dtype: torch.dtype, width: int, has_positions: bool, dropout_p: flo
 
 
 def _backward(dtype: torch.dtype, width: int, dropout_p: float) -> object:
-    from fastformer_kernels import embedding
+    from fastformer_kernels.embedding import kernels as embedding
 
     seed = _meta(1, dtype=torch.int64) if dropout_p else None
     return embedding.scaled_gradient(_meta(M, width, dtype=dtype), seed, 22.6, dropout_p)

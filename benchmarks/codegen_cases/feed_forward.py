@@ -28,7 +28,7 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(activation: str, dtype: torch.dtype, width: int, dropout_p: float) -> Tensor:
-    from fastformer_kernels import feed_forward
+    from fastformer_kernels.feed_forward import kernels as feed_forward
 
     wide = 2 * width if feed_forward.FORMS[activation][1] else width
     seed = _meta(1, dtype=torch.int64) if dropout_p else None
@@ -36,7 +36,7 @@ def _forward(activation: str, dtype: torch.dtype, width: int, dropout_p: float) 
 
 
 def _backward(activation: str, dtype: torch.dtype, width: int, dropout_p: float) -> object:
-    from fastformer_kernels import feed_forward
+    from fastformer_kernels.feed_forward import kernels as feed_forward
 
     wide = 2 * width if feed_forward.FORMS[activation][1] else width
     seed = _meta(1, dtype=torch.int64) if dropout_p else None
@@ -45,7 +45,7 @@ def _backward(activation: str, dtype: torch.dtype, width: int, dropout_p: float)
 
 
 def _relu_backward(dtype: torch.dtype, width: int) -> object:
-    from fastformer_kernels import feed_forward
+    from fastformer_kernels.feed_forward import kernels as feed_forward
 
     da = _meta(M, width, dtype=dtype)
     return feed_forward.relu_backward(da, da, DROPOUT, True)

@@ -20,7 +20,7 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype) -> object:
-    from fastformer_kernels import layer_norm
+    from fastformer_kernels.norms import layer_norm
 
     row = None if weight is None else _meta(N, dtype=weight)
     return layer_norm.forward(_meta(M, N, dtype=x), row, row, 1e-5, y)
@@ -29,7 +29,7 @@ def _forward(N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype)
 def _backward(
     N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, wants_x: bool = True, wants_weight: bool = True
 ) -> object:
-    from fastformer_kernels import layer_norm
+    from fastformer_kernels.norms import layer_norm
 
     row, statistic = None if weight is None else _meta(N, dtype=weight), _meta(M, dtype=FP32)
     wanted = weight if wants_weight else None

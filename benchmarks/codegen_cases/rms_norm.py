@@ -18,13 +18,13 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype) -> object:
-    from fastformer_kernels import rms_norm
+    from fastformer_kernels.norms import rms_norm
 
     return rms_norm.forward(_meta(M, N, dtype=x), None if weight is None else _meta(N, dtype=weight), 1e-5, y)
 
 
 def _backward(N: int, x: torch.dtype, weight: torch.dtype | None, y: torch.dtype, wants_x: bool = True) -> object:
-    from fastformer_kernels import rms_norm
+    from fastformer_kernels.norms import rms_norm
 
     row = None if weight is None else _meta(N, dtype=weight)
     dy, x_, rstd = _meta(M, N, dtype=y), _meta(M, N, dtype=x), _meta(M, dtype=FP32)

@@ -4,16 +4,21 @@ Every op checks its arguments, then runs its fused kernel or the reference: `aut
 `triton` raises with the reason where it does not. `explain` says which it would be, and why.
 """
 
-# An op hides the file of its name: `functional.attention` is the function. All files are loaded here, at once, because
-# loading one later would put the file in the function's place. `choice` alone decides between implementations.
+# A room an op, or a family: signature, checks, reference, registration and autograd Function; the kernels are in the
+# room of the same name in `fastformer_kernels`. `choice` alone decides between implementations.
+# An op hides the room of its name: `functional.attention` is the function. All rooms are loaded here, at once, because
+# loading one later would put the room in the function's place; what is inside is imported by its full name, as in
+# `from fastformer.functional.attention.rules import AttentionRules`.
 
-from fastformer.functional.attention import attention, attention_with_weights, packed_attention
+from fastformer.functional.attention.op import attention, attention_with_weights, packed_attention
 from fastformer.functional.choice import OPS, check_backend, explain
 from fastformer.functional.dropout import dropout
-from fastformer.functional.embedding import embedding
-from fastformer.functional.feed_forward import feed_forward
-from fastformer.functional.linear_cross_entropy import linear_cross_entropy
-from fastformer.functional.norms import dropout_add_layer_norm, layer_norm, rms_norm
+from fastformer.functional.embedding.op import embedding
+from fastformer.functional.feed_forward.op import feed_forward
+from fastformer.functional.linear_cross_entropy.op import linear_cross_entropy
+from fastformer.functional.norms.dropout_add_layer_norm import dropout_add_layer_norm
+from fastformer.functional.norms.layer_norm import layer_norm
+from fastformer.functional.norms.rms_norm import rms_norm
 
 __all__ = [
     "OPS",

@@ -1,14 +1,15 @@
 """Who runs a call: the fused kernel or the reference. The only place where an implementation is chosen."""
 
+import importlib.util
+import os
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from fastformer import fused
-from fastformer.backend import BackendError, get_backend
-from fastformer.fused.attention import limit as attention_limit
-from fastformer.fused.differentiation import Formula
+from fastformer.backend import CHOICES, BackendError, get_backend, process, thread
+from fastformer.functional.attention.fused import limit as attention_limit
 
 OPS = (
     "attention",
@@ -21,6 +22,55 @@ OPS = (
     "embedding",
     "linear_cross_entropy",
 )
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TRITON = importlib.util.find_spec("triton") is not None
+# Triton's own switch, which it reads when kernels are defined: they then run on CPU tensors, and very slowly.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+_SMALLEST_CAPABILITY = (8, 0)
+
+
+def _asked() -> str:
+    """Return what `get_backend` does, read where it is kept: three calls less, of every op."""
+    asked = thread.backend or process.backend
+    return asked if asked in CHOICES else get_backend()  # which raises, with the choices
+
+
+def _inside_vmap() -> bool:
+    """Whether a vmap is active; any tensor of the op may then be batched, be it a weight alone."""
+    functorch = torch._C._functorch
+    if functorch.maybe_current_level() is None:
+        return False
+    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def unsupported(op: str, x: Tensor) -> str | None:
+    """Return why no fused kernel can run `op` on a tensor like `x`, or None if one can.
+
+    Triton's interpreter counts only where backend "triton" is asked for: "auto" never takes it.
+    """
+    if not _TRITON:
+        return f"{op} needs Triton, which is not installed (on Linux: pip install 'fastformer[triton]')"
+    if x.dtype not in DTYPES:
+        return f"{op} takes float32, float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
+    if x.is_cpu:
+        if not _INTERPRETED:
+            return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
+        if _asked() != "triton":
+            return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
+    elif not x.is_cuda or torch.version.hip is not None:
+        return f"{op} needs an NVIDIA GPU, and the tensor is on {x.device.type}"
+    elif (found := _capability(x.get_device())) < _SMALLEST_CAPABILITY:
+        return f"{op} needs compute capability 8.0 or newer, and this GPU has {found[0]}.{found[1]}"
+    if _inside_vmap():
+        return f"{op} has no rule for torch.func.vmap"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return f"{op} has no forward-mode derivative"
+    return None
 
 
 def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None) -> bool:
@@ -34,10 +84,10 @@ def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None
     Raises:
         BackendError: backend "triton" was asked for and cannot run this.
     """
-    choice = get_backend()
+    choice = _asked()
     if choice == "reference" or (choice == "auto" and x.is_cpu):  # the latter without asking why
         return False
-    reason = fused.unsupported(op, x)
+    reason = unsupported(op, x)
     if reason is None and limit is not None:
         reason = limit()
     if reason is not None and choice == "triton":
@@ -59,32 +109,6 @@ def check_backend(x: Tensor) -> None:
         runs_fused(op, x, lambda: attention_limit(x, x, x))
 
 
-def eager_formula(plain: Callable[..., Tensor | tuple[Tensor, ...]], *others: Tensor | None) -> Formula | None:
-    """Hand an op's plain formula to its fused Function, for second derivatives; torch.compile has none.
-
-    Args:
-        plain: a function of the op's differentiable inputs.
-        others: the tensors of the caller that it uses besides, which must be unchanged by then.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    # Tensors made in inference mode have no version, and may not be changed where autograd could notice.
-    versions = [(x, x._version) for x in others if x is not None and not x.is_inference()]
-    if not versions:
-        return plain
-
-    def unchanged(*inputs: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-        for x, version in versions:
-            if x._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {list(x.shape)}, needed for a second derivative, was modified by an inplace "
-                    f"operation: it is at version {x._version}; expected version {version} instead"
-                )
-        return plain(*inputs)
-
-    return unchanged
-
-
 def explain(subject: nn.Module | Tensor) -> str:
     """Say which implementation would run each op on a tensor, or on a module's parameters, and why.
 
@@ -103,10 +127,10 @@ def explain(subject: nn.Module | Tensor) -> str:
         x = subject
     else:
         raise TypeError(f"subject must be a module or a tensor, not {type(subject).__name__}")
-    choice = get_backend()
+    choice = _asked()
     lines = []
     for op in OPS:
-        reason = "chosen" if choice == "reference" else fused.unsupported(op, x)
+        reason = "chosen" if choice == "reference" else unsupported(op, x)
         if reason is None:
             lines.append(f"{op}: triton")
         elif choice == "triton":

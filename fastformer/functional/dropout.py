@@ -1,10 +1,18 @@
-"""Dropout by itself, which has no kernel of its own: where the work is, the other ops have it inside."""
+"""Dropout by itself, which has no kernel of its own: where the work is, the other ops have it inside.
 
+It draws from torch's generators; on a CPU 16 random bits an element, as torch's Bernoulli sampling costs as much as the
+matrix product beside it (docs/kernels/shared.md). The keep probability is quantised to 1/65536, and the quantised value
+is used in the scale.
+"""
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer import reference
-from fastformer.arguments import check_probability
+from fastformer.functional.checks import check_probability, transformed
 from fastformer.host.devices import check_tensors
+
+_LEVELS = 1 << 16
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -16,4 +24,18 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     check_tensors(("x",), x)
     check_probability("p", p)
-    return reference.dropout(x, p)
+    return drop(x, p)
+
+
+def drop(x: Tensor, p: float) -> Tensor:
+    """`dropout` without its checks, for the references of the other ops."""
+    if p == 0.0:
+        return x
+    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row.
+    if x.device.type != "cpu" or p == 1.0 or torch.compiler.is_compiling() or transformed():
+        return F.dropout(x, p)
+    dropped = min(round(p * _LEVELS), _LEVELS - 1)
+    # All 64 bits are random: random_() without bounds leaves the sign bit 0.
+    bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
+    return x * keep.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from fastformer.arguments import Window
+from fastformer.functional.attention.rules import Window
 
 # The functions that transformers makes for a pattern differ in their cells, never in their code.
 _ALL_OF = masking_utils.and_masks().__code__

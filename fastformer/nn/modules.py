@@ -18,7 +18,9 @@ from torch.nn import init
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer import functional
-from fastformer.arguments import ACTIVATIONS, GATED, REDUCTIONS, Activation, Reduction, check_choice, check_probability
+from fastformer.functional.checks import check_choice, check_probability
+from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation
+from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from fastformer.arguments import stands_for_many
+from fastformer.functional.checks import stands_for_many
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention

@@ -3,7 +3,7 @@
 Each row draws a key from Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a function of the
 seed, the row and the matrix; each element mixes its column into the key with two multiplications and compares the
 upper 16 bits with a threshold. The keep probability is thus quantised to 1/65536, and the scale is the inverse of the
-quantised value, so that the expectation is unchanged.
+quantised value, so that the expectation is unchanged (`host.launch.threshold_and_scale`).
 
 Philox for every element, one call cut into eight numbers, takes about as many instructions, but the pieces must be put
 in order through shared memory: compiled for sm_90, the wgmma instructions around it were serialised and 40 to 60
@@ -13,20 +13,11 @@ registers went (attention backward, head size 64). The mixing stays within a thr
 import triton
 import triton.language as tl
 
-LEVELS = 1 << 16
 # The authors found 7 rounds to pass every test of BigCrush; 10 is their margin, and 7 cost a third less.
 ROUNDS = tl.constexpr(7)
 # The golden ratio spreads neighbouring columns over the key's range; the multipliers have the least bias of those that
 # Wellons' search for 32-bit hash functions found: how often a flipped input bit flips each output bit.
 GOLDEN, FIRST, SECOND = tl.constexpr(0x9E3779B9), tl.constexpr(0x21F0AAAD), tl.constexpr(0xD35A2D97)
-
-
-def threshold_and_scale(p: float) -> tuple[int, float]:
-    """Return what a dropout probability is in the kernels: numbers below the threshold drop; the rest are scaled."""
-    if p >= 1.0:
-        return LEVELS, 0.0
-    threshold = min(round(p * LEVELS), LEVELS - 1)
-    return threshold, LEVELS / (LEVELS - threshold)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from benchmarks import tuning
 from benchmarks.clock import Stopwatch
 from benchmarks.tuning_cases import Axis, Case, Site, _grid, find_cases, neighbours
-from fastformer_kernels import embedding
+from fastformer_kernels.embedding import kernels as embedding
 
 CPU = torch.device("cpu")
 

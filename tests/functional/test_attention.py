@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastformer.arguments import AttentionRules, check_attention
 from fastformer.functional import attention, attention_with_weights
+from fastformer.functional.attention.op import check_attention
+from fastformer.functional.attention.rules import AttentionRules
 from tests.support.closeness import assert_close, gradients, random
 
 INF = math.inf

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.functional import dropout_add_layer_norm
-from fastformer.reference import dropout
+from fastformer.functional.dropout import drop as dropout
 from tests.support.closeness import assert_close, gradients, random
 
 

@@ -1,5 +1,8 @@
 """An op goes to its launcher by the shortest way, and by the dispatcher where anybody looks at it."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,9 +10,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
-from fastformer import functional, fused
+from fastformer import functional
+from fastformer.functional import choice
+from fastformer.functional.attention import fused
+from fastformer.host.autograd_function import define
+from fastformer_kernels.attention.settings import Settings
 
-pytestmark = pytest.mark.skipif(not fused._TRITON, reason="needs Triton")
+pytestmark = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
 OP = torch.ops.fastformer.layer_norm.default
 ARGUMENTS = (torch.randn(4, 16), torch.ones(16), torch.zeros(16), 1e-5, torch.float32)
 
@@ -32,7 +39,7 @@ def normalise(x: Tensor = ARGUMENTS[0]) -> Tensor:
 @pytest.fixture
 def dispatched(monkeypatch):
     """The calls that reach the dispatcher."""
-    from fastformer.fused import layer_norm
+    from fastformer.functional.norms import layer_norm
 
     found = []
     run = layer_norm._forward
@@ -71,7 +78,31 @@ def test_a_trace_keeps_the_op():
 def test_a_subclass_sees_the_op(dispatched):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(ARGUMENTS[0])
-    from fastformer.fused.layer_norm import _forward
+    from fastformer.functional.norms.layer_norm import _forward
 
     assert _forward(x, None, None, 1e-5, torch.float32)[0].shape == (4, 16)
     assert dispatched
+
+
+def test_a_fake_may_name_only_what_the_schema_has():
+    with pytest.raises(ValueError, match="'z' is not in list"):
+        define("unknown(Tensor x) -> Tensor", "norms.layer_norm.forward", lambda z: z)
+    assert not hasattr(torch.ops.fastformer, "unknown")
+
+
+@pytest.mark.parametrize("op", ["forward", "decode", "weights", "delta", "backward", "mask_gradient"])
+def test_the_ops_of_attention_take_the_settings_as_the_record_has_them(op):
+    """A field is written once: in the record, of which kernels make their arguments."""
+    arguments = getattr(torch.ops.fastformer, f"attention_{op}").default._schema.arguments
+    assert tuple(argument.name for argument in arguments[-len(Settings._fields) :]) == Settings._fields
+    from fastformer_kernels.attention.problem import Problem
+
+    assert issubclass(Problem, Settings)
+    assert Problem._fields == Settings._fields
+
+
+def test_the_settings_that_are_given_by_position_have_the_names_of_their_fields():
+    tree = ast.parse(Path(fused.__file__).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"]
+    given = [[ast.unparse(x) for x in node.args] for node in calls]
+    assert [names for names in given if not names[0].startswith("*")] == [list(Settings._fields)]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 import fastformer
-from fastformer import functional, query_blocks
+from fastformer import functional
+from fastformer.functional.attention import query_blocks
 from fastformer.packing import Layout
 
 B, H, T, K = 2, 2, 12, 8

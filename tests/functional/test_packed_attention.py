@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fastformer import packed_reference
 from fastformer.functional import attention, packed_attention
+from fastformer.functional.attention import packed_reference
 from fastformer.packing import Layout
 from tests.support.closeness import assert_close, gradients, random
 

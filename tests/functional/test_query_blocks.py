@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fastformer
-from fastformer import query_blocks
 from fastformer.functional import attention, packed_attention
+from fastformer.functional.attention import query_blocks, reference
 from fastformer.packing import Layout
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE
@@ -95,7 +95,7 @@ def test_no_blocks_where_they_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*arguments: object) -> None:
         raise AssertionError("blocks")
 
-    monkeypatch.setattr("fastformer.reference.attend_in_blocks", refuse)
+    monkeypatch.setattr(reference, "attend_in_blocks", refuse)
     q, k, v = (torch.randn(2, 1, 6, 4, device=DEVICE) for _ in range(3))
     attention(q, k, v, causal=True)
     attention(q, k, v, key_lengths=torch.tensor([3, 6]))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import fastformer
-from fastformer import functional, fused
+from fastformer import functional
+from fastformer.functional import choice
 
 X = torch.randn(2, 3)
 DOUBLE = X.double()  # no kernel takes fp64, on a GPU or in Triton's interpreter
@@ -106,7 +107,7 @@ def test_every_op_is_listed():
 
 @pytest.mark.parametrize("op", CALLS)
 def test_triton_raises_with_the_reason_where_it_cannot_run(op, monkeypatch):
-    monkeypatch.setattr(fused, "unsupported", lambda op, x: f"{op} is not for {x.device.type}")
+    monkeypatch.setattr(choice, "unsupported", lambda op, x: f"{op} is not for {x.device.type}")
     with (
         fastformer.backend("triton"),
         pytest.raises(RuntimeError, match=f"'triton' was asked for, but {op} is not for"),

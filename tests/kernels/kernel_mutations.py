@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 
 def _faults() -> Iterator[Fault]:
-    kernels, fused = "kernels/fastformer_kernels", "fastformer/fused"
+    kernels, ops = "kernels/fastformer_kernels", "fastformer/functional"
 
     def at(file: str, test: str, name: str, old: str, new: str, failure: str = "") -> Fault:
         return Fault(name, f"{file}.py", old, new, f"tests/kernels/test_fused_{test}", failure)
@@ -53,7 +53,7 @@ def _faults() -> Iterator[Fault]:
     def wanted(*indices: int) -> str:
         return f"attention.py::test_only_the_gradients_that_are_wanted[wanted{indices[0]}]"
 
-    file = f"{kernels}/attention"
+    file = f"{kernels}/attention/forward"
     yield at(
         file,
         tiles,
@@ -121,8 +121,8 @@ def _faults() -> Iterator[Fault]:
         file,
         "attention.py::test_packed_sequences[False]",
         "forward: packed rows written at the batch's start",
-        "offset(h, ALIGN, stride_oh) + offset(q_base, ALIGN, stride_ot)",
-        "offset(h, ALIGN, stride_oh)",
+        "offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)",
+        "offset(h, ALIGN, stride_out_h)",
     )
     yield at(
         file,
@@ -132,7 +132,7 @@ def _faults() -> Iterator[Fault]:
         "written = in_head & (rows >= 0)[:, None]",
     )
 
-    file = f"{kernels}/attention_tiles"
+    file = f"{kernels}/attention/tiles"
     yield Fault(
         "what gaps of a key mask hold is read",
         f"{file}.py",
@@ -209,7 +209,7 @@ def _faults() -> Iterator[Fault]:
         "dp = dp * keep_scale",
     )
 
-    file = f"{kernels}/attention_backward"
+    file = f"{kernels}/attention/backward"
     yield at(file, small, "dK without scale", "tl.where(real, dk * scale, 0.0)", "tl.where(real, dk, 0.0)")
     yield at(file, small, "dQ without scale", "tl.where(real, dq * scale, 0.0)", "tl.where(real, dq, 0.0)")
     yield at(file, masks, "dV without scale of dropout", "dv * keep_scale, 0.0", "dv, 0.0")
@@ -259,24 +259,24 @@ def _faults() -> Iterator[Fault]:
         file,
         rule("gaps"),
         "dQ: key mask of the first sequence for all",
-        "stride_lh) + q_base\n    key_mask_ptr += offset(b, 1, stride_cb)",
-        "stride_lh) + q_base\n    key_mask_ptr += offset(h, 1, stride_cb)",
+        "stride_lse_h) + q_base\n    key_mask_ptr += offset(b, 1, stride_key_mask_b)",
+        "stride_lse_h) + q_base\n    key_mask_ptr += offset(h, 1, stride_key_mask_b)",
     )
     yield at(
         file,
         "attention.py::test_packed_sequences[False]",
         "dQ: log-sum-exp of the first sequence for all",
-        "row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh) + q_base",
-        "row_base = offset(b, 1, stride_lb) + offset(h, 1, stride_lh)",
+        "row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base",
+        "row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h)",
     )
     yield at(
         file, "attention.py::test_the_fast_backward_pass", "fast dQ without scale", "dims[None, :], dq * scale, mask",
         "dims[None, :], dq, mask",
     )  # fmt: skip
 
-    file = f"{kernels}/attention_mask_gradient"
+    file = f"{kernels}/attention/mask_gradient"
     yield at(file, rule("additive [T, S]"), "gradient of the mask not summed", "total += ds", "total = ds")
-    file = f"{kernels}/attention_weights"
+    file = f"{kernels}/attention/weights"
     yield at(
         file,
         "contract.py::test_kernels_keep_to_their_tensors[attention_with_weights]",
@@ -285,7 +285,7 @@ def _faults() -> Iterator[Fault]:
         "written = (rows < T)[:, None] & (columns >= 0)[None, :]",
     )
 
-    file = f"{kernels}/attention_bounds"
+    file = f"{kernels}/attention/problem"
     yield at(file, rule("gaps"), "gaps never seen", "tl.sum(seen, 0) != 0)", "tl.sum(seen, 0) < 0)")
     yield at(
         file,
@@ -303,7 +303,7 @@ def _faults() -> Iterator[Fault]:
         "keys = tl.load(key_lengths_ptr + b).to(tl.int32)",
     )
 
-    file, decoding = f"{kernels}/attention_decode", "attention.py::test_decoding_splits_the_keys"
+    file, decoding = f"{kernels}/attention/decode", "attention.py::test_decoding_splits_the_keys"
     yield at(
         file, f"{decoding}[one query-1]", "decoding: shares without weight", "other=0.0) * weight", "other=0.0)"
     )  # fmt: skip
@@ -325,17 +325,17 @@ def _faults() -> Iterator[Fault]:
         file,
         f"{decoding}[three queries, the last at the end-1]",
         "decoding: rows of another query",
-        "offset(r // GROUP, ALIGN, stride_ot)",
-        "offset(r % T, ALIGN, stride_ot)",
+        "offset(r // GROUP, ALIGN, stride_out_t)",
+        "offset(r % T, ALIGN, stride_out_t)",
     )
 
-    file, masks = f"{fused}/attention", "attention.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
+    file, masks = f"{ops}/attention/fused", "attention.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
     yield at(
         file,
         masks,
         "attention: seed drawn anew in backward",
-        "settings = (bounds, key_mask, mask, seed, *ctx.numbers)",
-        "settings = (bounds, key_mask, mask, None if seed is None else dropout_seed(q), *ctx.numbers)",
+        "settings = Settings(*ctx.numbers, *tensors)",
+        "settings = Settings(*ctx.numbers, *tensors)._replace(seed=dropout_seed(q))",
     )
     yield at(
         file,
@@ -355,8 +355,8 @@ def _faults() -> Iterator[Fault]:
         file,
         wanted(0),
         "attention: gradients that nobody wants",
-        "wants_q, wants_keys = wanted[0], wanted[1] or wanted[2]",
-        "wants_q, wants_keys = True, True",
+        "wants_q, wants_k or wants_v, ctx.fast",
+        "True, True, ctx.fast",
     )
     yield at(
         file,
@@ -367,7 +367,7 @@ def _faults() -> Iterator[Fault]:
     )
 
     file, values = (
-        f"{kernels}/layer_norm",
+        f"{kernels}/norms/layer_norm",
         "layer_norm.py::test_values_and_gradients[weight and bias-shape1-torch.float32]",
     )
     yield at(
@@ -384,7 +384,7 @@ def _faults() -> Iterator[Fault]:
         "tl.store(y_ptr + starts * N + cols, y, mask)",
         "tl.store(y_ptr + starts * N + cols, y, cols < N)",
     )
-    file = f"{kernels}/norm"
+    file = f"{kernels}/norms/rows"
     yield at(
         file,
         values,
@@ -435,36 +435,36 @@ def _faults() -> Iterator[Fault]:
         "tl.range(0, BLOCK_P, BLOCK_P, num_stages=3)",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         values,
         "layer norm: statistics saved in the wrong order",
         "ctx.save_for_backward(*tensors, mean, rstd)",
         "ctx.save_for_backward(*tensors, rstd, mean)",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         "layer_norm.py::test_second_derivative",
         "layer norm: second derivative without the formula",
-        "if twice(ctx.formula):",
+        'if twice("layer_norm", ctx.formula):',
         "if False:",
         "RuntimeError: element 0 of tensors does not require grad",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         "layer_norm.py::test_only_wanted_gradients",
         "norms: gradients that nobody wants",
         "x.dtype if needed and x is not None else None",
         "x.dtype if x is not None else None",
     )
     yield at(
-        f"{fused}/layer_norm",
+        f"{ops}/norms/layer_norm",
         "layer_norm.py::test_autocast_on_a_gpu_gives_fp32_as_in_torch[torch.float16]",
         "norms: autocast skipped",
         'if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):',
         "if False:",
     )
     yield at(
-        f"{fused}/differentiation",
+        "fastformer/host/autograd_function",
         "contract.py::test_gradients_that_are_differentiable_are_the_same_gradients"
         "[one tensor in several places-triton-attention]",
         "second derivative: one tensor in several places counted in each",
@@ -472,7 +472,7 @@ def _faults() -> Iterator[Fault]:
         "inputs = list(inputs)",
     )
 
-    file = f"{kernels}/rms_norm"
+    file = f"{kernels}/norms/rms_norm"
     values = "rms_norm.py::test_values_and_gradients[None-True-shape1-torch.float32]"
     yield at(
         file, values, "RMS norm: eps missing", "tl.rsqrt(tl.sum(x * x, 1) / N + eps)", "tl.rsqrt(tl.sum(x * x, 1) / N)"
@@ -485,14 +485,14 @@ def _faults() -> Iterator[Fault]:
         "g * rstd",
     )
     yield at(
-        file,
+        f"{kernels}/norms/long_rows",
         "rms_norm.py::test_long_rows[4100-torch.float32]",
         "RMS norm: rstd missing for long rows",
         "tl.sum(total) * tl.load(rstd_ptr + row) / N",
         "tl.sum(total) / N",
     )
 
-    file = f"{kernels}/dropout_add_layer_norm"
+    file = f"{kernels}/norms/dropout_add_layer_norm"
     one_mask = "dropout_add_layer_norm.py::test_forward_and_backward_have_one_mask"
     yield at(
         file,
@@ -516,14 +516,14 @@ def _faults() -> Iterator[Fault]:
         "s = residual + dropped(x, seed_ptr, rows, 0, threshold, scale)",
     )
     yield at(
-        f"{fused}/dropout_add_layer_norm",
+        f"{ops}/norms/dropout_add_layer_norm",
         f"{one_mask}[both-131-40-0.25]",
         "dropout, add, norm: dx taken for dresidual",
         "one = seed is None and x_dtype == residual_dtype",
         "one = x_dtype == residual_dtype",
     )
 
-    file = f"{kernels}/feed_forward"
+    file = f"{kernels}/feed_forward/kernels"
     feed_forward = "feed_forward.py::test_values_and_gradients[shape1-11-3-{}-torch.float32]"
     yield at(
         file, feed_forward.format("gelu"), "feed-forward: slope of gelu", "slope = cdf + x * density", "slope = cdf"
@@ -566,14 +566,14 @@ def _faults() -> Iterator[Fault]:
         "g = tl.where(a == 0, 0.0, g)",
     )
     yield at(
-        f"{fused}/feed_forward",
+        f"{ops}/feed_forward/op",
         feed_forward.format("relu"),
         "feed-forward: wrong tensor saved",
         'kept = (a if activation == "relu" else h) if keeps else None',
         "kept = h if keeps else None",
     )
 
-    file = f"{kernels}/linear_cross_entropy"
+    file = f"{kernels}/linear_cross_entropy/kernels"
     options, long = (
         f"linear_cross_entropy.py::test_{name}]" for name in ("options[True-0.1-mean-dtype0", "shapes[2-3-9001-dtype0")
     )
@@ -606,14 +606,14 @@ def _faults() -> Iterator[Fault]:
     )  # fmt: skip
     yield at(file, options, "cross entropy: chunks not added up", "beta=float(start > 0)", "beta=0.0")
     yield at(
-        f"{fused}/linear_cross_entropy",
+        f"{ops}/linear_cross_entropy/op",
         options,
         "cross entropy: gradient of the loss ignored",
         "(dy.float() * grad).to(y.dtype)",
         "dy.to(y.dtype)",
     )
 
-    file = f"{kernels}/embedding"
+    file = f"{kernels}/embedding/kernels"
     values = "embedding.py::test_values_and_gradients[22.6-True-shape1-5-4-11-torch.float32]"
     yield at(file, values, "embedding: scale missing in backward", "N, scale * dropout_scale,", "N, dropout_scale,")
     yield at(file, values, "embedding: position of the word", "(table_ptr, positions,", "(table_ptr, ids,")
@@ -632,7 +632,7 @@ def _faults() -> Iterator[Fault]:
         "dx = tl.where(keep, dx, dx)",
     )
     yield at(
-        f"{fused}/embedding",
+        f"{ops}/embedding/op",
         "embedding.py::test_only_wanted_gradients",
         "embedding: gradients that nobody wants",
         "ctx.dropout_p) if needs_weight else None",

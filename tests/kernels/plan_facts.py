@@ -17,7 +17,7 @@ from triton.compiler import CompiledKernel
 
 import fastformer.functional  # noqa: F401  defines the ops
 from benchmarks.codegen_compile import find_cases
-from fastformer.fused.registration import LAUNCHERS
+from fastformer.host.autograd_function import LAUNCHERS
 
 sys.setrecursionlimit(10_000)
 aten = torch.ops.aten
@@ -152,7 +152,8 @@ def main() -> None:
     import triton
 
     from benchmarks import null_driver
-    from fastformer_kernels import launch, plan
+    from fastformer_kernels.attention.settings import Settings
+    from fastformer_kernels.host import launch, plan
 
     null_driver.install()
     triton.JITFunction._do_compile = lambda self, key, *rest, **more: Compiled(f"{self.__name__} {key}")
@@ -201,7 +202,7 @@ def main() -> None:
 
     modules = {}
     for name in LAUNCHERS.values():
-        module, function = name.split(".")
+        module, function = name.rsplit(".", 1)
         modules[name] = (importlib.import_module(f"fastformer_kernels.{module}"), function)
     originals = {name: getattr(module, function) for name, (module, function) in modules.items()}
     wrapped = {name: compared(name, original) for name, original in originals.items()}
@@ -226,32 +227,33 @@ def main() -> None:
         raise RuntimeError(faults)
     for package in sorted({name.split("/")[0] for name, _ in cases}):
         some = [case for name, case in cases if name.startswith(f"{package}/")]
-        wanted = int(sys.argv[1]) * sum(name.startswith(package) for name in LAUNCHERS.values())
+        wanted = int(sys.argv[1]) * sum(package in name.split(".")[:2] for name in LAUNCHERS.values())
         for case in some[:: max(1, len(some) // wanted)]:
             case()
     x = torch.zeros(4, 32)
     for binds in (False, True):  # a Triton that is not known, then one that is
-        activate = plan.planned(originals["feed_forward.activate"])
+        activate = plan.planned(originals["feed_forward.kernels.activate"])
         lengths = []
         for _ in range(4):
             launches, _ = run(activate, (x, None, "gelu", 0.0), binds)
             lengths.append(len(launches))
         assert lengths == [1] * 4, (binds, lengths)
     launch._BINDS = True
-    attend = plan.planned(originals["attention.forward"])  # without keys it launches nothing, and writes by itself
+    # Without keys it launches nothing, and writes by itself.
+    attend = plan.planned(originals["attention.forward.forward"])
     q, k, v = (torch.zeros(1, 1, n, 16) for n in (4, 0, 0))
     for _ in range(3):
-        out, lse = attend(q, k, v, None, None, None, None, 4, 0, 0, -1, -1, 0.25, 0.0, 0.0)
+        out, lse = attend(q, k, v, *Settings(queries=4, keys=0, scale=0.25))
         assert not out.any()
         assert (lse == torch.inf).all()
-    normed, weight, get_device = plan.planned(originals["rms_norm.forward"]), torch.ones(32), Tensor.get_device
+    normed, weight, get_device = plan.planned(originals["norms.rms_norm.forward"]), torch.ones(32), Tensor.get_device
     for device, by_plan in ((-1, False), (-1, True), (1, False)):  # a plan is for tensors on their devices
         repeated.clear()
         Tensor.get_device = lambda self, device=device: device if self is weight else get_device(self)
         normed(x, weight, 1e-5, torch.float32)
         assert bool(repeated) == by_plan, device
     Tensor.get_device = get_device
-    kernel = modules["feed_forward.activate"][0].add_partials_kernel
+    kernel = modules["feed_forward.kernels.activate"][0].add_partials_kernel
     keys = set()
     for warps in (4, 8, 4):
         keys.add(launch.launch(kernel, (1,), x, x, 4, 32, BLOCK_P=64, BLOCK_N=32, num_warps=warps).key)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import fastformer
-import fastformer.fused.attention as fused_attention
 from fastformer.backend import BackendError
 from fastformer.functional import attention, attention_with_weights, packed_attention
+from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
+from fastformer_kernels.attention.settings import Settings
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
@@ -450,21 +451,23 @@ def test_decoding_splits_the_keys(name, kv_heads):
         assert (found.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-def op_arguments(packed: bool, options: bool) -> tuple:
+def op_arguments(packed: bool, options: bool) -> tuple[Tensor, Tensor, Tensor, Settings]:
     """Tensors and settings as the registered ops take them."""
     bounds = torch.tensor([[0, 5, 0, 0, 5, 0, 0, 0], [5, 3, 5, 0, 3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     if packed:
         q, k, v = (torch.randn(8, 2, 16, device=DEVICE) for _ in range(3))
-        return q, k, v, bounds, None, None, None, 5, 5, 0, -1, 0, 0.25, 0.0, 0.0
+        return q, k, v, Settings(queries=5, keys=5, scale=0.25, right=0, bounds=bounds)
     q, k, v = (torch.randn(2, 2, n, 16, device=DEVICE) for n in (5, 7, 7))
     mask = torch.randn(5, 7, device=DEVICE) if options else None
     seed = torch.tensor([3], device=DEVICE) if options else None
-    return q, k, v, None, None, mask, seed, 5, 7, 2, -1, 0, 0.25, 0.0, 0.1 if options else 0.0
+    dropout_p = 0.1 if options else 0.0
+    settings = Settings(queries=5, keys=7, scale=0.25, shift=2, right=0, dropout_p=dropout_p, mask=mask, seed=seed)
+    return q, k, v, settings
 
 
 @pytest.mark.parametrize(("packed", "options"), [(False, False), (False, True), (True, False)])
 def test_registered_ops_pass_opcheck(packed, options):
-    q, k, v, *settings = op_arguments(packed, options)
+    q, k, v, settings = op_arguments(packed, options)
     ops = torch.ops.fastformer
     out, lse = ops.attention_forward(q, k, v, *settings)
     delta = ops.attention_delta(out, out, lse, *settings)
@@ -479,7 +482,7 @@ def test_registered_ops_pass_opcheck(packed, options):
         if options:
             calls.append((ops.attention_mask_gradient, (out, q, k, v, lse, delta, None, *settings)))
         else:
-            calls.append((ops.attention_decode, (q[:, :, :1], k, v, *settings[:4], 1, *settings[5:])))
+            calls.append((ops.attention_decode, (q[:, :, :1], k, v, *settings._replace(queries=1))))
     lengths = torch.tensor([0, 5, 8], device=DEVICE)
     calls.append((ops.attention_bounds, (lengths, lengths, None, 2, 5, 5, True, False, q)))
     for op, arguments in calls:

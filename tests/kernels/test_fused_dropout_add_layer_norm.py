@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import dropout_add_layer_norm
-from fastformer.fused import dropout_add_layer_norm as fused
+from fastformer.functional.norms import dropout_add_layer_norm as fused
 from tests.kernels.norm_cases import DTYPES, LONG_ROWS, SHAPES, cuda_autocast, random, use_one_multiprocessor
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
@@ -259,7 +259,7 @@ def test_torch_func():
 def test_autocast_on_a_gpu_is_torchs(one, two):
     with cuda_autocast(), FakeTensorMode():
         x, residual = torch.empty(2, 8, dtype=one, device="cuda"), torch.empty(2, 8, dtype=two, device="cuda")
-        y, s = fused.dropout_add_layer_norm(x, residual, (8,), None, None, eps=1e-5, dropout_p=0.5, formula=None)
+        y, s = fused.dropout_add_layer_norm(x, residual, (8,), None, None, eps=1e-5, dropout_p=0.5)
         expected = residual + x
         assert s.dtype == expected.dtype
         assert y.dtype == F.layer_norm(expected, (8,)).dtype

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import embedding
-from fastformer.fused import embedding as fused
+from fastformer.functional.embedding import op as fused
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
 
@@ -91,7 +91,7 @@ def test_strided_and_broadcast_inputs():
 
 def test_no_such_row_is_not_a_number():
     """What a GPU cannot refuse without waiting for it must show, and must not be read."""
-    kernels = pytest.importorskip("fastformer_kernels.embedding")
+    kernels = pytest.importorskip("fastformer_kernels.embedding.kernels")
     ids = torch.tensor([0, 3, -1, 2], device=DEVICE)
     weight = torch.ones(3, 5, device=DEVICE)
     out = kernels.embedding(ids, weight, None, None, None, 1.0, 0.0)

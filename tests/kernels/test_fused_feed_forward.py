@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import feed_forward
-from fastformer.fused import feed_forward as fused
+from fastformer.functional.feed_forward import op as fused
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
@@ -78,7 +78,7 @@ def test_without_biases(activation):
 
 def test_many_rows_a_program(monkeypatch):
     """On a small GPU a program takes several tiles of rows: the sum of the bias's gradient goes on over all of them."""
-    launch = pytest.importorskip("fastformer_kernels.feed_forward")
+    launch = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     monkeypatch.setattr(launch, "_row_programs", lambda *_: 2)
     for activation in ("relu", "geglu"):
         tensors = inputs_of((77, 3), 256, 2, activation)
@@ -87,7 +87,7 @@ def test_many_rows_a_program(monkeypatch):
 
 def test_many_partial_sums():
     """More programs than the second kernel takes at a time, which is 64."""
-    launch = pytest.importorskip("fastformer_kernels.feed_forward")
+    launch = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     partials = torch.randn(130, 37, device=DEVICE)
     with poisoned():
         total = launch._add_partials(partials, partials)
@@ -99,11 +99,11 @@ def test_many_partial_sums():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_activation_everywhere(activation, dtype):
     """From far below to far above zero, where an approximation could differ; bias 0, weights 1."""
-    kernels = pytest.importorskip("fastformer_kernels.feed_forward")
+    kernels = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     x = torch.linspace(-12, 12, 4096).to(DEVICE, dtype)
     h = torch.stack([x, x.flip(0)], 1) if activation.endswith("glu") else x[:, None]
     exact = h.double().requires_grad_()
-    expected = fastformer.reference.activate(exact, activation)
+    expected = fused.activate(exact, activation)
     (slope,) = torch.autograd.grad(expected.sum(), exact)
     a = kernels.activate(h, None, activation, 0.0)
     dh, again, _ = kernels.activate_backward(torch.ones_like(a), h, None, activation, 0.0, True, False)
@@ -131,7 +131,7 @@ def test_infinity_and_not_a_number(activation):
 
     Not what torch makes of them here: its gelu(inf) is NaN where oneDNN runs its AVX-512 code, and inf elsewhere.
     """
-    kernels = pytest.importorskip("fastformer_kernels.feed_forward")
+    kernels = pytest.importorskip("fastformer_kernels.feed_forward.kernels")
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0], device=DEVICE)
     h = torch.cat([x[:, None], torch.ones(4, 1, device=DEVICE)], 1) if activation.endswith("glu") else x[:, None]
     found = kernels.activate(h, None, activation, 0.0)
@@ -170,7 +170,7 @@ def test_dropout_forward_and_backward_agree(activation, recompute):
     n = out.numel()
     assert abs(int(kept.sum()) - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
     h = torch.ones(1, wide(activation, 1), dtype=torch.float64, device=DEVICE).requires_grad_()
-    value = fastformer.reference.activate(h, activation).sum()
+    value = fused.activate(h, activation).sum()
     (slope,) = torch.autograd.grad(value, h)
     assert_close(out.detach(), kept * (value / (1 - p)).float())
     # Another direction for each element, so that a mask of the right rate in the wrong places shows.
@@ -194,7 +194,7 @@ def test_dropout_in_the_gradients_of_weights_and_biases(activation, recompute):
     out = feed_forward(*ours, activation=activation, dropout_p=p, recompute=recompute)
     mask = (out - ours[4]).abs() > 1e-5
     x, w1, b1, w2, b2 = plain = leaves([t.double() for t in tensors])
-    hidden = fastformer.reference.activate(F.linear(x, w1, b1), activation) * mask / (1 - p)
+    hidden = fused.activate(F.linear(x, w1, b1), activation) * mask / (1 - p)
     for a, b in zip(gradients(out, ours), gradients(F.linear(hidden, w2, b2), plain), strict=True):
         assert_close(a, b.float())
 
@@ -266,7 +266,7 @@ def test_kept_bytes():
 
     def eager(x, w1, b1, w2, b2, activation):
         # The op behind F.dropout on a GPU, with its mask of bytes.
-        a = fastformer.reference.activate(F.linear(x, w1, b1), activation)
+        a = fused.activate(F.linear(x, w1, b1), activation)
         return F.linear(torch.native_dropout(a, 0.1, True)[0], w2, b2)
 
     for activation, plain, default in [("relu", 22, 10), ("gelu", 22, 10), ("gelu_tanh", 22, 10), ("swiglu", 38, 18)]:
@@ -338,7 +338,7 @@ def test_one_vector_is_an_input_too():
     tensors = inputs_of((5,), 8, 4, "relu", dtype=torch.float32)
     out = feed_forward(*tensors)
     assert out.shape == (4,)
-    assert_close(out, fastformer.reference.feed_forward(*tensors, activation="relu", dropout_p=0.0))
+    assert_close(out, fused.reference(*tensors, activation="relu", dropout_p=0.0))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "reglu"])
@@ -424,6 +424,20 @@ def test_compiled_is_eager(activation, recompute):
     out, expected = compiled(*tensors), layer(*tensors)
     assert_close(out, expected)
     for a, b in zip(gradients(out, tensors), gradients(expected, tensors), strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_with_one_tensor_in_two_places(recompute):
+    """torch.compile takes no Function that is given a tensor twice: `call` gives it a view."""
+    x, weight, bias = leaves(inputs_of((2, 3, 4), 4, 4, "gelu", dtype=torch.float32))[:3]
+
+    def layer(x, weight, bias):
+        return feed_forward(x, weight, bias, weight, bias, activation="gelu", recompute=recompute)
+
+    torch._dynamo.reset()
+    out, expected = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight, bias), layer(x, weight, bias)
+    for a, b in zip(gradients(out, [x, weight, bias]), gradients(expected, [x, weight, bias]), strict=True):
         assert_close(a, b)
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.functional import layer_norm
-from fastformer.fused import layer_norm as fused
+from fastformer.functional.norms import layer_norm as fused
 from tests.kernels.norm_cases import (
     DTYPES,
     LONG_ROWS,
@@ -55,7 +55,7 @@ def test_very_long_rows():
 
 def test_many_partial_sums():
     """More programs than the second kernel takes at a time, which is 64."""
-    norm = pytest.importorskip("fastformer_kernels.norm")
+    norm = pytest.importorskip("fastformer_kernels.norms.rows")
     partials = torch.randn(130, 37, device=DEVICE), torch.randn(130, 37, device=DEVICE)
     for total, partial in zip(norm.sum_partials(partials[0], partials, *[torch.float32] * 2), partials, strict=True):
         assert_close(total, partial.sum(0))
@@ -190,7 +190,7 @@ def test_autocast_on_a_gpu_gives_fp32_as_in_torch(dtype):
     with cuda_autocast(), FakeTensorMode():
         x, weight = torch.empty(2, 8, dtype=dtype, device="cuda"), torch.empty(8, device="cuda")
         expected = F.layer_norm(x, (8,), weight)
-        assert fused.layer_norm(x, (8,), weight, None, 1e-5, formula=None).dtype == expected.dtype == torch.float32
+        assert fused.layer_norm(x, (8,), weight, None, 1e-5).dtype == expected.dtype == torch.float32
 
 
 def test_autocast_on_a_cpu_leaves_it_alone():

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastformer
-from fastformer import fused
 from fastformer.backend import BackendError
-from fastformer.functional import linear_cross_entropy
+from fastformer.functional import choice, linear_cross_entropy
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
@@ -24,7 +23,7 @@ IGNORED = -100
 
 @pytest.fixture
 def kernels():
-    return pytest.importorskip("fastformer_kernels.linear_cross_entropy")
+    return pytest.importorskip("fastformer_kernels.linear_cross_entropy.kernels")
 
 
 @pytest.fixture
@@ -145,12 +144,12 @@ def test_only_the_gradients_that_are_wanted(wanted, reduction, triton, kernels, 
     asked = []
     forward = kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda *a: asked.append(list(a[6])) or forward(*a))
-    from fastformer.fused import registration
+    from fastformer.host import autograd_function
 
-    registration._launcher.cache_clear()
+    autograd_function._launcher.cache_clear()
     loss = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
     found = gradients(loss, [inputs[i] for i in wanted])
-    registration._launcher.cache_clear()
+    autograd_function._launcher.cache_clear()
     assert asked[-1] == [i in wanted for i in range(3)]
     with fastformer.backend("reference"):
         expected = linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], reduction=reduction)
@@ -459,4 +458,4 @@ def test_what_it_cannot_take_is_said(triton):
     with pytest.raises(BackendError, match="float64"):
         linear_cross_entropy(x, weight, target)
     assert "linear_cross_entropy: triton" in fastformer.explain(x.float())
-    assert fused.unsupported("linear_cross_entropy", x.float()) is None
+    assert choice.unsupported("linear_cross_entropy", x.float()) is None

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 2  # a launcher, of benchmarks/codegen_cases, each with dozens of variants
 # Their chunks are matrix products.
-UNPLANNED = {"linear_cross_entropy.forward", "linear_cross_entropy.backward"}
+UNPLANNED = {"linear_cross_entropy.kernels.forward", "linear_cross_entropy.kernels.backward"}
 
 pytest.importorskip("triton")
 
@@ -50,7 +50,7 @@ def test_most_calls_are_repeated_from_a_plan(launchers):
 
 def test_what_is_forgotten_is_watched_anew(monkeypatch):
     """Else a part of a launcher that a test replaces would not be asked, where an earlier test made the same call."""
-    plan = pytest.importorskip("fastformer_kernels.plan")
+    plan = pytest.importorskip("fastformer_kernels.host.plan")
     seen = []
 
     def watch(launcher, args, plans, key):
@@ -81,7 +81,7 @@ def test_launches_go_straight_unless_hooks_want_to_see_them(facts, way):
 
 def test_everything_is_launched_by_launch():
     """Else a plan would not know of it."""
-    for path in (ROOT / "kernels" / "fastformer_kernels").glob("*.py"):
+    for path in (ROOT / "kernels" / "fastformer_kernels").rglob("*.py"):
         if path.name != "launch.py":
             for node in ast.walk(ast.parse(path.read_text())):
                 assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)), (path, node.lineno)

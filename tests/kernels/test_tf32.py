@@ -12,12 +12,12 @@ pytestmark = needs_kernels
 HEADS = (16, 32, 64, 80, 128)
 # Those that multiply.
 KERNELS = {
-    "_attention": "attention",
-    "_attention_keys_values": "attention_backward",
-    "_attention_queries": "attention_backward",
-    "_attention_mask_gradient": "attention_mask_gradient",
-    "_attention_weights": "attention_weights",
-    "_attention_split": "attention_decode",
+    "_attention": "forward",
+    "_attention_keys_values": "backward",
+    "_attention_queries": "backward",
+    "_attention_mask_gradient": "mask_gradient",
+    "_attention_weights": "weights",
+    "_attention_split": "decode",
 }
 
 
@@ -26,15 +26,15 @@ def launched(monkeypatch):
     """The constants of each launch, by kernel; nothing is launched."""
     import importlib
 
-    from fastformer_kernels import launch
+    from fastformer_kernels.host import launch
 
     found: dict[str, dict] = {}
 
     def note(kernel, grid, *args, **constants):
         found[kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__] = constants
 
-    for module in {*KERNELS.values(), "attention_bounds"}:
-        monkeypatch.setattr(importlib.import_module(f"fastformer_kernels.{module}"), "launch", note)
+    for module in {*KERNELS.values(), "delta", "problem"}:
+        monkeypatch.setattr(importlib.import_module(f"fastformer_kernels.attention.{module}"), "launch", note)
     assert launch.precision(torch.zeros(1)) == "ieee"
     return found
 

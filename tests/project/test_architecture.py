@@ -1,6 +1,7 @@
 """The floors: a file imports only from floors below it, and the package itself is light to import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fastformer"
+KERNELS = ROOT / "kernels" / "fastformer_kernels"
 
 # From the ground up; what stands together knows nothing of one another. The files of `nn` stand on floors of their own.
 FLOORS = (
     {"host", "settings", "apps.system"},
-    {"packing", "backend", "chunked_cross_entropy"},
-    {"arguments"},
-    {"blank_padding", "query_blocks"},
-    {"reference"},
-    {"packed_reference"},
-    {"fused"},
+    {"packing", "backend"},
     {"functional"},
     {"nn.modules", "nn.torch_calls"},
     {"nn.multihead_attention"},
@@ -41,14 +38,6 @@ FLOORS = (
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-LOOSE = {
-    "arguments",
-    "blank_padding",
-    "chunked_cross_entropy",
-    "packed_reference",
-    "query_blocks",
-    "reference",
-}  # so far
 CROWDED = {"benchmarks"}  # so far
 COMMANDS = ("commands", "generation")  # of an application: they register with the command line
 
@@ -113,20 +102,45 @@ def test_a_file_imports_only_from_floors_below(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_fused_knows_no_reference_and_the_library_no_application(path):
+def test_the_library_knows_no_application(path):
     module, is_package = name_of(path)
     imported = {part(name) for _, name in imports(path, module, is_package)}
-    if part(module) == "fused":
-        assert "reference" not in imported
     if not module.startswith(("fastformer.apps", "fastformer.__main__")):
         assert not [name for name in imported if name.startswith("apps")]
     if part(module) not in ("apps.cli", "__main__"):
         assert "apps.cli" not in imported
 
 
+ROOMS = sorted(path.parent for path in (PACKAGE / "functional").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_stands_by_itself(room):
+    """It has kernels under its name, knows no other room, and its way to them knows no reference."""
+    assert (KERNELS / room.name / "__init__.py").is_file()
+    for path in room.glob("*.py"):
+        for line, imported in imports(path, *name_of(path)):
+            inside = re.match(r"fastformer\.functional\.(\w+)", imported)
+            other = inside is not None and inside[1] != room.name and (PACKAGE / "functional" / inside[1]).is_dir()
+            assert not other, f"{path.name}:{line} imports {imported}"
+            assert path.name != "fused.py" or "reference" not in imported, f"{path.name}:{line} imports {imported}"
+
+
+@pytest.mark.parametrize("first", ["attention.rules", "norms.rms_norm", "linear_cross_entropy.reference", "dropout"])
+def test_an_op_hides_the_room_of_its_name(first):
+    """Whatever is imported first or later: the function is what people mean by the name."""
+    inside = [f"{room.name}.{path.stem}" for room in ROOMS for path in room.glob("[a-z]*.py")]
+    names = [room.name for room in ROOMS if room.name != "norms"]
+    lines = [f"import fastformer.functional.{name}" for name in (first, *inside)]
+    lines += ["from fastformer.functional.attention import packed_reference"]
+    lines += [f"assert callable(fastformer.functional.{name}), '{name}'" for name in (*names, "layer_norm", "dropout")]
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_no_file_is_loose():
     loose = {path.stem for path in PACKAGE.glob("*.py")}
-    assert loose <= {"__init__", "__main__", "backend", "modes", "settings"} | LOOSE
+    assert loose <= {"__init__", "__main__", "backend", "modes", "settings"}
 
 
 @pytest.mark.parametrize("folder", ["fastformer", "kernels", "benchmarks", "tests"])
@@ -137,7 +151,7 @@ def test_no_folder_has_more_than_25_files(folder):
 
 
 def test_the_kernels_import_nothing_of_the_package():
-    for path in (ROOT / "kernels").rglob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         assert not imports(path, "fastformer_kernels", False), path
 
 
@@ -211,3 +225,49 @@ def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
     program = "import sys; sys.path.append(sys.argv[1]); import kernels; print(kernels.__file__)"
     run = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), run.stderr
+
+
+def kernel_parameters(path: Path) -> dict[str, list[str]]:
+    """The parameters of each kernel of a file: the functions that `launch` starts, and those that they call."""
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and any("tl.constexpr" in ast.unparse(x) for x in node.args.args):
+            found[node.name] = [argument.arg for argument in node.args.args]
+    return found
+
+
+def unexplained(parameters: list[str], legend: str, launched: bool) -> list[str]:
+    """The parameters whose letters a legend does not have, and, of a kernel, the strides of no tensor of its own."""
+    letters = set(re.findall(r"\b([A-Za-z]) \w{2}", legend.split("Letters:", 1)[-1].split("\n\n")[0]))
+    wrong = []
+    for name in parameters:
+        stride = re.fullmatch(r"stride_(\w+)_([a-z])", name)
+        if stride:
+            known = stride[2].upper() in letters and (not launched or f"{stride[1]}_ptr" in parameters)
+        else:
+            letter = re.fullmatch(r"(?:\w+_)?([A-Z])|([a-z])_ptr", name)
+            known = not ("stride" in name and launched) if letter is None else (letter[1] or letter[2]) in letters
+        if not known:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "path", sorted(KERNELS.glob("*/[a-z]*.py")), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_every_letter_of_a_kernel_is_in_the_legend_of_its_room(path):
+    legend = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text(encoding="utf-8"))) or ""
+    text = path.read_text(encoding="utf-8")
+    for kernel, parameters in kernel_parameters(path).items():
+        launched = re.search(rf"launch\(\s*{kernel}\b", "".join(p.read_text() for p in path.parent.glob("*.py")))
+        assert not unexplained(parameters, legend, launched is not None), f"{path.name}: {kernel}"
+    assert not re.search(r"\bstride_[a-z]{2}\b", text), "a stride that does not say whose it is"
+
+
+def test_the_legend_is_asked_for_every_letter():
+    legend = "Letters: B batch, T queries; q queries."
+    assert unexplained(["q_ptr", "stride_q_b", "stride_q_t", "T", "BLOCK_T", "tiles"], legend, True) == []
+    assert unexplained(["stride_q_b", "stride"], legend, True) == ["stride_q_b", "stride"]  # of which tensor?
+    assert unexplained(["q_ptr", "stride_q_h", "stride_qb", "k_ptr", "S"], legend, True) == [
+        "stride_q_h", "stride_qb", "k_ptr", "S",
+    ]  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from fastformer import fused
+from fastformer.functional import choice
 from tests.support.closeness import gradients
 from tests.support.interpreter import replace_once_a_launch
 from tests.support.noise import DEVIATIONS, noise
@@ -26,9 +26,10 @@ Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
-    DEVICE == "cpu" and not (fused._TRITON and fused._INTERPRETED), reason="needs a GPU, or Triton and its interpreter"
+    DEVICE == "cpu" and not (choice._TRITON and choice._INTERPRETED),
+    reason="needs a GPU, or Triton and its interpreter",
 )
-if fused._TRITON and fused._INTERPRETED:
+if choice._TRITON and choice._INTERPRETED:
     replace_once_a_launch()
 
 

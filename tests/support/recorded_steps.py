@@ -7,6 +7,7 @@ ends it.
 Beside it, the steps of a static and of a growing state, fed alike.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastformer import arguments, blank_padding
 from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.static_cache import StaticDecoderState
+from fastformer.functional import checks
 from fastformer.host.cuda_graphs import Recorded
 from tests.support.translation_task import BOS
 from tests.support.uncached_search import sources
@@ -103,12 +104,19 @@ class TapeRecorder:
         return Recorded(replay, output)
 
 
+def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no check look at values, as on a GPU."""
+    readable = checks.readable
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fastformer.functional") and vars(module).get("readable") is readable:
+            monkeypatch.setattr(module, "readable", lambda x: False)
+
+
 def taped(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> TapeRecorder:
     """Have what a module captures repeated by a tape, while nothing looks at values, as on a GPU."""
     recorder = TapeRecorder()
     monkeypatch.setattr(module, "recorder", lambda device, keeps_memory: recorder)
-    for checks in (arguments, blank_padding):
-        monkeypatch.setattr(checks, "readable", lambda x: False)
+    read_nothing(monkeypatch)
     return recorder
 
 

@@ -137,8 +137,8 @@ def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         "fastformer.apps.cli.describe.metadata.version", lambda name: {"triton": "3.6.0"}.get(name, "1.0")
     )
-    monkeypatch.setattr("fastformer.fused._TRITON", True)
-    monkeypatch.setattr("fastformer.fused._INTERPRETED", False)
+    monkeypatch.setattr("fastformer.functional.choice._TRITON", True)
+    monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     heading = "with backend auto, a float32 tensor on cpu takes"
     text = fastformer("info", cwd=tmp_path).stdout
@@ -364,13 +364,13 @@ def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: 
 
 
 def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastformer.fused._INTERPRETED", False)
+    monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
     with fastformer_package.backend("triton"):
         done = fastformer("translate", "--run", "run", "--device", "cpu", "one", cwd=run)
     assert done.returncode == 2
     assert done.stderr.startswith("error: backend 'triton' was asked for, but")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["fastformer.backend"], "_default", "tritn")
+        patch.setattr(sys.modules["fastformer.backend"].process, "backend", "tritn")
         done = fastformer("info", cwd=run)
     assert (done.returncode, done.stderr) == (
         2,

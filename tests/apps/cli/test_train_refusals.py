@@ -95,7 +95,7 @@ def test_a_backend_that_cannot_be_met_is_refused_before_data_is_read(
     (unread / "new").mkdir()
     (unread / "new" / "demo.txt").write_text("an earlier demo")
     before = sorted(unread.rglob("*"))
-    monkeypatch.setattr("fastformer.fused._INTERPRETED", False)
+    monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
     with package.backend("triton"):
         done = fastformer(*command.split(), "--run", "new", cwd=unread)
     assert (done.returncode, done.stdout) == (2, "")

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastformer import arguments
 from fastformer.apps.language.model import language_model_loss
 from fastformer.apps.text import (
     Batches,
@@ -24,6 +23,7 @@ from fastformer.apps.train.fixed_batch import FixedBatch, Shape, shape_of
 from fastformer.apps.translation.model import translation_loss
 from fastformer.packing import Layout
 from tests.support import language_task
+from tests.support.recorded_steps import read_nothing
 from tests.support.translation_task import IDS, random_batch, random_model
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Weighted(LanguageBatch):
 @pytest.fixture(autouse=True)
 def unread(monkeypatch):
     """The targets of padding are no classes, and nothing looks at values, as on a GPU."""
-    monkeypatch.setattr(arguments, "readable", lambda x: False)
+    read_nothing(monkeypatch)
 
 
 def smoothed(model, batch):

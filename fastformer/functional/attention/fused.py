@@ -1,0 +1,247 @@
+"""Fused attention: registration of its kernels, the autograd Function, and what the public ops call.
+
+Dense and packed attention are one Function: the kernels tell them apart by the number of dimensions. Kept for backward:
+q, k, v, the output and the log-sum-exp of each row, no scores; the weights only where they were asked for. What a
+kernel is told besides is one record, `Settings`: its fields are in every schema, and the fakes take them by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.backend import process
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, to_autocast, twice
+from fastformer.packing import Layout
+from fastformer_kernels.attention.settings import NUMBERS, SCHEMA, Settings
+
+LARGEST_HEAD = 256
+# Queries times query heads a key head: one tile of rows. More fill the matrix units in the kernel for training, too.
+LARGEST_DECODED_ROWS = 16
+_UNLIMITED = -1  # a side of the window, in the kernels
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`."""
+    if x.dim() == 3:
+        return x.new_empty(x.shape)
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+
+def _forward_fake(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    additive = mask is not None and mask.dtype != torch.bool
+    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (2, *q.shape[:3]) if additive else q.shape[:3]
+    return _like(q), q.new_empty(rows, dtype=torch.float32)
+
+
+def _weights_fake(q: Tensor, k: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:3], k.shape[2]))
+
+
+def _delta_fake(lse: Tensor) -> Tensor:
+    return lse.new_empty(lse.shape[-3:])
+
+
+def _backward_fake(q: Tensor, k: Tensor, v: Tensor, wants_q: bool, wants_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
+    none = q.new_empty(0)
+    return _like(q) if wants_q else none, *((_like(k), _like(v)) if wants_keys else (none.clone(), none.clone()))
+
+
+def _mask_gradient_fake(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    B, H = (1, 1, *mask.shape)[-4:][:2] if mask.dim() < 4 else mask.shape[:2]
+    return q.new_empty((B, H, q.shape[2], -(-k.shape[2] // 16) * 16), dtype=torch.float32)
+
+
+def _bounds_fake(batch: int, like: Tensor) -> Tensor:
+    return like.new_empty((batch, 8), dtype=torch.int32)
+
+
+_HEADS = "Tensor q, Tensor k, Tensor v"
+_GIVEN = f"Tensor dout, {_HEADS}, Tensor lse, Tensor delta, Tensor? dweights"  # what backward begins with
+
+_forward = define(
+    f"attention_forward({_HEADS}, {SCHEMA}) -> (Tensor, Tensor)", "attention.forward.forward", _forward_fake
+)
+_decode = define(f"attention_decode({_HEADS}, {SCHEMA}) -> Tensor", "attention.decode.decode", lambda q: _like(q))
+_weights = define(
+    f"attention_weights(Tensor q, Tensor k, Tensor lse, {SCHEMA}) -> Tensor", "attention.weights.weights", _weights_fake
+)
+_delta = define(
+    f"attention_delta(Tensor out, Tensor dout, Tensor lse, {SCHEMA}) -> Tensor", "attention.delta.delta", _delta_fake
+)
+_backward = define(
+    f"attention_backward({_GIVEN}, bool wants_q, bool wants_keys, bool fast, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    "attention.backward.backward",
+    _backward_fake,
+)
+_mask_gradient = define(
+    f"attention_mask_gradient({_GIVEN}, {SCHEMA}) -> Tensor",
+    "attention.mask_gradient.mask_gradient",
+    _mask_gradient_fake,
+)
+_bounds = define(
+    "attention_bounds(Tensor? query_lengths, Tensor? key_lengths, Tensor? key_mask, SymInt batch, SymInt queries, "
+    "SymInt keys, bool packed, bool bottom_right, Tensor like) -> Tensor",
+    "attention.problem.bounds",
+    _bounds_fake,
+)
+
+
+class _Attention(torch.autograd.Function):
+    """q, k, v, the tensors of the settings, their numbers, whether weights are wanted, fast, formula.
+
+    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the settings the mask alone is.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        settings = (*rest[len(_TENSORS)], *rest[: len(_TENSORS)])
+        wants_weights = rest[len(_TENSORS) + 1]
+        out, lse = _forward(q, k, v, *settings)
+        return out, _weights(q, k, lse, *settings) if wants_weights else None, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
+        *tensors, ctx.numbers, _, ctx.fast, ctx.formula = inputs
+        out, weights, lse = output
+        ctx.save_for_backward(*tensors, out, weights, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        q, k, v, *tensors, out, weights, lse = ctx.saved_tensors
+        settings = Settings(*ctx.numbers, *tensors)
+        mask = settings.mask
+        wants_q, wants_k, wants_v, wants_mask = wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_MASK])
+        if dout is None and dweights is None:
+            return _placed(None, None, None, None)
+        if twice("attention", ctx.formula, settings.seed):
+            grads = (dout,) if weights is None else (dout, dweights)
+            return _placed(*plain_gradients(ctx.formula, (q, k, v, mask), wanted, grads))
+        if dout is None:
+            dout = out.new_zeros(out.shape)
+        delta = _delta(out, dout, lse, *settings)
+        if dweights is not None:
+            delta = delta + (weights * dweights).sum(-1, dtype=torch.float32)
+        given = (dout, q, k, v, lse, delta, dweights)
+        dq, dk, dv = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *settings)
+        dmask = None
+        if wants_mask and mask is not None:
+            dmask = _mask_gradient(*given, *settings)[..., : k.shape[2]]  # [B or 1, H or 1, T, S]
+            dmask = dmask.sum_to_size((1,) * (4 - mask.dim()) + mask.shape).reshape(mask.shape).to(mask.dtype)
+        return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask)
+
+
+_TENSORS = Settings._fields[NUMBERS:]
+_MASK = 3 + _TENSORS.index("mask")  # its place among the inputs of the Function
+_BEFORE, _AFTER = (None,) * (_MASK - 3), (None,) * (3 + len(_TENSORS) - _MASK - 1 + 4)
+
+
+def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v and mask at the places of the Function's inputs."""
+    *heads, dmask = gradients
+    return *heads, *_BEFORE, dmask, *_AFTER
+
+
+def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why the kernels cannot take these heads, or None."""
+    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+        return f"attention takes q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
+    if v.shape[-1] != q.shape[-1]:
+        return f"attention takes one head size, not {q.shape[-1]} for q and k and {v.shape[-1]} for v"
+    if not 0 < q.shape[-1] <= LARGEST_HEAD:
+        return f"attention takes head sizes from 1 to {LARGEST_HEAD}, not {q.shape[-1]}"
+    return None
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this is a step of decoding: few queries on many keys, and no gradient."""
+    if q.dim() == 3 or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return False
+    return 0 < q.shape[2] * (q.shape[1] // k.shape[1]) <= LARGEST_DECODED_ROWS and q.shape[2] < k.shape[2]
+
+
+def _apply(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: AttentionRules,
+    bounds: Tensor | None,
+    key_mask: Tensor | None,
+    mask: Tensor | None,
+    sizes: tuple[int, int, int],
+    wants_weights: bool,
+    formula: Formula | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the Function; sizes: queries, keys and the shift of the diagonal where there are no bounds."""
+    q, k, v = to_autocast(q, k, v)  # type: ignore[assignment]
+    # `check_attention` has put causality into the window, if there is one.
+    sides = rules.window or (None, 0 if rules.causal else None)
+    left, right = (_UNLIMITED if side is None else side for side in sides)
+    queries, keys, shift = sizes
+    scale = float(q.shape[-1] ** -0.5 if rules.scale is None else rules.scale)
+    softcap, dropout_p = rules.softcap or 0.0, rules.dropout_p
+    seed = dropout_seed(q) if dropout_p > 0.0 else None
+    # By position, which takes a quarter of the time of names: a test holds these to the fields.
+    settings = Settings(queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, mask, seed)
+    if mask is None and seed is None and not wants_weights and _decodes(q, k, v):
+        return _decode(q, k, v, *settings), None
+    fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
+    numbers, tensors = settings[:NUMBERS], settings[NUMBERS:]
+    out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
+    return out, weights
+
+
+def _split_mask(mask: Tensor | None, key_mask: Tensor | None, B: int, S: int) -> tuple[Tensor | None, Tensor | None]:
+    """Read a bool mask that hides the same keys from every query and head as a key mask, whose tiles are skipped."""
+    if mask is None:
+        return None, key_mask
+    shape: Sequence[int] = (1, 1, 1, 1, *mask.shape)[-4:]
+    if mask.dtype != torch.bool or shape[1] != 1 or shape[2] != 1:
+        return mask, key_mask
+    keys = mask.reshape(shape[0], shape[3]).expand(B, S)
+    return None, keys if key_mask is None else keys & key_mask
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, formula: Formula | None, wants_weights: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Run `functional.attention` with the kernels; the weights are None unless they are wanted.
+
+    Args:
+        q, k, v, rules: as `check_attention` left them.
+        formula: the op in plain PyTorch, a function of q, k, v and the mask, for second derivatives.
+        wants_weights: also return the weights `[B, H, T, S]`.
+    """
+    (B, _, T, _), S = q.shape, k.shape[2]
+    bottom_right = rules.alignment == "bottom_right"
+    mask, key_mask = _split_mask(rules.mask, rules.key_mask, B, S)
+    bounds = None
+    if key_mask is not None or rules.query_lengths is not None or rules.key_lengths is not None:
+        bounds = _bounds(rules.query_lengths, rules.key_lengths, key_mask, B, T, S, False, bottom_right, q)
+    sizes = T, S, S - T if bottom_right else 0
+    return _apply(q, k, v, rules, bounds, key_mask, mask, sizes, wants_weights, formula)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules, formula: Formula | None
+) -> Tensor:
+    """Run `functional.packed_attention` with the kernels.
+
+    Args:
+        q, k, v, layout, key_layout, rules: as `check_packed_attention` left them.
+        formula: the op in plain PyTorch, a function of q, k, v and None, for second derivatives.
+    """
+    T, S, batch = layout.max_length, key_layout.max_length, layout.batch
+    bottom_right = rules.alignment == "bottom_right"
+
+    def make_bounds() -> Tensor:
+        bounds: Tensor = _bounds(layout.offsets, key_layout.offsets, None, batch, T, S, True, bottom_right, q.detach())
+        return bounds
+
+    bounds = layout.once(("bounds", bottom_right), make_bounds, key_layout)
+    out, _ = _apply(q, k, v, rules, bounds, None, None, (T, S, 0), False, formula)
+    return out

@@ -1,0 +1,314 @@
+"""Attention: over padded batches, with its weights, and within packed sequences.
+
+Letters: B batch, H heads, T queries, S keys, K head size.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastformer.functional.attention import fused, packed_reference, reference
+from fastformer.functional.attention.rules import ALIGNMENTS, Alignment, AttentionRules, Window
+from fastformer.functional.checks import check_choice, check_probability, readable
+from fastformer.functional.choice import runs_fused
+from fastformer.host.autograd_function import Formula, eager_formula
+from fastformer.host.devices import DeviceError, autocasts, check_tensors
+from fastformer.packing import Layout, offsets_of
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
+
+    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0.
+
+    Args:
+        q: `[B, H, T, K]`, floating point.
+        k: `[B, Hkv, S, K]`; H is a multiple of Hkv (grouped-query attention).
+        v: `[B, Hkv, S, Kv]`.
+        mask: as in SDPA: bool (True = may attend) or additive, broadcastable to `[B, H, T, S]`; an additive mask may
+            require a gradient.
+        causal: query t attends to keys s <= t + shift.
+        alignment: "top_left": shift 0, as SDPA's `is_causal`; "bottom_right": the last query of a sequence meets its
+            last key, shift = key length - query length (S - T without lengths).
+        window: (left, right): query t attends to keys t + shift - left <= s <= t + shift + right, None: no limit on
+            that side (Beltagy et al. 2020).
+        query_lengths: integers `[B]`; outputs of later queries are 0.
+        key_lengths: integers `[B]`; later keys are padding.
+        key_mask: bool `[B, S]`, True = a real key; for padding on the left or with gaps.
+        softcap: scaled scores x become softcap * tanh(x / softcap) before the mask is added (Gemma 2, 2024).
+        dropout_p: dropout of the attention weights; applied whenever it is not 0.
+        scale: K ** -0.5 if None.
+
+    Returns:
+        `[B, H, T, Kv]`, of q's dtype, under autocast of autocast's.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, before anything runs.
+        fastformer.backend.BackendError: backend "triton" was asked for and cannot run this.
+    """
+    rules = AttentionRules(
+        mask, causal, alignment, window, query_lengths, key_lengths, key_mask, softcap, dropout_p, scale
+    )
+    rules = check_attention(q, k, v, rules)
+    if runs_fused("attention", q, lambda: fused.limit(q, k, v)):
+        return fused.attention(q, k, v, rules, _formula(reference.attention, rules))[0]
+    return reference.attention(q, k, v, rules)
+
+
+def attention_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Like `attention`, and the weights `[B, H, T, S]` that were applied, after dropout as in torch.
+
+    Costs memory for the weights; a query that may attend to nothing has weights 0.
+    """
+    rules = AttentionRules(
+        mask, causal, alignment, window, query_lengths, key_lengths, key_mask, softcap, dropout_p, scale
+    )
+    rules = check_attention(q, k, v, rules)
+    if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v)):
+        formula = _formula(reference.attention_with_weights, rules)
+        out, weights = fused.attention(q, k, v, rules, formula, wants_weights=True)
+        assert weights is not None
+        return out, weights
+    return reference.attention_with_weights(q, k, v, rules)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    key_layout: Layout | None = None,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "top_left",
+    window: Window | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention within each of B packed sequences; none attends across sequences.
+
+    Args:
+        q: `[T, H, K]`, the queries of all sequences, one after another.
+        k: `[S, Hkv, K]`; H is a multiple of Hkv.
+        v: `[S, Hkv, Kv]`.
+        layout: where the sequences of q lie.
+        key_layout: where those of k and v lie; `layout` if None.
+        causal: query t of a sequence attends to its keys s <= t + shift.
+        alignment: "top_left": shift 0; "bottom_right": the last query of each sequence meets its last key.
+        window, softcap, dropout_p, scale: as in `attention`, within each sequence.
+
+    Returns:
+        `[T, H, Kv]`; zeros for a sequence without keys.
+    """
+    key_layout = layout if key_layout is None else key_layout
+    rules = AttentionRules(
+        causal=causal, alignment=alignment, window=window, softcap=softcap, dropout_p=dropout_p, scale=scale
+    )
+    rules = check_packed_attention(q, k, v, layout, key_layout, rules)
+    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v)):
+        formula = eager_formula(
+            lambda q, k, v, _: packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
+        )
+        return fused.packed_attention(q, k, v, layout, key_layout, rules, formula)
+    return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
+
+
+def _formula(plain: Formula, rules: AttentionRules) -> Formula | None:
+    """Hand over a reference as a function of q, k, v and the mask."""
+    others = rules.query_lengths, rules.key_lengths, rules.key_mask
+    return eager_formula(lambda q, k, v, mask: plain(q, k, v, replace(rules, mask=mask)), *others)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head size, not {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have the same number of heads, not {k.shape[1]} and {v.shape[1]}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the heads of q ({q.shape[1]}) must be a multiple of those of k ({k.shape[1]})")
+
+
+def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
+    """Return the lengths of sequences in x `[B, H, L, K]`, int64 on its device; values are checked on the CPU only.
+
+    They may lie on the CPU, where batches keep them.
+    """
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(lengths).__name__}")
+    if not lengths.is_cpu and lengths.device != x.device:
+        raise DeviceError(f"{name} is on {lengths.device}, {of} on {x.device}: it must be there or on the CPU")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, not {lengths.dtype}")
+    if lengths.shape != (x.shape[0],):
+        raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
+    unsigned = lengths.dtype == torch.uint64
+    lengths = lengths.to(torch.int64)  # of unsigned ones, torch has no lowest
+    if readable(lengths):
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > x.shape[2]:
+            wrong = low if low < 0 else high
+            wrong += 2**64 if low < 0 and unsigned else 0
+            raise ValueError(f"{name} must lie between 0 and the length of {of}, {x.shape[2]}: {wrong}")
+    return lengths.to(x.device, torch.int64)
+
+
+def _check_masks(q: Tensor, k: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> None:
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"mask must be bool or floating point, not {mask.dtype}")
+        if mask.dim() > 4 or any(m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)):
+            raise ValueError(f"mask must be broadcastable to {list(full)}, not of shape {list(mask.shape)}")
+    if key_mask is not None:
+        if key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask must be bool, not {key_mask.dtype}")
+        if key_mask.shape != (q.shape[0], k.shape[2]):
+            raise ValueError(f"key_mask must be of shape {[q.shape[0], k.shape[2]]}, not {list(key_mask.shape)}")
+
+
+def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
+    """Return an additive mask in the dtype that is computed in, where that is narrower, as torch does.
+
+    What a query sees is decided there: the lowest number of fp32 is -inf in bf16, -1e9 is in fp16.
+    """
+    autocast = q.dtype != torch.float64 and autocasts(q)
+    dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
+    return mask if fits else mask.to(dtype)
+
+
+def _check_window(window: Window | None, causal: bool, length: int) -> Window | None:
+    """Return the window with causality in it, or None where it says no more than `causal` does.
+
+    Args:
+        length: of the longest sequence of queries or keys; a side that reaches as far limits nothing.
+    """
+    if window is None:
+        return None
+    if not isinstance(window, tuple):
+        raise TypeError(f"window must be a tuple (left, right), not {type(window).__name__}")
+    if len(window) != 2:
+        raise ValueError(f"window must be a tuple (left, right), not of {len(window)} elements")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window must hold integers or None, not {side!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"window must not hold negative numbers: {side}")
+    left, right = (None if side is None or side >= length else side for side in window)
+    if left is None and (causal or right is None):
+        return None
+    return left, 0 if causal else right
+
+
+def _check_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
+        raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
+    if not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be positive and finite, not {softcap}")
+    return float(softcap)
+
+
+def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alignment:
+    """Return the alignment, "top_left" where it makes no difference: `same` lengths, or no rule about positions."""
+    check_choice("alignment", rules.alignment, ALIGNMENTS)
+    return "top_left" if same or not (rules.causal or window is not None) else rules.alignment
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
+    """Check one call of `attention` and return its rules, each said in one way only."""
+    check_tensors(("q", "k", "v", "mask", "key_mask"), q, (k, v), (rules.mask, rules.key_mask))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be of shape [batch, heads, length, head size], not {list(x.shape)}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have the same batch: {q.shape[0]}, {k.shape[0]}, {v.shape[0]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have the same length, not {k.shape[2]} and {v.shape[2]}")
+    _check_heads(q, k, v)
+    _check_masks(q, k, rules.mask, rules.key_mask)
+    check_probability("dropout_p", rules.dropout_p)
+    mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
+    if mask is not None:
+        mask = _in_dtype_of_scores(mask, q)
+        mask = mask.expand(1, mask.numel()) if mask.dim() < 2 else mask  # SDPA takes [T, S] at least
+    if query_lengths is not None:
+        query_lengths = _check_lengths("query_lengths", query_lengths, "q", q)
+    if key_lengths is not None:
+        key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
+    window = _check_window(rules.window, rules.causal, max(q.shape[2], k.shape[2]))
+    same = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
+    alignment, softcap = _alignment(rules, window, same), _check_softcap(rules.softcap)
+    if (
+        mask is rules.mask
+        and alignment == rules.alignment
+        and window is rules.window
+        and query_lengths is rules.query_lengths
+        and key_lengths is rules.key_lengths
+        and softcap == rules.softcap
+    ):
+        return rules  # which saves 2 us
+    return replace(
+        rules,
+        mask=mask,
+        alignment=alignment,
+        window=window,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        softcap=softcap,
+    )
+
+
+def check_packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
+) -> AttentionRules:
+    """Check one call of `packed_attention` and return its rules, each said in one way only; they hold no mask."""
+    offsets = offsets_of("layout", layout), offsets_of("key_layout", key_layout)
+    check_tensors(("q", "k", "v", "layout", "key_layout"), q, (k, v, *offsets))
+    for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
+        if x.dim() != 3 or x.shape[0] != its.total:
+            raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
+    if layout.batch != key_layout.batch:
+        raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
+    _check_heads(q, k, v)
+    check_probability("dropout_p", rules.dropout_p)
+    window = _check_window(rules.window, rules.causal, max(layout.max_length, key_layout.max_length))
+    alignment = _alignment(rules, window, layout is key_layout)
+    softcap = _check_softcap(rules.softcap)
+    if alignment == rules.alignment and window is rules.window and softcap == rules.softcap:
+        return rules
+    return replace(rules, alignment=alignment, window=window, softcap=softcap)

@@ -1,0 +1,188 @@
+"""Attention within packed sequences, in plain PyTorch: the specification, and what runs without a GPU.
+
+A batch of scores is one matrix product, so sequences attend in groups of about the same length, each padded to its
+longest. What that gains on a CPU stands in docs/kernels/attention.md.
+
+Letters: B sequences, H heads, T queries, S keys, K head size; of a group: N sequences.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastformer.functional.attention.reference import attention
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.dropout import drop
+from fastformer.host.devices import send
+from fastformer.packing import Layout
+from fastformer.packing.row_map import RowMap
+
+# A group ends where the area of the remaining scores of a sequence is below this share of the group's ...
+_SHRINK = 0.7
+# ... and so many scores of all heads are saved by it: a group costs some 20 calls, forward and backward.
+_WORTH = 16_384
+# Up to this length matrix product and softmax beat SDPA on a CPU, forward and backward (128 sequences of up to 29
+# tokens, 6 heads of 32: 13.6 against 18.0 ms, one core); beyond it the scores no longer stay in the cache.
+_SHORT = 64
+
+Ints = NDArray[np.int64]
+
+
+class Group(NamedTuple):
+    """Some sequences of a batch, padded to the longest of them."""
+
+    sequences: int  # N
+    queries: int  # T, the longest
+    keys: int  # S, likewise
+    query_lengths: Tensor  # int64 [N], on the device
+    key_lengths: Tensor  # likewise
+    shortest: int  # of the keys
+    key_bias: Tensor | None  # fp32 [N, 1, S]: 0 at real keys, -inf behind them; None where all are real
+
+
+class Plan(NamedTuple):
+    """How the sequences of two layouts attend: the groups, and the rows of all their heads, `[H, N, L]` a group."""
+
+    groups: list[Group]
+    queries: RowMap  # of [T * H] into the rows of all groups
+    keys: RowMap  # of [S * Hkv]
+
+
+def _lengths(layout: Layout) -> Ints:
+    return np.array(layout.lengths.tolist(), np.int64)  # numpy() knows no tensor that torch.func wraps
+
+
+def _cuts(queries: Ints, keys: Ints, heads: int) -> list[int]:
+    """Return where groups begin, for lengths in descending order of their sum."""
+    longest, widest = (np.maximum.accumulate(x[::-1])[::-1] for x in (queries, keys))  # from each on
+    area = longest * widest
+    cuts, first = [0], 0
+    while first < len(area) and area[first] > 0:
+        after = first + int(np.searchsorted(-area[first:], -_SHRINK * area[first]))
+        if after >= len(area) or (len(area) - after) * (area[first] - area[after]) * heads < _WORTH:
+            break
+        cuts.append(after)
+        first = after
+    return cuts
+
+
+def _row_map(layout: Layout, order: Ints, cuts: list[int], heads: int) -> RowMap:
+    """Map the rows of tokens `[T * heads]` to those of padded groups, `[heads, N, L]` each, one after another."""
+    lengths = _lengths(layout)
+    ends = [*cuts[1:], len(order)]
+    start = np.empty(len(order), np.int64)  # of each sequence: its first row of head 0
+    stride = np.empty(len(order), np.int64)  # from head to head
+    base = 0
+    for first, end in zip(cuts, ends, strict=True):
+        members = order[first:end]
+        longest = int(lengths[members].max(initial=0))
+        start[members] = base + np.arange(len(members)) * longest
+        stride[members] = len(members) * longest
+        base += heads * len(members) * longest
+    of_token = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(of_token)) - (np.cumsum(lengths) - lengths)[of_token]
+    slots = (start[of_token] + position)[:, None] + stride[of_token][:, None] * np.arange(heads)
+    return RowMap.of(send(layout.offsets.device, torch.from_numpy(slots.reshape(-1)))[0], base)
+
+
+def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Plan:
+    """Group the sequences of a batch by length."""
+    queries, keys = _lengths(layout), _lengths(key_layout)
+    order = np.argsort(-(queries + keys), kind="stable")
+    cuts = _cuts(queries[order], keys[order], heads)
+    groups, device = [], layout.offsets.device
+    for first, end in zip(cuts, [*cuts[1:], len(order)], strict=True):
+        q, k = (torch.from_numpy(x[order[first:end]]) for x in (queries, keys))
+        T, S, shortest = (int(f(x)) if len(x) else 0 for f, x in ((torch.max, q), (torch.max, k), (torch.min, k)))
+        bias = None
+        if shortest < S:
+            bias = torch.zeros(len(k), 1, S).masked_fill_(torch.arange(S) >= k[:, None, None], -math.inf)
+        q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
+        groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
+    rows = _row_map(layout, order, cuts, heads)
+    same = key_layout is layout and heads == key_heads
+    return Plan(groups, rows, rows if same else _row_map(key_layout, order, cuts, key_heads))
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
+) -> Tensor:
+    """Attention within each of B packed sequences: q `[T, H, K]`, k and v `[S, Hkv, K]` -> `[T, H, Kv]`.
+
+    Args:
+        q, k, v, layout, key_layout: as in `functional.packed_attention`.
+        rules: from `check_packed_attention`.
+    """
+    if torch.compiler.is_compiling() or not layout.known:
+        return _in_one_group(q, k, v, layout, key_layout, rules)
+    H, Hkv, Kv = q.shape[1], k.shape[1], v.shape[2]
+    plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
+    q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+    queries = [H * group.sequences * group.queries for group in plan.groups]
+    keys = [Hkv * group.sequences * group.keys for group in plan.groups]
+    parts: list[tuple[Tensor, ...]] = [x.split(n) for x, n in ((q, queries), (k, keys), (v, keys))]  # type: ignore[no-untyped-call]
+    of_groups = zip(*parts, plan.groups, strict=True)
+    outs = [_attend(q, k, v, group, (H, Hkv), layout is key_layout, rules) for q, k, v, group in of_groups]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return plan.queries.gather(out).view(layout.total, H, Kv)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, heads: tuple[int, int], same: bool, rules: AttentionRules
+) -> Tensor:
+    """Attend within one group: rows `[H * N * T, K]`, keys and values `[Hkv * N * S, K]` -> `[H * N * T, Kv]`.
+
+    Args:
+        q, k, v, group: of the group.
+        heads: H and Hkv.
+        same: whether queries and keys are of the same sequences.
+        rules: of the call.
+    """
+    (H, Hkv), N, T, S = heads, group.sequences, group.queries, group.keys
+    by_start = rules.alignment == "top_left"
+    # Causal self-attention needs no lengths: the keys up to a real query are real.
+    alone = group.key_bias is None or (rules.causal and same)
+    plain = by_start and rules.window is None and rules.softcap is None and Hkv == H
+    if plain and max(T, S) <= _SHORT and group.shortest > 0:
+        q, k, v = (x.view(H * N, length, x.shape[1]) for x, length in ((q, T), (k, S), (v, S)))
+        scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+        if rules.causal:
+            scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+        if group.key_bias is not None and not alone:
+            scores = (scores.view(H, N, T, S) + group.key_bias.to(q.dtype)).flatten(0, 1)
+        return torch.bmm(drop(scores.softmax(-1), rules.dropout_p), v).flatten(0, 1)
+    forms = ((q, H, T), (k, Hkv, S), (v, Hkv, S))
+    q, k, v = (x.view(h, N, length, x.shape[1]).transpose(0, 1) for x, h, length in forms)  # [N, H, L, K]
+    padded = AttentionRules(
+        causal=rules.causal,
+        alignment=rules.alignment,
+        window=rules.window,
+        query_lengths=None if by_start else group.query_lengths,
+        key_lengths=None if alone else group.key_lengths,
+        softcap=rules.softcap,
+        dropout_p=rules.dropout_p,
+        scale=rules.scale,
+    )
+    return attention(q, k, v, padded).transpose(0, 1).flatten(0, 2)
+
+
+def _in_one_group(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> Tensor:
+    """`packed_attention` without a look at the lengths, which no graph can take, a compiler's or CUDA's."""
+
+    def padded(x: Tensor, layout: Layout) -> Tensor:  # [T, H, K] -> [B, H, max_length, K]
+        B, L = layout.batch, layout.max_length
+        return x.new_zeros(B * L, *x.shape[1:]).index_copy(0, layout.slots, x).view(B, L, *x.shape[1:]).transpose(1, 2)
+
+    out = attention(
+        padded(q, layout),
+        padded(k, key_layout),
+        padded(v, key_layout),
+        replace(rules, query_lengths=layout.offsets.diff(), key_lengths=key_layout.offsets.diff()),
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.slots)

@@ -1,0 +1,229 @@
+"""The specification of attention, in plain PyTorch: any device, any dtype, double backward.
+
+As fast as PyTorch's own ops allow, and the place where edge cases are decided: a query that may attend to nothing gives
+output 0 and gradient 0 (torch gives NaN in some paths); statistics and softmax accumulate as torch's own ops do for the
+dtype; what lies in padding reaches nothing, be it NaN.
+
+Letters: B batch, H heads, T queries, S keys, L positions, K head size.
+"""
+
+import math
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.checks import readable
+from fastformer.functional.dropout import drop
+
+
+def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
+    """Combine causality, window, lengths and key mask into one bool mask, True = may attend.
+
+    Args:
+        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
+        rules: all but its mask.
+
+    Returns:
+        Broadcastable to `[B, 1, T, S]`; None where nothing limits.
+    """
+    T, S = q.shape[2], k.shape[2]
+    queries, keys = torch.arange(T, device=q.device)[:, None], torch.arange(S, device=q.device)  # [T, 1], [S]
+    query_ends, key_ends = (
+        None if x is None else x[:, None, None, None] for x in (rules.query_lengths, rules.key_lengths)
+    )  # [B, 1, 1, 1]
+    left, right = rules.band
+    allowed: list[Tensor] = []
+    if left is not None or right is not None:
+        centre = queries
+        if rules.alignment == "bottom_right":
+            centre = queries + ((S if key_ends is None else key_ends) - (T if query_ends is None else query_ends))
+        if right is not None:
+            allowed.append(keys <= centre + right)
+        if left is not None:
+            allowed.append(keys >= centre - left)
+    if key_ends is not None:
+        allowed.append(keys < key_ends)
+    if rules.key_mask is not None:
+        allowed.append(rules.key_mask[:, None, None, :])
+    if query_ends is not None:
+        allowed.append(queries < query_ends)
+    return reduce(torch.logical_and, allowed) if allowed else None
+
+
+def _guard(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Merge an arbitrary mask with the allowed positions.
+
+    Returns:
+        The merged mask, opened at the queries that may attend to nothing so that no NaN arises there, and those
+        queries as a bool mask `[..., T, 1]` whose outputs must be set to 0. Either may be None.
+    """
+    if mask is None and allowed is None:
+        return None, None
+    if mask is None or mask.dtype == torch.bool:
+        open_ = mask if allowed is None else allowed if mask is None else mask & allowed
+        assert open_ is not None
+        dead = ~open_.any(-1, keepdim=True)
+        return open_ | dead, dead
+    if allowed is not None:
+        mask = torch.where(allowed, mask, -math.inf)
+    dead = (mask == -math.inf).all(-1, keepdim=True)
+    return mask.masked_fill(dead, 0.0), dead
+
+
+def _scores_to_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None = None
+) -> Tensor:
+    """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    B, H, T, _ = q.shape
+    # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    scores = scores.view(B, H, T, k.shape[1])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    return scores.softmax(-1)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+class _PlainDoubleBackward(torch.autograd.Function):
+    """Passes SDPA's output and gradient through; a gradient that is to be differentiated takes the plain formula.
+
+    torch's fused attention, on every device, has no second derivative.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, q, k, v, mask, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grads[0], None, None, None, None, None, None
+        # Views: each gradient is that of one place, not of the others where the same tensor is given.
+        places: list[Any] = [x if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        q, k, v, mask = places
+        inputs = [x for x, wanted in zip((q, k, v, mask), ctx.needs_input_grad[1:5], strict=True) if wanted]
+        if ctx.causal:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        weights = _scores_to_weights(q, _repeat_heads(k, q.shape[1]), mask, ctx.scale)
+        out = torch.matmul(weights, _repeat_heads(v, q.shape[1]))
+        found = iter(torch.autograd.grad(out, inputs, grads[0].to(out.dtype), create_graph=True))
+        return None, *(next(found) if wanted else None for wanted in ctx.needs_input_grad[1:5]), None, None
+
+
+def _only_causal(rules: AttentionRules) -> bool:
+    """Whether SDPA's `is_causal` says all about who attends to whom."""
+    others = (rules.mask, rules.window, rules.query_lengths, rules.key_lengths, rules.key_mask)
+    return rules.causal and rules.alignment == "top_left" and all(x is None for x in others)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+    """softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
+
+    Args:
+        q: `[B, H, T, K]`.
+        k: `[B, Hkv, S, K]`; v: `[B, Hkv, S, Kv]`. Hkv divides H.
+        rules: from `check_attention`.
+
+    Returns:
+        `[B, H, T, Kv]`.
+    """
+    if k.shape[-2] == 0:  # nothing to attend to
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
+    q, k, v = blank_padding(q, k, v, rules)
+    # SDPA has no softcap; on a CPU it has no fused path with dropout, and the weights' random bits are cheaper here.
+    weighs = rules.softcap is not None or (rules.dropout_p > 0.0 and q.device.type == "cpu")
+    attend = _weigh if weighs else _attend
+    rows = q.shape[2] if _only_causal(rules) and not weighs else rows_at_once(q, k, rules, weighs)
+    return attend(q, k, v, rules) if rows >= q.shape[2] else attend_in_blocks(attend, q, k, v, rules, rows)
+
+
+def _weigh(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+    return _apply_weights(q, k, v, rules)[0]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+    """`attention` with SDPA."""
+    dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
+    merged, dead = _guard(rules.mask, None if causal else allowed_positions(q, k, rules))
+    if merged is not None and merged.is_floating_point():
+        merged = merged.to(q.dtype)
+    # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
+    grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if out.requires_grad and dropout_p == 0.0 and not recorded:
+        out = _PlainDoubleBackward.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
+    return out if dead is None else out.masked_fill(dead, 0.0)
+
+
+def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
+    """Like `attention`, and the weights `[B, H, T, S]` that were applied (after dropout, as torch returns them)."""
+    return _apply_weights(*blank_padding(q, k, v, rules), rules)
+
+
+def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
+    merged, dead = _guard(rules.mask, allowed_positions(q, k, rules))
+    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap)
+    if dead is not None:
+        weights = weights.masked_fill(dead, 0.0)
+    weights = drop(weights, rules.dropout_p)
+    return torch.matmul(weights, v), weights
+
+
+def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return `[B, H, L, K]` with zeros where real `[B, L]` is False; the inputs themselves where they are finite.
+
+    A look costs 0.7 ms where two copies cost 22, and attention 16 (64 rows, 8 heads, 64 positions, K = 64, one core).
+    """
+    hidden = ~real
+    if readable(hidden) and all(readable(x) for x in inputs):
+        columns = hidden.any(0).nonzero()
+        if not columns.numel():
+            return inputs
+        first = int(columns[0])
+        if all(bool(x.detach()[:, :, first:].sum().isfinite()) for x in inputs):
+            return inputs
+    return tuple(x.masked_fill(hidden[:, None, :, None], 0.0) for x in inputs)
+
+
+def blank_padding(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of an attention call without what query_lengths, key_lengths and key_mask call padding.
+
+    So does a bool mask that is the same for all queries and heads. What other masks hide is no padding: it matters who
+    asks, and NaN there spreads as in torch.
+    """
+    found = [] if rules.key_mask is None else [rules.key_mask]
+    if rules.key_lengths is not None:
+        found.append(torch.arange(k.shape[2], device=k.device) < rules.key_lengths[:, None])
+    if rules.mask is not None and rules.mask.dtype == torch.bool:
+        shape = (1, 1, *rules.mask.shape)[-4:]
+        if shape[1] == shape[2] == 1:
+            found.append(rules.mask.reshape(shape[0], shape[3]).expand(k.shape[0], k.shape[2]))
+    if found:
+        k, v = _blank(reduce(torch.logical_and, found), k, v)
+    if rules.query_lengths is not None:
+        (q,) = _blank(torch.arange(q.shape[2], device=q.device) < rules.query_lengths[:, None], q)
+    return q, k, v

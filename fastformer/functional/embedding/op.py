@@ -1,0 +1,151 @@
+"""Embedding, dropout(scale * weight[ids] + table[positions]): op, checks, reference, registration, autograd Function.
+
+Backward puts the gradient through the same mask and the scale, in one pass, and adds up the rows of each word with
+torch's own `embedding_dense_backward`, which is deterministic. Ids, positions and the seed are all that is kept.
+
+Letters: D model width, P positions, V vocabulary.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.functional.checks import check_probability, readable
+from fastformer.functional.choice import DTYPES, runs_fused
+from fastformer.functional.dropout import drop
+from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, plain_gradients, twice
+from fastformer.host.devices import check_tensors
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    table: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """dropout(scale * weight[ids] + table[positions]), what stands before the first layer of a Transformer.
+
+    Args:
+        ids: int64 `[...]`.
+        weight: `[V, D]`.
+        table: `[P, D]`, learned or fixed; None for no positions.
+        positions: int64, of the shape of ids; given if and only if table is.
+        scale: of the weight.
+        dropout_p: dropout of the sum; applied whenever it is not 0.
+
+    Returns:
+        `[..., D]`, of the dtype to which those of weight and table promote.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+        IndexError: an id or a position on the CPU is no row. On a GPU nothing waits to look: torch's kernel stops with
+            an assertion, the fused one gives NaN.
+    """
+    check_tensors(("ids", "weight", "table", "positions"), ids, (weight,), (table, positions))
+    _check(ids, weight, table, positions)
+    check_probability("dropout_p", dropout_p)
+    plain = partial(_plain, ids, positions, scale)
+
+    def limit() -> str | None:
+        if table is None or table.dtype in DTYPES:
+            return None
+        return f"embedding takes a table of float32, float16 or bfloat16, not {table.dtype}"
+
+    if not runs_fused("embedding", weight, limit):
+        return drop(plain(weight, table), dropout_p)
+    seed = dropout_seed(weight) if dropout_p > 0.0 else None
+    return call(_Embedding, weight, table, ids, positions, seed, scale, dropout_p, eager_formula(plain))  # type: ignore[no-any-return]
+
+
+def _check_indices(name: str, indices: Tensor, of: str, matrix: Tensor) -> None:
+    """Raise unless indices are rows of a matrix; values are looked at on the CPU only, where that waits for nothing."""
+    if indices.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, not {indices.dtype}")
+    if matrix.dim() != 2:
+        raise ValueError(f"{of} must have two dimensions, not shape {list(matrix.shape)}")
+    if readable(indices):
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= matrix.shape[0]:
+            wrong = low if low < 0 else high
+            raise IndexError(f"{name} must lie between 0 and {matrix.shape[0] - 1}, the last row of {of}, not {wrong}")
+
+
+def _check(ids: Tensor, weight: Tensor, table: Tensor | None, positions: Tensor | None) -> None:
+    _check_indices("ids", ids, "weight", weight)
+    if table is None or positions is None:
+        if table is not None or positions is not None:
+            raise ValueError(f"{'table' if table is None else 'positions'} is None, and the other is not")
+        return
+    _check_indices("positions", positions, "table", table)
+    if positions.shape != ids.shape:
+        raise ValueError(f"positions must be of the shape of ids, {list(ids.shape)}, not {list(positions.shape)}")
+    if table.shape[1] != weight.shape[1]:
+        raise ValueError(f"table must be of shape [P, {weight.shape[1]}], not {list(table.shape)}")
+
+
+def _plain(ids: Tensor, positions: Tensor | None, scale: float, weight: Tensor, table: Tensor | None) -> Tensor:
+    """The reference, but for dropout: scale * weight[ids] + table[positions]."""
+    x = F.embedding(ids, weight) * scale
+    return x if table is None or positions is None else x + F.embedding(positions, table)
+
+
+def _embedding_fake(ids: Tensor, weight: Tensor, table: Tensor | None) -> Tensor:
+    dtype = weight.dtype if table is None else torch.promote_types(weight.dtype, table.dtype)
+    return weight.new_empty((*ids.shape, weight.shape[1]), dtype=dtype)
+
+
+def _scaled_gradient_fake(dout: Tensor) -> Tensor:
+    return dout.new_empty(dout.shape)
+
+
+_embedding = define(
+    "embedding(Tensor ids, Tensor weight, Tensor? positions, Tensor? table, Tensor? seed, float scale, "
+    "float dropout_p) -> Tensor",
+    "embedding.kernels.embedding",
+    _embedding_fake,
+)
+_scaled_gradient = define(
+    "embedding_scaled_gradient(Tensor dout, Tensor? seed, float scale, float dropout_p) -> Tensor",
+    "embedding.kernels.scaled_gradient",
+    _scaled_gradient_fake,
+)
+
+
+def _dense(dout: Tensor, ids: Tensor, matrix: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> Tensor:
+    """The gradient of a matrix from that of dropout(scale * matrix[ids])."""
+    if seed is not None or scale != 1.0:
+        dout = _scaled_gradient(dout, seed, scale, dropout_p)
+    # -1: no row is padding, False: rows count as often as they occur.
+    gradient = torch.ops.aten.embedding_dense_backward(dout, ids, matrix.shape[0], -1, False)
+    return gradient.to(matrix.dtype)  # type: ignore[no-any-return]
+
+
+class _Embedding(torch.autograd.Function):
+    """weight, table, ids, positions, seed, scale, dropout_p, formula -> what `embedding` returns."""
+
+    @staticmethod
+    def forward(weight: Tensor, table: Tensor | None, ids: Tensor, positions: Tensor | None, *rest: Any) -> Tensor:
+        return _embedding(ids, weight, positions, table, *rest[:-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.scale, ctx.dropout_p, ctx.formula = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        weight, table, ids, positions, seed = ctx.saved_tensors
+        if twice("embedding", ctx.formula, seed):
+            return *plain_gradients(ctx.formula, (weight, table), ctx.needs_input_grad[:2], (dout,)), *(None,) * 6
+        needs_weight, needs_table = ctx.needs_input_grad[:2]
+        return (
+            _dense(dout, ids, weight, seed, ctx.scale, ctx.dropout_p) if needs_weight else None,
+            _dense(dout, positions, table, seed, 1.0, ctx.dropout_p) if needs_table else None,
+            *(None,) * 6,
+        )

@@ -1,0 +1,201 @@
+"""Linear layer and cross entropy in one: op, checks, registration and autograd Functions.
+
+For a sum of losses the gradients are computed with it, as the logits are there then, and only scaled in backward. For
+single losses (reduction "none") the forward pass keeps nothing but its inputs, and backward computes the logits again.
+
+Letters: D model width, M rows, V vocabulary.
+"""
+
+import math
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fastformer.functional.checks import check_choice, check_probability, readable
+from fastformer.functional.choice import runs_fused
+from fastformer.functional.linear_cross_entropy import reference
+from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, to_autocast, twice
+from fastformer.host.devices import check_tensors
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross entropy of softmax(x weight^T + bias) against target, as `F.cross_entropy(F.linear(...), target)`.
+
+    Args:
+        x: `[M, D]` or `[..., D]`.
+        weight: `[V, D]`; may be tied to an embedding.
+        target: int64, of x's shape without the last dimension.
+        bias: `[V]`, or None.
+        ignore_index: targets of this value count for nothing.
+        label_smoothing: share of the probability spread over all classes (Szegedy et al. 2016).
+        reduction: "mean" over the targets that count, "sum", or "none" (of target's shape).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+        IndexError: a target on the CPU is no class.
+    """
+    check_tensors(("x", "weight", "target", "bias"), x, (weight, target), (bias,))
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_probability("label_smoothing", label_smoothing)
+    if x.shape[:-1] != target.shape:
+        raise ValueError(f"target must be of shape {list(x.shape[:-1])}, not {list(target.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must be of shape [V, {x.shape[-1]}], not {list(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight must be of shape [V, {x.shape[-1]}] with V of at least 1, not {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be of shape [{weight.shape[0]}], not {list(bias.shape)}")
+    _check_classes(target, weight.shape[0], ignore_index)
+    shape, rows = target.shape, reduction == "none"
+    x, target = x.reshape(math.prod(shape), x.shape[-1]), target.reshape(-1)
+    how = (target, ignore_index, label_smoothing)
+    if runs_fused("linear_cross_entropy", x):
+        loss = _fused((x, weight, bias), how, rows)
+    else:
+        loss = reference.linear_cross_entropy(x, weight, bias, *how, rows)
+    if reduction == "mean":
+        count = (target != ignore_index).sum()
+        return torch.where(count > 0, loss / count.clamp(min=1), math.nan)  # of none NaN, with gradients 0, as in torch
+    return loss.view(shape) if rows else loss
+
+
+def _check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise unless target holds classes; values are checked on the CPU only, where that waits for no device."""
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be int64, not {target.dtype}")
+    if readable(target):
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        if wrong.numel():
+            raise IndexError(f"target must lie between 0 and {classes - 1} or be {ignore_index}, not {int(wrong[0])}")
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, wanted: list[bool], wide: torch.dtype | None, bias_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    V = weight.shape[0]
+    return (
+        x.new_empty(x.shape if wanted[0] else (0,)),
+        weight.new_empty(weight.shape if wanted[1] else (0,), dtype=wide or weight.dtype),
+        x.new_empty((V,) if wanted[2] else (0,), dtype=wide or bias_dtype),
+    )
+
+
+def _forward_fake(x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = x.new_empty((x.shape[0],), dtype=torch.float32)
+    return loss, *_gradients(x, weight, wanted, torch.float32, torch.float32)
+
+
+def _backward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, weight, wanted, None, x.dtype if bias is None else bias.dtype)
+
+
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float smoothing, bool[3] wanted"
+_forward = define(
+    f"linear_cross_entropy({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy.kernels.forward",
+    _forward_fake,
+)
+_backward = define(
+    f"linear_cross_entropy_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy.kernels.backward",
+    _backward_fake,
+)
+
+
+class LinearCrossEntropySum(torch.autograd.Function):
+    """Those of `_INPUTS`, formula -> the sum of all losses; `wanted` are the gradients to compute with it."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        loss, dx, dweight, dbias = _forward(*inputs[:-1])
+        return loss.sum(), dx, dweight, dbias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.formula = inputs[-1]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, none = grads[0], (None,) * 5
+        if grad is None:
+            return None, None, None, *none
+        x, weight, bias, *found = ctx.saved_tensors
+        inputs = x, weight, bias
+        wanted = ctx.needs_input_grad[:3]
+        if twice("linear_cross_entropy", formula := ctx.formula):
+            return *plain_gradients(lambda *inputs: formula(*inputs).sum(), inputs, wanted, (grad,)), *none
+        # In fp32: next to an fp16 matrix, torch reads a factor without dimensions as fp16 too.
+        scaled = [
+            (dy.float() * grad).to(y.dtype) if want else None for dy, y, want in zip(found, inputs, wanted, strict=True)
+        ]
+        return *scaled, *none
+
+
+class LinearCrossEntropyRows(torch.autograd.Function):
+    """Those of `_INPUTS` but for `wanted`, formula -> the loss of each row."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        loss: Tensor = _forward(*inputs[:-1], [False] * 3)[0]
+        return loss
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ignore_index, smoothing, ctx.formula = inputs
+        ctx.settings = ignore_index, smoothing
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        inputs = saved[:3]
+        wanted = list(ctx.needs_input_grad[:3])
+        if twice("linear_cross_entropy", ctx.formula):
+            found = plain_gradients(ctx.formula, inputs, wanted, grads)
+        else:
+            computed = _backward(grads[0], *saved, *ctx.settings, wanted)
+            found = tuple(dy if want else None for dy, want in zip(computed, wanted, strict=True))
+        return *found, None, None, None, None
+
+
+def _fused(tensors: tuple[Tensor | None, ...], how: tuple[Tensor, int, float], rows: bool) -> Tensor:
+    """Run the op with its kernels: the loss of each row, fp32 `[M]`, or their sum.
+
+    Under autocast the logits are in its dtype, as those of `F.linear`; losses are fp32. Rows that are ignored cost
+    their part of the matrix products: to leave them out, their number would have to be known on the host. A packed
+    batch has none. A target that is no class gives NaN.
+
+    Args:
+        tensors: x `[M, D]`, weight and bias.
+        how: target, ignore_index and label smoothing.
+        rows: the loss of each row.
+    """
+    formula = eager_formula(partial(_rows, how), how[0])
+    tensors = to_autocast(*tensors)
+    if rows:
+        return call(LinearCrossEntropyRows, *tensors, *how, formula)  # type: ignore[no-any-return]
+    training = torch.is_grad_enabled()
+    wanted = [training and y is not None and y.requires_grad for y in tensors]
+    total: Tensor = call(LinearCrossEntropySum, *tensors, *how, wanted, formula)[0]
+    return total
+
+
+def _rows(how: tuple[Tensor, int, float], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return reference.linear_cross_entropy(x, weight, bias, *how, True)

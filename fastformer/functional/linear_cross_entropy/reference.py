@@ -1,0 +1,258 @@
+"""Linear + cross entropy in plain PyTorch, a chunk of rows at a time: the logits are never all there.
+
+For a scalar loss the gradients of a chunk are computed right after its logits, while they are in the cache; measured in
+docs/kernels/linear-cross-entropy.md. Double backward goes through the plain formula.
+
+Letters: M rows, D width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.functional.checks import transformed
+from fastformer.host.devices import autocasts
+
+CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
+# Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of
+# 32, 128, 192, 256, 350, 512 rows took 887, 524, 508, 618, 645, 608 ms, F.cross_entropy 742.
+CPU_CHUNK_ROWS = 192
+# What the softmax works on at a time, so that its passes stay in the cache: with it, loss and gradients took
+# as long as the three matrix products alone (635 and 631 ms there, on a busy core), without it 763.
+CPU_BLOCK_BYTES = 1 << 20
+# Rows of logits begin at multiples of 64 bytes. WikiText-2's 33,278 words, 700 rows, D 200: 545 ms, one behind the
+# other 649, F.cross_entropy 877 (three products of such logits alone 596); for 33,280 words it makes no difference.
+ALIGNMENT = 16
+GPU_CHUNK_BYTES = 256 << 20  # enough rows for full matrix products; not measured on a GPU
+
+
+def plain_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """Compute the loss of each row, `[M]`: lse(z) - (1 - eps) z_y - eps mean(z) (Szegedy et al. 2016), 0 if ignored."""
+    logits = F.linear(x, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+
+
+def _losses_(
+    logits: Tensor, bias: Tensor | None, label: Tensor, counts: Tensor, label_smoothing: float, wanted: bool
+) -> Tensor:
+    """The loss of each row, `[m]`, of logits `[m, V]` still without `bias`; they become d loss / d z where `wanted`.
+
+    d loss / d z = softmax(z) - (1 - eps) onehot(y) - eps / V; loss and gradient are 0 where `counts` is False.
+    """
+    if bias is not None:
+        logits += bias
+    label = label[:, None]
+    loss = logits.gather(1, label).mul_(label_smoothing - 1.0)  # [m, 1]
+    if label_smoothing > 0.0:
+        loss -= label_smoothing * logits.mean(1, keepdim=True)
+    peak = logits.amax(1, keepdim=True)
+    total = logits.sub_(peak).exp_().sum(1, keepdim=True)
+    loss += peak + total.log()
+    if wanted:
+        shares = counts.to(logits.dtype)[:, None]  # [m, 1]
+        logits.mul_(shares / total)
+        if label_smoothing > 0.0:
+            logits.sub_(shares * (label_smoothing / logits.shape[1]))
+        logits.scatter_add_(1, label, shares * (label_smoothing - 1.0))
+    return loss.squeeze(1).masked_fill_(~counts, 0.0)
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, wanted: Sequence[bool], wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:  # (dx, dweight, dbias), empty where not wanted
+    V = weight.shape[0]
+    return (
+        x.new_empty(x.shape if wanted[0] else (0,)),
+        weight.new_zeros(weight.shape if wanted[1] else (0,), dtype=wide),
+        weight.new_zeros((V,) if wanted[2] else (0,), dtype=wide),
+    )
+
+
+def _rows_at_once(x: Tensor, V: int) -> tuple[int, int]:
+    """The rows of a chunk, and of a block of it that the softmax works on."""
+    on_cpu = x.device.type == "cpu"
+    least, size = (CPU_CHUNK_ROWS, CPU_CHUNK_BYTES) if on_cpu else (1, GPU_CHUNK_BYTES)
+    block = CPU_BLOCK_BYTES if on_cpu else GPU_CHUNK_BYTES
+    return max(1, min(x.shape[0], max(least, size // (4 * V)))), max(1, block // (4 * V))
+
+
+def _aligned(rows: int, V: int, wide: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(rows, -(-V // ALIGNMENT) * ALIGNMENT, dtype=wide, device=device)[:, :V]
+
+
+def _chunk_(
+    dlogits: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wanted: bool,
+) -> Tensor:
+    """The sum of the losses of a chunk of rows; dlogits `[m, V]` is filled with d loss / d z where `wanted`."""
+    counts = target != ignore_index  # [m]
+    label = torch.where(counts, target, 0)
+    # Autocast computes the logits in its own dtype, like any linear layer.
+    plain = x.dtype == weight.dtype == dlogits.dtype and not autocasts(x)
+    if plain:
+        torch.mm(x, weight.t(), out=dlogits)
+    else:
+        dlogits.copy_(F.linear(x, weight, bias))
+    total = dlogits.new_zeros(())
+    _, lines = _rows_at_once(x, weight.shape[0])
+    for at in range(0, len(counts), lines):
+        part = slice(at, at + lines)
+        added = bias if plain else None
+        total += _losses_(dlogits[part], added, label[part], counts[part], label_smoothing, wanted).sum()
+    return total
+
+
+def _in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum of all losses, and its gradients of x, weight and bias where `wanted`, else empty."""
+    M, V = x.shape[0], weight.shape[0]
+    # Sums over rows accumulate in fp32 at least.
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    dx, dweight, dbias = _gradients(x, weight, wanted, wide)
+    total = torch.zeros((), dtype=wide, device=x.device)
+    step, _ = _rows_at_once(x, V)
+    place = _aligned(step, V, wide, x.device)
+    for start in range(0, M, step):
+        rows = slice(start, start + step)
+        dlogits = place[: min(step, M - start)]  # at first the logits, [m, V]
+        total += _chunk_(dlogits, x[rows], weight, bias, target[rows], ignore_index, label_smoothing, any(wanted))
+        if not any(wanted):
+            continue
+        if wanted[2]:
+            dbias += dlogits.sum(0)
+        dlogits = dlogits.to(x.dtype)
+        if wanted[0]:
+            torch.mm(dlogits, weight.to(x.dtype), out=dx[rows])
+        if wanted[1]:
+            if dweight.dtype == dlogits.dtype:
+                dweight.addmm_(dlogits.t(), x[rows])
+            else:
+                dweight += torch.mm(dlogits.t(), x[rows])
+    return total, dx, dweight, dbias
+
+
+# As one op of a graph of torch.compile, which would unroll its loop, and cannot take `out=`.
+_in_chunks_op = torch.library.custom_op("fastformer::chunked_cross_entropy", _in_chunks, mutates_args=())
+
+
+@_in_chunks_op.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.new_empty((), dtype=wide), *_gradients(x, weight, wanted, wide)
+
+
+def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
+    """Whether d loss / d z may wait for backward: it is one chunk, and fp32 or fp64, which any factor leaves exact.
+
+    Then no gradient `[V, D]` is made only to be multiplied. Loss and gradients of 14, 64 and 180 rows, D 256, V 5,900,
+    were 1.17, 1.08 and 1.03 times as fast as in the other form, of 20 rows, D 200, V 33,278, 1.21 times (one core).
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    M = x.shape[0]
+    return 0 < M <= _rows_at_once(x, weight.shape[0])[0] and x.dtype == weight.dtype == wide
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the losses of all rows; gradients are computed in forward, chunk by chunk, where any is needed.
+
+    Of a single chunk, forward keeps d loss / d z `[M, V]`, and the products wait for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        wanted = list(ctx.needs_input_grad[:3])
+        ctx.settings = ignore_index, label_smoothing
+        ctx.one_chunk = any(wanted) and not torch.compiler.is_compiling() and _fits_one_chunk(x, weight)
+        if ctx.one_chunk:
+            dlogits = _aligned(x.shape[0], weight.shape[0], weight.dtype, x.device)
+            total = _chunk_(dlogits, x, weight, bias, target, ignore_index, label_smoothing, True)
+            ctx.save_for_backward(x, weight, bias, target, dlogits)
+            return total
+        run = _in_chunks_op if torch.compiler.is_compiling() else _in_chunks
+        total, *found = run(x, weight, bias, target, ignore_index, label_smoothing, wanted)
+        ctx.save_for_backward(x, weight, bias, target, *found)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, target, *found = ctx.saved_tensors
+        (grad,) = grads
+        wanted = ctx.needs_input_grad[:3]
+        # Where the gradient is to be differentiated; no graph of torch.compile has second derivatives.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Views: a tied weight has a gradient here, apart from the one that it has through x.
+            places: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
+            inputs = [t for t, needed in zip(places, wanted, strict=True) if needed]
+            loss = plain_loss(places[0], places[1], places[2], target, *ctx.settings).sum()
+            given = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
+            return *(next(given) if needed else None for needed in wanted), None, None, None
+        if ctx.one_chunk:
+            dlogits = found[0] * grad
+            return (
+                dlogits @ weight if wanted[0] else None,
+                dlogits.t() @ x if wanted[1] else None,
+                dlogits.sum(0) if wanted[2] else None,
+                None, None, None,
+            )  # fmt: skip
+        # In fp32 at least: next to an fp16 matrix on a GPU, torch reads a factor without dimensions as fp16 too.
+        triples = zip(found, (x, weight, bias), wanted, strict=True)
+        scaled = [(d.to(grad.dtype) * grad).to(t.dtype) if needed else None for d, t, needed in triples]
+        return *scaled, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    rows: bool,
+) -> Tensor:
+    """Cross entropy of softmax(x weight^T + bias), x `[M, D]`, weight `[V, D]`, target `[M]`: the sum, or all rows."""
+    if autocasts(x):
+        # Custom Functions do not see autocast; F.linear, inside, obeys it.
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    # What torch.func takes is plain, and so is what keeps the classes of tensors.
+    if rows or transformed() or torch.overrides.has_torch_function(given):
+        losses = plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
+        return losses if rows else losses.sum()
+    loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,154 @@
+"""s = residual + dropout(x) and y = layer_norm(s), the step between two sublayers: op, registration, Function.
+
+Kept for backward, beside the weight: s, its mean and 1 / sqrt(var + eps) of each row in fp32, and the seed of the
+dropout mask; neither x nor the residual nor a mask.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.functional.checks import check_probability
+from fastformer.functional.choice import runs_fused
+from fastformer.functional.dropout import drop
+from fastformer.functional.norms.layer_norm import (
+    as_row,
+    as_rows,
+    as_shape,
+    fits,
+    gradient,
+    gradient_dtypes,
+    norm_gradients,
+    norm_limit,
+    output_dtype,
+)
+from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, twice
+from fastformer.host.devices import check_tensors
+
+_NAME = "dropout_add_layer_norm"
+
+
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The step between two sublayers: s = residual + dropout(x), and its layer norm.
+
+    Args:
+        x: `[..., *normalized_shape]`, the output of a sublayer.
+        residual: of x's shape.
+        normalized_shape, weight, bias, eps: as in `layer_norm`.
+        dropout_p: applied to x whenever it is not 0.
+
+    Returns:
+        (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
+    """
+    parameters = weight, bias
+    check_tensors(("x", "residual", "weight", "bias"), x, (residual,), parameters)
+    if x.shape != residual.shape:
+        raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
+    check_probability("dropout_p", dropout_p)
+    shape = as_shape(normalized_shape)
+    takes_kernel = runs_fused(_NAME, x, lambda: norm_limit(_NAME, residual, *parameters))
+    if not (takes_kernel and fits(x, shape, *parameters)):
+        s = residual + drop(x, dropout_p)
+        return F.layer_norm(s, shape, *parameters, eps), s
+    plain: Any = partial(F.layer_norm, eps=eps)
+    formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
+    tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)
+    seed = dropout_seed(x) if dropout_p > 0.0 else None
+    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, output_dtype(x, residual), formula)
+    return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))
+
+
+def _forward_fake(x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y = x.new_empty(x.shape, dtype=dtype)
+    s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return y, s, mean, rstd
+
+
+def _backward_fake(
+    s: Tensor,
+    dresidual: torch.dtype | None,
+    dx: torch.dtype | None,
+    dw: torch.dtype | None,
+    db: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row = s.shape[1:]
+    return gradient(s, s.shape, dresidual), gradient(s, s.shape, dx), gradient(s, row, dw), gradient(s, row, db)
+
+
+_forward = define(
+    "dropout_add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
+    "float dropout_p, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norms.dropout_add_layer_norm.forward",
+    _forward_fake,
+)
+_backward = define(
+    "dropout_add_layer_norm_backward(Tensor? dy, Tensor? ds, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
+    "Tensor? seed, float dropout_p, ScalarType? dresidual, ScalarType? dx, ScalarType? dw, ScalarType? db) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "norms.dropout_add_layer_norm.backward",
+    _backward_fake,
+)
+
+
+class _DropoutAddLayerNorm(torch.autograd.Function):
+    """x, residual `[M, N]`, weight, bias, seed, eps, dropout_p, dtype, formula -> (y, s `[M, N]`, mean, rstd `[M]`)."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _forward(*inputs[:-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        x, residual, weight, bias, seed, _, ctx.dropout_p, _, ctx.formula = inputs
+        _, s, mean, rstd = output
+        ctx.dtypes = x.dtype, residual.dtype
+        ctx.save_for_backward(s, weight, bias, mean, rstd, seed)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        s, weight, bias, mean, rstd, seed = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        x_dtype, residual_dtype = ctx.dtypes
+        rest = (None,) * 5
+        if dy is None and ds is None:
+            return *(None,) * 4, *rest
+        if twice(_NAME, ctx.formula, seed):
+            total, dw, db = ds, None, None
+            if dy is not None:
+                wanted = (needs_x or needs_residual, needs_weight, needs_bias)
+                dnorm, dw, db = norm_gradients(ctx.formula, (s, weight, bias), wanted, dy)
+                total = dnorm if ds is None or dnorm is None else dnorm + ds
+            dx = total.to(x_dtype) if needs_x and total is not None else None
+            dresidual = total.to(residual_dtype) if needs_residual and total is not None else None
+            return dx, dresidual, dw, db, *rest
+        # Without dropout both gradients are the same tensor.
+        one = seed is None and x_dtype == residual_dtype
+        dresidual, dx, dw, db = _backward(
+            *(dy, ds, s, weight, mean, rstd, seed, ctx.dropout_p),
+            residual_dtype if needs_residual or (one and needs_x) else None,
+            x_dtype if needs_x and not one else None,
+            *gradient_dtypes((needs_weight and dy is not None, needs_bias and dy is not None), weight, bias),
+        )
+        return (
+            (dresidual if one else dx) if needs_x else None,
+            dresidual if needs_residual else None,
+            dw if needs_weight and dy is not None else None,
+            db if needs_bias and dy is not None else None,
+            *rest,
+        )

@@ -1,0 +1,168 @@
+"""Layer norm: op, reference, registration and autograd Function, and what the other norms share with it.
+
+Kept for backward, beside x and the weight: mean and 1 / sqrt(var + eps) of each row in fp32, 8 bytes a row.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.functional.choice import DTYPES, runs_fused
+from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
+from fastformer.host.devices import check_tensors
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer normalisation over the last dimensions (Ba et al. 2016), as `torch.nn.functional.layer_norm`.
+
+    Args:
+        x: `[..., *normalized_shape]`, floating point.
+        normalized_shape: the trailing dimensions; a number stands for one.
+        weight: `normalized_shape`, or None for ones.
+        bias: `normalized_shape`, or None for zeros.
+        eps: added to the variance.
+
+    Raises:
+        fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
+        TypeError: one is no tensor.
+    """
+    parameters = weight, bias
+    check_tensors(("x", "weight", "bias"), x, (), parameters)
+    shape = as_shape(normalized_shape)
+    takes_kernel = runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", *parameters))
+    if not (takes_kernel and fits(x, shape, *parameters)):  # what does not fit raises in torch
+        return F.layer_norm(x, shape, *parameters, eps)
+    plain: Any = partial(F.layer_norm, eps=eps)
+    formula = eager_formula(lambda rows, *parameters: plain(rows, rows.shape[-1:], *parameters))
+    y, _, _ = call(_LayerNorm, as_rows(x, shape), *as_row(*parameters), eps, output_dtype(x), formula)
+    return y if y.shape == x.shape else y.view(x.shape)  # type: ignore[no-any-return]
+
+
+def _forward_fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape, dtype=dtype), mean, rstd
+
+
+def _backward_fake(
+    x: Tensor, dx: torch.dtype | None, dw: torch.dtype | None, db: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradient(x, x.shape, dx), gradient(x, x.shape[1:], dw), gradient(x, x.shape[1:], db)
+
+
+_forward = define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "norms.layer_norm.forward",
+    _forward_fake,
+)
+_backward = define(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "ScalarType? dx, ScalarType? dw, ScalarType? db) -> (Tensor, Tensor, Tensor)",
+    "norms.layer_norm.backward",
+    _backward_fake,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """x `[M, N]`, weight, bias, eps, dtype, formula -> (y `[M, N]`, mean `[M]`, rstd `[M]`)."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(*inputs[:-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        *tensors, _, _, ctx.formula = inputs
+        _, mean, rstd = output
+        ctx.save_for_backward(*tensors, mean, rstd)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 6
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if twice("layer_norm", ctx.formula):
+            return *norm_gradients(ctx.formula, (x, weight, bias), wanted, dy), None, None, None
+        found = _backward(dy, x, weight, mean, rstd, *gradient_dtypes(wanted, x, weight, bias))
+        return *(grad if needed else None for grad, needed in zip(found, wanted, strict=True)), None, None, None
+
+
+def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the normalised shape as a tuple."""
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+
+
+def fits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:
+    """Whether x `[..., *shape]` and the parameters have the shapes that a norm takes."""
+    for parameter in parameters:
+        if parameter is not None and parameter.shape != shape:
+            return False
+    return shape != () and x.shape[-len(shape) :] == shape
+
+
+def norm_limit(op: str, *others: Tensor | None) -> str | None:
+    """Return why the kernels of a norm cannot take these tensors beside x, or None; their dtypes may differ."""
+    for other in others:
+        if other is not None and other.dtype not in DTYPES:
+            return f"{op} takes float32, float16 and bfloat16, not {str(other.dtype).removeprefix('torch.')}"
+    return None
+
+
+def output_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
+    """Return the dtype of a norm of x, or of its sum with others: float32 under autocast on a GPU, as in torch.
+
+    Autocast on a CPU leaves norms alone in torch.
+    """
+    if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        return torch.float32
+    dtype = x.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
+def as_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """View `[..., *shape]` as `[M, N]`."""
+    if len(shape) == 1 and x.dim() == 2:
+        return x
+    return x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), math.prod(shape))
+
+
+def as_row(*parameters: Tensor | None) -> list[Tensor | None]:
+    """View weights of the normalised shape as contiguous `[N]`."""
+    return [x if x is None or (x.dim() == 1 and x.is_contiguous()) else x.reshape(-1).contiguous() for x in parameters]
+
+
+def gradient(like: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+    """Return an empty tensor of a shape and dtype; of 0 elements where that is None."""
+    return like.new_empty(0 if dtype is None else shape, dtype=dtype)
+
+
+def gradient_dtypes(wanted: tuple[bool, ...], *inputs: Tensor | None) -> list[torch.dtype | None]:
+    """Return the dtype of each gradient that is wanted, None for others."""
+    return [x.dtype if needed and x is not None else None for needed, x in zip(wanted, inputs, strict=True)]
+
+
+def norm_gradients(
+    formula: Formula, inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Differentiate a norm's plain formula, in float32 where dtypes are mixed: torch's own kernels take one dtype."""
+
+    def of_one_dtype(*mixed: Tensor | None) -> Any:
+        same = len({x.dtype for x in mixed if x is not None}) == 1
+        return formula(*mixed) if same else formula(*(None if x is None else x.float() for x in mixed))
+
+    return plain_gradients(of_one_dtype, inputs, wanted, (dy,))

@@ -1,0 +1,313 @@
+"""Fused attention, backward: gradients of queries, keys and values, weights recomputed tile by tile.
+
+With P = exp2(s - lse), D the dropout mask times its scale, and delta of `delta` (FlashAttention-2, Dao 2023,
+algorithm 2):
+
+    dV = (P D)^T dout      dP = (dout V^T + dW) D      dS = P (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
+
+dW is the gradient of weights that were returned, if they were. Two kernels by default: one gathers dK and dV of a tile
+of keys over all queries that see it, the other dQ of a tile of queries; each adds in a fixed order, at the price of
+computing the scores twice (7 matrix products). The fast way adds dQ with atomics from the first kernel (5 products), in
+an order that changes from run to run. Tiles without a visible pair are skipped on both sides.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, lined_up, row_strides, views
+from fastformer_kernels.attention.tiles import (
+    key_tiles,
+    load_bounds,
+    load_lse,
+    offset,
+    real_columns,
+    score_gradient,
+    through_cap,
+    weight_gradient,
+)
+from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
+from fastformer_kernels.random import row_keys
+
+
+@attends
+def _attention_keys_values(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
+    stride_dk_b, stride_dk_h, stride_dk_s, stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, ADD_DQ: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
+    heads = H // GROUP
+    tile, b, hk = tl.program_id(0) % tiles, tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads
+    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    first = tile * BLOCK_S
+    end_column = last_key if PACKED else S
+    if first >= end_column:
+        return
+    columns, dims, steps = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
+    in_head = dims[None, :] < K
+    wide = columns.to(tl.int64)[:, None]
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
+    real = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(hk, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(hk, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
+    k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real, other=0.0)
+    v = tl.load(v_ptr + wide * stride_v_s * ALIGN + dims[None, :], mask=real, other=0.0)
+    dk = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+    dv = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+
+    # Seen from the keys, the window lies the other way round.
+    begin, _, _, end = key_tiles(
+        first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, 0, HAS_RIGHT, HAS_LEFT, True, BLOCK_T
+    )
+    end = tl.where((first >= last_key) | (first + BLOCK_S <= first_key), begin, end)  # a tile of padding sees nothing
+    for group in tl.range(0, GROUP):
+        h = hk * GROUP + group
+        q_head = q_ptr + offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
+        dout_head = (
+            dout_ptr
+            + offset(b, ALIGN, stride_dout_b)
+            + offset(h, ALIGN, stride_dout_h)
+            + offset(q_base, ALIGN, stride_dout_t)
+        )
+        dq_head = (
+            dq_ptr + offset(b, ALIGN, stride_dq_b) + offset(h, ALIGN, stride_dq_h) + offset(q_base, ALIGN, stride_dq_t)
+        )
+        lse_head = lse_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+        delta_head = delta_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+        dweights_head = dweights_ptr + offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
+        mask_head = mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+        for j in tl.range(begin, end):
+            rows = j * BLOCK_T + steps
+            wide_rows = rows.to(tl.int64)[:, None]
+            real_rows = (rows < last_query)[:, None] & in_head
+            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            dout = tl.load(dout_head + wide_rows * stride_dout_t * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            lse, logarithm = load_lse(lse_head, second_part, rows, last_query, MASK)
+            delta = tl.load(delta_head + rows, mask=rows < last_query, other=0.0)
+            dots = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=tl.float32)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=tl.float32)
+            if HAS_DWEIGHTS:
+                dp += weight_gradient(dweights_head, stride_dweights_t, rows[None, :], columns[:, None], T, last_key)
+            keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+            kept, ds = score_gradient(
+                dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], columns[:, None],
+                keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, first_key,
+                last_key, shift, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK,
+                MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            )  # fmt: skip
+            ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
+            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=tl.float32)
+            if ADD_DQ:
+                dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=PRECISION, out_dtype=tl.float32)
+                tl.atomic_add(
+                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, mask=real_rows, sem="relaxed"
+                )
+    dk_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
+    dv_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
+    written = (columns < end_column)[:, None] & in_head
+    tl.store(dk_ptr + wide * stride_dk_s * ALIGN + dims[None, :], tl.where(real, dk * scale, 0.0), mask=written)
+    tl.store(dv_ptr + wide * stride_dk_s * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
+
+
+@attends
+def _attention_queries(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
+    stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ of one tile of queries `[BLOCK_T]` of one head."""
+    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first, as in forward
+    b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
+    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    first_row = tile * BLOCK_T
+    end_row = last_query if PACKED else T
+    if first_row >= end_row:
+        return
+    rows, dims, steps = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
+    in_head = dims[None, :] < K
+    wide = rows.to(tl.int64)[:, None]
+    real = (rows < last_query)[:, None] & in_head
+    q_ptr += offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
+    dout_ptr += offset(b, ALIGN, stride_dout_b) + offset(h, ALIGN, stride_dout_h) + offset(q_base, ALIGN, stride_dout_t)
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
+    row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
+    mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+    dweights_ptr += offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
+    q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
+    delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
+    dq = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+    begin, _, _, end = key_tiles(
+        first_row, tl.minimum(first_row + BLOCK_T, last_query) - 1, first_key, last_key, shift, left, right, 0,
+        HAS_LEFT, HAS_RIGHT, True, BLOCK_S,
+    )  # fmt: skip
+    end = tl.where(first_row < last_query, end, begin)
+    for j in tl.range(begin, end):
+        columns = j * BLOCK_S + steps
+        wide_columns = columns.to(tl.int64)[:, None]
+        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
+        k = tl.load(k_ptr + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        v = tl.load(v_ptr + wide_columns * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
+        if HAS_DWEIGHTS:
+            dp += weight_gradient(dweights_ptr, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
+        _kept, ds = score_gradient(
+            dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :], keys[:, None],
+            key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, first_key, last_key, shift, left,
+            right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP,
+            HAS_DROPOUT,
+        )  # fmt: skip
+        ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
+    dq_ptr += offset(b, ALIGN, stride_dq_b) + offset(h, ALIGN, stride_dq_h) + offset(q_base, ALIGN, stride_dq_t)
+    written = (rows < end_row)[:, None] & in_head
+    tl.store(dq_ptr + wide * stride_dq_t * ALIGN + dims[None, :], tl.where(real, dq * scale, 0.0), mask=written)
+
+
+def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
+    """Choose the tile sizes of the kernel that gathers dK and dV: the largest that spill nothing.
+
+    Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which takes registers. Chosen from
+    what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
+    """
+    K, generation = head_width(q), device_of(q).capability // 10
+    tf32 = q.dtype == torch.float32  # what is not exact, below
+    if is_exact(q):
+        tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
+    elif K <= 32:
+        tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
+    elif K == 128 and tf32 and generation < 9:
+        tile = (32, 32, 8 if fast else 4, 2)
+    elif K == 64 and generation < 9 and problem.seed is not None and problem.key_mask is not None and not heavy:
+        tile = (32, 64, 4, 2)
+    elif K == 64 and (heavy or (fast and generation < 9)):
+        tile = (32, 64, 8 if heavy and generation < 9 else 4, 2)
+    elif K == 64:
+        tile = (64, 64, 8, 2) if problem.seed is not None and generation > 9 else (64, 128, 8, 2)
+    elif K == 128:
+        light = not (heavy or fast or problem.seed is not None or generation > 9)
+        tile = (64, 64, 8, 2) if light else (32, 64, 8, 1 if fast else 2)
+    else:
+        small = heavy or tf32 or generation < 9 or has_small_memory(q)
+        tile = (16, 32, 8, 2) if small else (16, 64, 8, 2)
+    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
+
+
+def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
+    """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
+    K, generation = head_width(q), device_of(q).capability // 10
+    tf32, crowded = q.dtype == torch.float32, heavy and problem.key_mask is not None
+    if is_exact(q):
+        tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
+        if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
+            tile = (16, 16, 4, 1)
+    elif K <= 64 and heavy:
+        tile = (64, 32, 8 if crowded and generation == (10 if K <= 32 else 8) else 4, 2)
+    elif K <= 64:
+        tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
+    elif K == 128:
+        warps = 8 if (crowded and generation == 8) or (heavy and tf32) else 4
+        narrow = heavy or problem.seed is not None or (tf32 and generation < 9)
+        tile = (64, 32, warps, 2) if narrow else (64, 64, 4, 2)
+    else:
+        small = generation < 9 and (heavy or problem.seed is not None) if tf32 else heavy
+        tile = (32, 32, 8, 1) if small or has_small_memory(q) else (64, 32, 8, 2)
+    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`, as projections make them."""
+    if x.dim() == 3:
+        return noted(x.new_empty(x.shape))
+    return noted(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2))
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dweights: Tensor | None,
+    wants_q: bool,
+    wants_keys: bool,
+    fast: bool,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v, each of its input's shape and dtype; empty where not wanted.
+
+    Args:
+        dout: of out's shape.
+        q, k, v, settings: as in forward.
+        lse: what forward returned.
+        delta: rowsum(out * dout), plus rowsum(weights * dweights) where weights were returned.
+        dweights: the gradient of returned weights `[B, H, T, S]`, or None.
+        wants_q, wants_keys: whether the gradient of q, and those of k and v, are wanted.
+        fast: add the gradient of q with atomics, in an order that changes from run to run.
+    """
+    problem = Problem.of(*settings)
+    B, H, T, S = problem.sizes(q)
+    fast = fast and wants_q and wants_keys and q.shape[-1] <= 128  # wider, its tiles do not fit into registers
+    dq, dk, dv = (
+        _like(x) if wanted else noted(x.new_empty(0)) for x, wanted in ((q, wants_q), (k, wants_keys), (v, wants_keys))
+    )
+    if fast:  # added to, so it begins with zeros: no plan can repeat this
+        dq = torch.zeros_like(dq, dtype=torch.float32)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_()
+    made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys)) if wanted]
+    align, (q_view, k_view, v_view, dout_view, *others) = views(q, k, v, dout, *made)
+    dq_strides, dk_strides = others[0].strides, others[-1].strides  # dv lies like dk
+    # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
+    dweights = None if dweights is None else lined_up(dweights.float())
+    inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
+    looked_up = (q if dweights is None else dweights, *problem.pointers(q))
+    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))
+    mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
+    scalars = problem.scalars()
+    constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
+    heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
+    with guard(q):
+        if wants_keys:
+            tile = _tiles_of_keys(q, problem, heavy, fast)
+            tiles = -(-S // tile["BLOCK_S"])
+            grid, sizes = (B * k.shape[1] * tiles,), (B * H * T, T, S, tiles)
+            tensors = (*inputs, dq, dk, dv, *looked_up)
+            strides = (*input_strides, *dq_strides, *dk_strides, *mask_strides)
+            launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
+        if wants_q and not fast:
+            tile = _tiles_of_queries(q, problem, heavy)
+            tiles = -(-T // tile["BLOCK_T"])
+            grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles)
+            tensors = (*inputs, dq, *looked_up)
+            strides = (*input_strides, *dq_strides, *mask_strides)
+            launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
+    return dq.to(q.dtype), dk, dv

@@ -1,0 +1,203 @@
+"""Fused attention, forward: softmax(scale q k^T + mask) v, one tile of queries a program, no scores in memory.
+
+The online softmax of FlashAttention (Dao et al. 2022, algorithm 1): a running maximum and sum for each row. Tiles that
+no query of the program sees, by lengths, window or causality, are never loaded; those that all see whole go through a
+loop without masks, in which the scores of the next tile are computed before the softmax of this one, so that the matrix
+units work while the exponentials are taken. Kept for backward: the log-sum-exp of each row, in units of log2, +inf for
+a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
+
+Dense tensors `[B, H, T, K]` and packed ones `[T, H, K]` run the same kernel: a sequence is a base row and bounds.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, row_strides, views
+from fastformer_kernels.attention.tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
+from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
+from fastformer_kernels.random import row_keys
+
+
+@triton.jit
+def _dots(
+    q,
+    k_ptrs,
+    stride_k_s,
+    j,
+    columns,
+    last_key,
+    in_head,
+    BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply the queries with tile j of the keys: `[BLOCK_T, BLOCK_S]`. Keys beyond the last are zeros."""
+    real = (j * BLOCK_S + columns < last_key)[:, None] & in_head
+    k = tl.load(k_ptrs + offset(j, BLOCK_S * ALIGN, stride_k_s), mask=real, other=0.0)
+    return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
+
+
+@attends
+def _attention(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
+    stride_out_b, stride_out_h, stride_out_t, stride_lse_b, stride_lse_h,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, AHEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of queries `[BLOCK_T]` of one head of one sequence."""
+    tile = tiles - 1 - tl.program_id(0) % tiles  # with causality the last tiles are the longest: they start first
+    b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
+    q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    first_row = tile * BLOCK_T
+    end_row = last_query if PACKED else T
+    if first_row >= end_row:
+        return
+    rows, dims = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    q_ptr += offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
+    k_ptr += offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
+    v_ptr += offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
+    key_mask_ptr += offset(b, 1, stride_key_mask_b)
+    mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+    in_head = dims[None, :] < K
+    real = (rows < last_query)[:, None]
+    q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
+
+    acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    peak = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+    begin, full_begin, full_end, end = key_tiles(
+        first_row, tl.minimum(first_row + BLOCK_T, last_query) - 1, first_key, last_key, shift, left, right, gaps,
+        HAS_LEFT, HAS_RIGHT, MASK != 0, BLOCK_S,
+    )  # fmt: skip
+    end = tl.where(first_row < last_query, end, begin)  # a tile of padded queries sees nothing
+    full_end = tl.where(first_row < last_query, full_end, full_begin)
+
+    # Tiles in the order of work: first the whole ones, then those that need masks.
+    whole, count = full_end - full_begin, end - begin
+    columns = tl.arange(0, BLOCK_S)
+    k_ptrs = k_ptr + columns.to(tl.int64)[:, None] * stride_k_s * ALIGN + dims[None, :]
+    v_ptrs = v_ptr + columns.to(tl.int64)[:, None] * stride_v_s * ALIGN + dims[None, :]
+    j = tl.where(whole > 0, full_begin, begin)
+    next_dots = acc  # only for the name to exist
+    if AHEAD:
+        next_dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+    for i in tl.range(0, whole):
+        j = full_begin + i
+        n = tl.where(i + 1 < whole, j + 1, begin + tl.where(begin < full_begin, 0, whole))
+        dots = next_dots
+        if AHEAD:
+            next_dots = _dots(q, k_ptrs, stride_k_s, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        else:
+            dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=in_head, other=0.0)
+        s = scores(dots, scale, softcap, HAS_SOFTCAP)
+        at = j * BLOCK_S + columns
+        acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
+    for i in tl.range(0, count - whole):
+        j, n = begin + i, begin + i + 1
+        j = tl.where(j < full_begin, j, j + whole)
+        n = tl.where(n < full_begin, n, n + whole)
+        dots = next_dots
+        if AHEAD:
+            next_dots = _dots(q, k_ptrs, stride_k_s, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        else:
+            dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        at = j * BLOCK_S + columns
+        real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys & in_head, other=0.0)
+        s = scores(dots, scale, softcap, HAS_SOFTCAP)
+        seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
+        s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
+                 HAS_KEY_MASK, MASK)  # fmt: skip
+        acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
+
+    alive = (total != 0.0) & (rows < last_query)  # a NaN is alive, and shows
+    scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
+    out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
+    out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
+    written = (rows < end_row)[:, None] & in_head
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * stride_out_t * ALIGN + dims[None, :], out, mask=written)
+    lse_ptr += offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
+    logarithm = tl.log2(tl.where(alive, total, 1.0))
+    highest = tl.where(alive, peak, float("inf"))
+    if MASK == 2:
+        tl.store(lse_ptr + rows, highest, mask=rows < end_row)
+        tl.store(lse_ptr + second_part + rows, logarithm, mask=rows < end_row)
+    else:
+        tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
+
+
+def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
+    """Choose the tile sizes of the forward kernel.
+
+    16 bits: sizes that keep both matrix products and the exponentials overlapped on sm_90 and spill nothing there, on
+    sm_80 and on sm_100, with two blocks a multiprocessor or one of 8 warps; short sequences take smaller tiles, so that
+    less of the last one is wasted and more blocks run. tf32 takes those of twice the head size (`head_width`). fp32
+    runs on plain cores, bound by registers. Chosen from what the compiler reports (`python -m benchmarks.codegen`); not
+    measured on a GPU.
+    """
+    K, T = head_width(q), problem.queries
+    small, capability = has_small_memory(q), device_of(q).capability
+    ampere, blackwell = capability < 90, capability >= 100
+    heavy = problem.mask is not None or problem.softcap > 0.0
+    if is_exact(q):
+        tile = (32, 32, 8, 1) if K <= 128 else (16, 32, 8, 1)
+    elif K <= 32:
+        tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
+        if heavy and blackwell and q.dtype == torch.float32:
+            tile = (64, 32, 8, 2)
+    elif K == 64 and (T <= 128 or heavy):
+        tile = (64, 32, 4, 2 if ampere else 3)
+    elif K == 64:
+        tile = (64, 64, 4, 3) if T < 512 or small else (128, 64, 8, 3)
+    elif K == 128 and heavy:
+        tile = (64, 32, 8, 2)
+    elif K == 128:
+        tile = (64, 32, 4, 2) if T < 512 or ampere else (128, 64, 8, 2)
+    else:
+        tile = (64, 32, 8, 1 if small or (ampere and heavy) else 2)
+    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Compute attention.
+
+    Args:
+        q: `[B, H, T, K]`, or packed `[T, H, K]`; fp32, fp16 or bf16.
+        k, v: `[B, Hkv, S, K]`, or packed `[S, Hkv, K]`; of q's dtype.
+        settings: the fields of `Problem`, in order.
+
+    Returns:
+        The output, of q's shape (dense: laid out as `[B, T, H, K]`), and the log-sum-exp of each row in units of log2,
+        fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask `[2, B, H, T]`, maximum and logarithm of the sum.
+    """
+    problem = Problem.of(*settings)
+    B, H, T, S = problem.sizes(q)
+    packed = q.dim() == 3
+    out = noted(q.new_empty(q.shape)) if packed else noted(q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2))
+    lse = noted(q.new_empty(problem.rows(q), dtype=torch.float32))
+    if q.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
+    tile = _tiles(q, problem)
+    tiles = -(-T // tile["BLOCK_T"])
+    grid = (B * H * tiles,)
+    tensors = (q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q))
+    strides = (*q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse))
+    mask_strides = problem.mask_strides((B, H, T, S))
+    sizes = (B * H * T, T, S, tiles)
+    scalars = problem.scalars()
+    constants = {**problem.switches(q, k), "ALIGN": align, "AHEAD": not is_exact(q)}
+    with guard(q):
+        launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
+    return out, lse

@@ -1,0 +1,286 @@
+"""What the launchers of all attention kernels share: the settings as the kernels take them, and where sequences lie.
+
+The latter is worked out on the device: nothing waits for it on the host. Lengths, a bool key mask or the offsets of
+packed sequences become one int32 `[B, 8]` tensor that every attention kernel reads; its columns are named in `tiles`. A
+key mask is reduced to its first and last real key, for skipping tiles of padding on the left and on the right, and a
+flag for gaps in between.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.host.launch import (
+    as_bytes,
+    device_of,
+    guard,
+    inner_contiguous,
+    kernel,
+    launch,
+    noted,
+    power_of_two,
+    precision,
+    threshold_and_scale,
+)
+
+# What a kernel of heads is compiled for: rows of masks, of their gradient and of that of weights are `lined_up`. Not
+# every kernel has them all.
+attends = kernel(
+    *("stride_mask_b", "stride_mask_h", "stride_mask_t", "stride_mask_s"),
+    *("stride_dmask_b", "stride_dmask_h", "stride_dmask_t"),
+    *("stride_dweights_b", "stride_dweights_h", "stride_dweights_t"),
+    anywhere=["bounds_ptr", "key_mask_ptr", "seed_ptr"],
+)
+_LINE = 16  # elements
+_BLOCK = tl.constexpr(1024)  # keys that one row of the bounds looks at, at a time
+
+
+class View(NamedTuple):
+    """A tensor of heads as the kernels see it: dense `[B, H, T, K]` or packed `[T, H, K]`, and its strides."""
+
+    data: Tensor
+    strides: tuple[int, int, int]  # of batch (0 where packed), head and row, in units of the alignment
+
+
+def views(*tensors: Tensor) -> tuple[int, list[View]]:
+    """Describe tensors of heads, copied if their last dimension is not contiguous.
+
+    Returns:
+        The alignment, and the views. Every stride is a multiple of the alignment, 16 bytes where it can be: multiplied
+        in the kernel, it tells the compiler that rows can be loaded in whole vectors, where a head size such as 40 or
+        72 hides that. Compiled for head size 72 without it: 16-bit loads, and a third more registers.
+    """
+    found, bits = [], 0
+    for x in tensors:
+        x = inner_contiguous(x)
+        strides = x.stride()
+        batch, head, row = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
+        bits |= batch | head | row
+        found.append(View(x, (batch, head, row)))
+    align = 16 // tensors[0].element_size()
+    if bits % align:
+        return 1, found
+    return align, [View(x, (s[0] // align, s[1] // align, s[2] // align)) for x, s in found]
+
+
+def lined_up(x: Tensor) -> Tensor:
+    """Return x `[..., S]`, copied if its rows do not begin at multiples of 16 elements, so that kernels may rely on it.
+
+    They load a tile of it in whole vectors then. Compiled for odd S they took 40 to 90 registers more, and spilled.
+    """
+    rows = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _LINE for stride in rows):
+        return x
+    copy = x.new_empty((*x.shape[:-1], whole_lines(x.shape[-1])))[..., : x.shape[-1]]
+    return copy.copy_(x)
+
+
+def whole_lines(columns: int) -> int:
+    """Return how long a row is that ends at a multiple of 16 elements."""
+    return -(-columns // _LINE) * _LINE
+
+
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Return the strides of batch (0 where packed) and head of `[H, T]`, `[B, H, T]` or `[2, B, H, T]`."""
+    return (0, x.stride(0)) if x.dim() == 2 else (x.stride(-3), x.stride(-2))
+
+
+class Problem(Settings):
+    """The settings of a call, as launchers read them."""
+
+    @classmethod
+    def of(cls, *settings: Any) -> "Problem":
+        """Return the problem of a kernel that reads the mask."""
+        problem = cls(*settings)
+        return problem if problem.mask is None else problem._replace(mask=lined_up(problem.mask))
+
+    def sizes(self, q: Tensor) -> tuple[int, int, int, int]:
+        """Return (B, H, T, S)."""
+        if q.dim() == 3:
+            assert self.bounds is not None
+            return self.bounds.shape[0], q.shape[1], self.queries, self.keys
+        return q.shape[0], q.shape[1], self.queries, self.keys
+
+    def rows(self, q: Tensor) -> tuple[int, ...]:
+        """Return the shape of the log-sum-exp: `[B, H, T]`, packed `[H, T]`, and in two parts with an additive mask.
+
+        A mask of the lowest number, as some libraries add, leaves no bits for the logarithm of the sum beside the
+        maximum; backward must have both.
+        """
+        B, H, T, _ = self.sizes(q)
+        if q.dim() == 3:
+            return H, q.shape[0]
+        return (2, B, H, T) if self.additive else (B, H, T)
+
+    @property
+    def additive(self) -> bool:
+        """Whether there is a mask to add."""
+        return self.mask is not None and self.mask.dtype != torch.bool
+
+    def pointers(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return bounds, key mask, mask and seed; q stands for what is not given, and is never read there."""
+        return (
+            q if self.bounds is None else self.bounds,
+            q if self.key_mask is None else as_bytes(self.key_mask.contiguous()),
+            q if self.mask is None else as_bytes(self.mask) if self.mask.dtype == torch.bool else self.mask,
+            q if self.seed is None else self.seed,
+        )
+
+    def mask_strides(self, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
+        """Return the stride of the key mask's rows, and the mask's of B, H, T and S, 0 where it is broadcast."""
+        mask = [0, 0, 0, 0]
+        if self.mask is not None:
+            given = [
+                0 if size == 1 else stride for size, stride in zip(self.mask.shape, self.mask.stride(), strict=True)
+            ]
+            mask[4 - len(given) :] = given
+            mask[3] = (
+                1 if sizes[3] == 1 else mask[3]
+            )  # of one key it means nothing, but the kernels are compiled for it
+        return (0 if self.key_mask is None else self.key_mask.shape[1], *mask)
+
+    def scalars(self) -> tuple[int | float, ...]:
+        """Return shift, left, right, scale, softcap, dropout threshold and scale of what is kept."""
+        threshold, keep_scale = threshold_and_scale(0.0 if self.seed is None else self.dropout_p)
+        return self.shift, self.left, self.right, self.scale, self.softcap, threshold, keep_scale
+
+    def head_switches(self, q: Tensor) -> dict[str, int | bool]:
+        """Return the compile-time choices of a kernel that reads heads and bounds."""
+        K = q.shape[-1]
+        return {"H": q.shape[1], "K": K, "BLOCK_K": power_of_two(K, 16), "HAS_BOUNDS": self.bounds is not None}
+
+    def score_switches(self, q: Tensor) -> dict[str, int | bool | str]:
+        """Return those of a kernel that computes scores, of which each query sees keys by position and key mask."""
+        return {
+            "HAS_LEFT": self.left >= 0,
+            "HAS_RIGHT": self.right >= 0,
+            "HAS_KEY_MASK": self.key_mask is not None,
+            "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if is_exact(q) else 1,
+            "PRECISION": "ieee" if is_exact(q) else precision(q),
+        }
+
+    def switches(self, q: Tensor, k: Tensor) -> dict[str, int | bool | str]:
+        """Return those of a kernel that takes the whole problem."""
+        return {
+            **self.head_switches(q),
+            **self.score_switches(q),
+            "GROUP": q.shape[1] // k.shape[1],
+            "PACKED": q.dim() == 3,
+            "MASK": 0 if self.mask is None else 2 if self.additive else 1,
+            "HAS_DROPOUT": self.seed is not None,
+        }
+
+
+def is_exact(q: Tensor) -> bool:
+    """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32.
+
+    torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
+    backward spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
+    """
+    return q.dtype == torch.float32 and (precision(q) == "ieee" or q.shape[-1] > 128)
+
+
+def head_width(q: Tensor) -> int:
+    """Return the head size that tiles depend on, as a power of two: in tf32, that of as many bytes in 16 bits.
+
+    A row of tf32 takes twice the shared memory, and twice the registers where it is an operand.
+    """
+    K = power_of_two(q.shape[-1], 16)
+    return 2 * K if q.dtype == torch.float32 and not is_exact(q) else K
+
+
+def score_tile(q: Tensor) -> dict[str, int]:
+    """Choose the tile of a kernel that makes one tile of scores and no more: the largest square that spills nothing.
+
+    Chosen from what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
+    """
+    width, generation = head_width(q), device_of(q).capability // 10
+    if is_exact(q):
+        block = 32 if width <= 128 else 16
+    else:
+        block = 64 if generation >= 9 else 32
+        if width > 128 and generation != 9:
+            block = 16
+    return {"BLOCK_T": block, "BLOCK_S": block, "num_warps": 8, "num_stages": 1}
+
+
+@kernel(anywhere=["query_lengths_ptr", "key_lengths_ptr", "key_mask_ptr"])
+def _attention_bounds(
+    bounds_ptr, query_lengths_ptr, key_lengths_ptr, key_mask_ptr, T, S,
+    PACKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_QUERY_LENGTHS: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+):  # fmt: skip
+    """Fill one row; where packed, the pointers of the lengths are those of offsets."""
+    b = tl.program_id(0)
+    q_base, k_base, queries, keys = b * 0, b * 0, b * 0 + T, b * 0 + S
+    if PACKED:
+        q_base = tl.load(query_lengths_ptr + b).to(tl.int32)
+        k_base = tl.load(key_lengths_ptr + b).to(tl.int32)
+        queries = tl.load(query_lengths_ptr + b + 1).to(tl.int32) - q_base
+        keys = tl.load(key_lengths_ptr + b + 1).to(tl.int32) - k_base
+    else:
+        # Lengths on a GPU are not checked on the host, which would wait for them; no kernel may leave its tensor.
+        if HAS_QUERY_LENGTHS:
+            queries = tl.minimum(tl.maximum(tl.load(query_lengths_ptr + b).to(tl.int32), 0), T)
+        if HAS_KEY_LENGTHS:
+            keys = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + b).to(tl.int32), 0), S)
+    first, last, gaps = b * 0, keys, b * 0
+    if HAS_KEY_MASK:
+        row = key_mask_ptr + b.to(tl.int64) * S
+        low = tl.full((_BLOCK,), 2147483647, tl.int32)
+        high = tl.zeros((_BLOCK,), tl.int32)
+        seen = tl.zeros((_BLOCK,), tl.int32)
+        for start in tl.range(0, S, _BLOCK):
+            at = start + tl.arange(0, _BLOCK)
+            real = tl.load(row + at, mask=at < keys, other=0) != 0
+            low = tl.where(real, tl.minimum(low, at), low)
+            high = tl.where(real, tl.maximum(high, at + 1), high)
+            seen += real.to(tl.int32)
+        last = tl.max(high, 0)
+        first = tl.minimum(tl.min(low, 0), last)
+        gaps = (last - first - tl.sum(seen, 0) != 0).to(tl.int32)
+    shift = keys - queries if BOTTOM_RIGHT else b * 0
+    to = bounds_ptr + b * 8
+    tl.store(to, q_base)
+    tl.store(to + 1, queries)
+    tl.store(to + 2, k_base)
+    tl.store(to + 3, first)
+    tl.store(to + 4, last)
+    tl.store(to + 5, shift)
+    tl.store(to + 6, gaps)
+    tl.store(to + 7, b * 0)
+
+
+def bounds(
+    query_lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    key_mask: Tensor | None,
+    batch: int,
+    queries: int,
+    keys: int,
+    packed: bool,
+    bottom_right: bool,
+    like: Tensor,
+) -> Tensor:
+    """Return the bounds, int32 `[B, 8]`, on the device of `like`.
+
+    Args:
+        query_lengths, key_lengths: integers `[B]`, or where packed the offsets `[B + 1]`.
+        key_mask: bool `[B, S]`, True = a real key.
+        batch, queries, keys: B, T and S.
+        packed: whether the lengths are offsets.
+        bottom_right: whether the last query of a sequence meets its last key.
+        like: any tensor on the device.
+    """
+    result = noted(like.new_empty((batch, 8), dtype=torch.int32))
+    if batch == 0:
+        return result
+    lengths = [like if x is None else x.contiguous() for x in (query_lengths, key_lengths)]
+    mask = like if key_mask is None else as_bytes(key_mask.contiguous())
+    constants = (packed, bottom_right, query_lengths is not None, key_lengths is not None, key_mask is not None)
+    with guard(like):
+        launch(_attention_bounds, (batch,), result, *lengths, mask, queries, keys, *constants, num_warps=4)
+    return result

@@ -1,0 +1,236 @@
+"""What the attention kernels share: where a sequence lies, which keys a query may see, scores, and their softmax.
+
+Scores are kept in units of log2, so that `exp2` needs no multiplication. A query row t sees the keys s of
+[first_key, last_key) with t + shift - left <= s <= t + shift + right; what is beyond that (a key mask with gaps, an
+arbitrary mask) is looked up tile by tile. Rows and columns are given as `[BLOCK_T, 1]` and `[1, BLOCK_S]`, or the other
+way round where a kernel works with transposed scores.
+"""
+
+import triton
+import triton.language as tl
+
+from fastformer_kernels.constants import LOG2E, LOWEST
+from fastformer_kernels.random import keep
+
+# The columns of the bounds tensor, int32 [B, 8]; see `attention_bounds`.
+Q_BASE = tl.constexpr(0)  # row of the first query of the sequence
+LAST_QUERY = tl.constexpr(1)  # queries from here on are padding
+K_BASE = tl.constexpr(2)  # row of the first key of the sequence
+FIRST_KEY = tl.constexpr(3)  # keys before are padding
+LAST_KEY = tl.constexpr(4)  # keys from here on are padding
+SHIFT = tl.constexpr(5)  # of the diagonal
+GAPS = tl.constexpr(6)  # not 0: some keys in between are padding too
+
+
+@triton.jit
+def offset(index, size: tl.constexpr, stride):
+    """Return index * size * stride in 64 bits; index is a scalar, a Python number where a loop is interpreted."""
+    return tl.cast(index, tl.int64) * size * stride
+
+
+@triton.jit
+def load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS: tl.constexpr):
+    """Return (q_base, last_query, k_base, first_key, last_key, shift, gaps) of sequence b; all of it without bounds."""
+    if HAS_BOUNDS:
+        row = bounds_ptr + b * 8
+        q_base, last_query, k_base = tl.load(row + Q_BASE), tl.load(row + LAST_QUERY), tl.load(row + K_BASE)
+        first_key, last_key = tl.load(row + FIRST_KEY), tl.load(row + LAST_KEY)
+        shift, gaps = tl.load(row + SHIFT), tl.load(row + GAPS)
+    else:
+        q_base, last_query, k_base, first_key, last_key, gaps = b * 0, b * 0 + T, b * 0, b * 0, b * 0 + S, b * 0
+    return q_base, last_query, k_base, first_key, last_key, shift, gaps
+
+
+@triton.jit
+def key_tiles(
+    first_row,
+    last_row,
+    first_key,
+    last_key,
+    shift,
+    left,
+    right,
+    gaps,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Return (begin, full_begin, full_end, end), the tiles of keys that rows first_row..last_row see.
+
+    All these rows see those of full_begin..full_end whole, so that nothing in them needs a mask.
+    """
+    low, high, full_low, full_high = first_key, last_key, first_key, last_key
+    if HAS_RIGHT:
+        high = tl.minimum(high, last_row + shift + right + 1)
+        full_high = tl.minimum(full_high, first_row + shift + right + 1)
+    if HAS_LEFT:
+        low = tl.maximum(low, first_row + shift - left)
+        full_low = tl.maximum(full_low, last_row + shift - left)
+    begin = tl.maximum(low, 0) // BLOCK_S
+    end = tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK_S), begin)
+    if ALL_MASKED:
+        full_begin = begin
+        full_end = begin
+    else:
+        full_begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(full_low, 0), BLOCK_S), begin), end)
+        full_end = tl.maximum(tl.minimum(tl.maximum(full_high, 0) // BLOCK_S, end), full_begin)
+        full_end = tl.where(gaps != 0, full_begin, full_end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visible(
+    rows,
+    columns,
+    first_key,
+    last_key,
+    shift,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Return which keys the rows may see by position, as bool of the tile's shape."""
+    seen = (columns >= first_key) & (columns < last_key) & (rows >= 0)
+    if HAS_RIGHT:
+        seen = seen & (columns <= rows + shift + right)
+    if HAS_LEFT:
+        seen = seen & (columns >= rows + shift - left)
+    return seen
+
+
+@triton.jit
+def real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK: tl.constexpr):
+    """Return which columns are no padding: what lies there may be NaN, and 0 times it, too, so it is never loaded."""
+    real = (columns >= first_key) & (columns < last_key)
+    if HAS_KEY_MASK:
+        real = real & (tl.load(key_mask_ptr + columns, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit
+def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return scale * dots in units of log2, capped smoothly to +-softcap (Gemma 2 report, 2024) where asked for.
+
+    HAS_SOFTCAP: 0 no, 1 yes, 2 yes and to fp32 accuracy.
+    """
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 / (1 + exp(-2 x)) - 1, which is -1 where the exponential overflows.
+        tanh = 2.0 / (1.0 + tl.exp2(dots * (scale * (-2.0 * LOG2E) / softcap))) - 1.0
+        if HAS_SOFTCAP == 2:
+            # It cancels near 0, and the cap multiplies what is lost: 3e-6 for a cap of 50. Taylor's series there.
+            x = dots * (scale / softcap)
+            y = x * x
+            series = x * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0)))))
+            tanh = tl.where(y < 0.0625, series, tanh)
+        return tanh * (softcap * LOG2E)
+    else:
+        return dots * (scale * LOG2E)
+
+
+@triton.jit
+def hide(
+    s,
+    seen,
+    rows,
+    columns,
+    key_mask_ptr,
+    mask_ptr,
+    stride_mask_t,
+    stride_mask_s,
+    T,
+    last_key,
+    HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Apply all masks to a tile of scores: -inf where a query may not attend, plus the additive mask.
+
+    MASK: 0 none, 1 bool (True = may attend), 2 additive. The pointers are those of this sequence and head.
+    """
+    if HAS_KEY_MASK:
+        seen = seen & (tl.load(key_mask_ptr + columns, mask=columns < last_key, other=0) != 0)
+    if MASK != 0:
+        where = mask_ptr + rows.to(tl.int64) * stride_mask_t + columns.to(tl.int64) * stride_mask_s
+        value = tl.load(where, mask=seen & (rows < T), other=0)
+        if MASK == 1:
+            seen = seen & (value != 0)
+        else:
+            value = value.to(tl.float32)
+            # The lowest finite number must stay finite: a row of nothing else is a mean over all keys in torch.
+            s += tl.where(value == float("-inf"), value, tl.maximum(value, LOWEST / LOG2E) * LOG2E)
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def fold(acc, total, peak, s, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
+    """Fold one tile of scores `[BLOCK_T, BLOCK_S]` and its values into the running softmax of each row.
+
+    The rows' keys for dropout, the columns and the threshold count with HAS_DROPOUT only.
+    """
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+    p = tl.exp2(s - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(p, 1)
+    if HAS_DROPOUT:
+        p = tl.where(keep(keys[:, None], columns[None, :], threshold), p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION, out_dtype=tl.float32)
+    return acc, total, new_peak
+
+
+@triton.jit
+def load_lse(lse_ptr, second_part, rows, last_query, MASK: tl.constexpr):
+    """Return the log-sum-exp of rows, +inf beyond the last query, and its second part, which counts for MASK 2 only."""
+    high = tl.load(lse_ptr + rows, mask=rows < last_query, other=float("inf"))
+    low = high
+    if MASK == 2:
+        low = tl.load(lse_ptr + second_part + rows, mask=rows < last_query, other=0.0)
+    return high, low
+
+
+@triton.jit
+def exponentials(s, lse, logarithm, MASK: tl.constexpr):
+    """Return exp2(s - lse), the weights before dropout."""
+    if MASK == 2:
+        return tl.exp2(s - lse - logarithm)
+    else:
+        return tl.exp2(s - lse)
+
+
+@triton.jit
+def weight_gradient(dweights_ptr, stride_dweights_t, rows, columns, T, last_key):
+    """Load a tile of dW, fp32, where weights were returned."""
+    where = dweights_ptr + rows.to(tl.int64) * stride_dweights_t + columns
+    return tl.load(where, mask=(rows < T) & (columns < last_key), other=0.0)
+
+
+@triton.jit
+def score_gradient(
+    dots, dp, lse, logarithm, delta, rows, columns, keys, key_mask_ptr, mask_ptr,
+    stride_mask_t, stride_mask_s, T, first_key, last_key, shift, left, right, scale, softcap, threshold, keep_scale,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Return the weights after dropout, without its scale, and the gradient of the (capped) scores, of dots' shape."""
+    s = scores(dots, scale, softcap, HAS_SOFTCAP)
+    seen = visible(rows, columns, first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
+    s = hide(
+        s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, HAS_KEY_MASK, MASK
+    )
+    p = exponentials(s, lse, logarithm, MASK)
+    kept = p
+    if HAS_DROPOUT:
+        stays = keep(keys, columns, threshold)
+        dp = tl.where(stays, dp * keep_scale, 0.0)
+        kept = tl.where(stays, p, 0.0)
+    return kept, p * (dp - delta)
+
+
+@triton.jit
+def through_cap(ds, dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Multiply the gradient of capped scores by 1 - tanh(x)^2, where they were capped."""
+    if HAS_SOFTCAP:
+        tanh = scores(dots, scale, softcap, HAS_SOFTCAP) * (1.0 / (softcap * LOG2E))
+        ds *= 1.0 - tanh * tanh
+    return ds

@@ -1,0 +1,277 @@
+"""Output projection + cross entropy, a chunk of rows at a time: the logits of all rows are never there together.
+
+Of each row, z = W x + b and loss = lse(z) - (1 - eps) z_y - eps mean(z) (label smoothing: Szegedy et al. 2016), thus
+d loss / d z = softmax(z) - (1 - eps) onehot(y) - eps / V.
+
+Of each chunk: torch's matrix product writes the logits; one kernel reads them twice (the online softmax of Milakov and
+Gimelshein 2018, then the gradient) and writes the gradient over them; torch's matrix products take that to dx, and to
+dW, which accumulates in fp32 over the chunks (half inputs: `torch.addmm(out_dtype=float32)`, which is CUDA's alone).
+
+The buffer of a chunk has rows padded to a multiple of 16: whatever V is, loads and stores are whole vectors, and the
+matrix products find the alignment that their fast kernels ask for.
+
+fp16: what is below 6e-8 is zero in fp16, and most of a softmax over many classes is. The gradient, at most 1 in size,
+is kept times 2^15; the matrix products, whose factor is applied in fp32, take that back.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer_kernels.constants import LOG2E, LOWEST
+from fastformer_kernels.host.launch import cdiv, guard, kernel, launch, power_of_two
+
+CHUNK_ROWS = 4096  # enough for full matrix products
+CHUNK_BYTES = 256 << 20
+_ROWS_MULTIPLE = 128  # the height of the tiles of matrix products
+_COLUMNS_MULTIPLE = 16
+_FP16_SCALE = 2.0**15
+
+_TOGETHER = tl.constexpr(8)
+
+
+def chunk_rows(M: int, V: int, itemsize: int) -> int:
+    """Choose how many rows have their logits in memory at once: at most CHUNK_ROWS, and CHUNK_BYTES of logits.
+
+    M rows are divided evenly: 4097 rows are two chunks of about 2,050, as a chunk of one row would read all of W and
+    add to all of dW for it. bf16: V = 32,768 gives 4,096 rows, V = 262,144 gives 512. Not measured on a GPU.
+    """
+    limit = min(CHUNK_ROWS, max(1, CHUNK_BYTES // (V * itemsize)))
+    if limit > _ROWS_MULTIPLE:
+        limit = limit // _ROWS_MULTIPLE * _ROWS_MULTIPLE
+    even = cdiv(M, max(1, cdiv(M, limit)))
+    return max(1, min(M, limit, cdiv(even, _ROWS_MULTIPLE) * _ROWS_MULTIPLE))
+
+
+def _config(V: int) -> dict[str, int]:
+    """Choose the tile of one row: 16 logits a thread, two loads of 16 bytes of bf16.
+
+    With 40 to 60 registers, four to six blocks share a multiprocessor of sm_90: while one computes, others load. Loads
+    ahead of time (`num_stages=2`) took twice the registers and left two. Not measured on a GPU.
+    """
+    BLOCK = min(power_of_two(V, 32), 4096)
+    return {"BLOCK": BLOCK, "num_warps": max(1, BLOCK // 512), "num_stages": 1}
+
+
+@triton.jit
+def _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS: tl.constexpr):
+    # Up to the padded length: a mask that ends at V would end within a vector.
+    z = tl.load(row_ptr + columns, mask=columns < tl.where(counts, stride, 0), other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+    return tl.where(columns < V, z, float("-inf"))
+
+
+@triton.jit
+def _shrink(difference):
+    """exp(x) for x <= 0; the bound, where fp32 has long become 0, keeps differences with LOWEST from overflowing."""
+    return tl.exp2(tl.maximum(difference, -200.0) * LOG2E)
+
+
+@triton.jit
+def _statistics(
+    row_ptr, bias_ptr, counts, V, stride,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of a row, sum of exp(z - largest), and sum of z where SMOOTH; inf, 1 and 0 if it is ignored."""
+    # One running maximum for neighbours that a thread loads together: their reduction stays within the thread.
+    LANES: tl.constexpr = BLOCK // _TOGETHER
+    top = tl.full((LANES,), LOWEST, tl.float32)
+    exps = tl.zeros((LANES,), tl.float32)
+    sums = tl.zeros((LANES,), tl.float32)
+    for start in range(0, tl.where(counts, V, 0), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS)
+        if SMOOTH:
+            sums += tl.sum(tl.reshape(tl.where(columns < V, z, 0.0), (LANES, _TOGETHER)), 1)
+        z = tl.reshape(z, (LANES, _TOGETHER))
+        new_top = tl.maximum(top, tl.max(z, 1))
+        exps = exps * _shrink(top - new_top) + tl.sum(tl.exp2((z - new_top[:, None]) * LOG2E), 1)
+        top = new_top
+    largest = tl.max(top, 0)
+    exps = tl.where(counts, tl.sum(exps * _shrink(top - largest), 0), 1.0)
+    return tl.where(counts, largest, float("inf")), exps, tl.sum(sums, 0)
+
+
+@triton.jit
+def _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH: tl.constexpr):
+    # No term is negative, so that none cancels another however large the logits are.
+    loss = tl.log(exps) + (1.0 - smoothing) * (largest - z_label)
+    if SMOOTH:
+        loss += smoothing * (largest - sums / V)
+    return loss
+
+
+@triton.jit
+def _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS: tl.constexpr):
+    """A row's class, whether it counts, whether it is a class at all, and the logit of it, NaN where it is none."""
+    label = tl.load(target_ptr + row)
+    counts = label != ignore_index
+    valid = (label >= 0) & (label < V)
+    z = tl.load(row_ptr + label, mask=counts & valid, other=float("nan")).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + label, mask=counts & valid, other=0.0).to(tl.float32)
+    return label.to(tl.int32), counts, valid, z
+
+
+# A chunk's targets, losses and gradients of rows begin anywhere.
+_kernel = kernel("V", "stride_logits_m", anywhere=["target_ptr", "grad_ptr", "loss_ptr"])
+
+
+@_kernel
+def cross_entropy_kernel(
+    logits_ptr, bias_ptr, target_ptr, loss_ptr, V, stride_logits_m, ignore_index, smoothing,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its loss."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_m
+    _, counts, _, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
+    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH)
+    loss = _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH)
+    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
+
+
+@_kernel
+def cross_entropy_gradients_kernel(
+    logits_ptr, bias_ptr, target_ptr, grad_ptr, loss_ptr, V, stride_logits_m, ignore_index, smoothing, scale,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr, HAS_GRAD: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its loss; its logits become scale * grad * d loss / d z."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_m
+    # Read by all threads before any overwrites it: the sums over the row, in between, bring them together.
+    label, counts, valid, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
+    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH)
+    loss = _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH)
+    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
+
+    factor = tl.where(valid, scale, float("nan"))
+    if HAS_GRAD:
+        factor *= tl.load(grad_ptr + row)
+    factor = tl.where(counts, factor, 0.0)
+    inverse = factor / exps
+    at_label = (1.0 - smoothing) * factor
+    everywhere = smoothing / V * factor
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride_logits_m, HAS_BIAS)
+        dz = tl.exp2((z - largest) * LOG2E) * inverse
+        if SMOOTH:
+            dz -= everywhere
+        dz = tl.where(columns == label, dz - at_label, dz)
+        tl.store(row_ptr + columns, dz.to(row_ptr.dtype.element_ty), mask=columns < stride_logits_m)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+    """total = beta * total + alpha * a b, for an fp32 total, whatever the dtype of a and b."""
+    # None of these looks at autocast, as `torch.mm` without `out` would.
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=beta, alpha=alpha)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
+    else:
+        # No other device has such a product; the interpreter's tensors, and meta tensors, come here.
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta, alpha=alpha)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    wanted: list[bool],
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the loss of each row, and the gradients of the sum of them, or of sum(grad * loss).
+
+    Args:
+        x: `[M, D]`; weight: `[V, D]`; bias: `[V]` or None; target: int64 `[M]`. A target that is neither a class nor
+            ignore_index gives NaN.
+        ignore_index: rows of this target have loss 0 and gradient 0.
+        smoothing: eps.
+        wanted: which of the gradients of x, weight and bias to compute; none costs a pass less.
+        grad: fp32 `[M]`, at most 1 in size where x is fp16; ones if None.
+
+    Returns:
+        The losses, fp32 `[M]`; the gradients of x (of x's dtype), weight and bias (fp32), of size 0 where not wanted.
+    """
+    M, V = x.shape[0], weight.shape[0]
+    empty = x.new_empty if M else x.new_zeros
+    loss = empty((M,), dtype=torch.float32)
+    dx = empty(x.shape if wanted[0] else (0,))
+    dweight = empty(weight.shape if wanted[1] else (0,), dtype=torch.float32)
+    dbias = empty((V,) if wanted[2] else (0,), dtype=torch.float32)
+    if M == 0:
+        return loss, dx, dweight, dbias
+    step = chunk_rows(M, V, x.element_size())
+    stride = cdiv(V, _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
+    buffer = x.new_empty((step, stride))
+    if stride != V:
+        buffer[:, V:].zero_()  # nothing undefined is read
+    padded = bias if bias is None or stride == V else torch.nn.functional.pad(bias, (0, stride - V))
+    padded = None if padded is None else padded.contiguous()
+    target = target.contiguous()
+    scale = _FP16_SCALE if x.dtype == torch.float16 else 1.0
+    scalars = (ignore_index, smoothing)
+    constants = _config(V) | {"HAS_BIAS": bias is not None, "SMOOTH": smoothing > 0.0}
+    if any(wanted):
+        constants["HAS_GRAD"] = grad is not None
+    with guard(x):
+        for start in range(0, M, step):
+            rows = slice(start, min(start + step, M))
+            logits = buffer[: rows.stop - start, :V]
+            torch.mm(x[rows], weight.t(), out=logits)
+            grid, inputs = (len(logits),), (logits, padded, target[rows])
+            if not any(wanted):
+                launch(cross_entropy_kernel, grid, *inputs, loss[rows], V, stride, *scalars, **constants)
+                continue
+            tensors = (*inputs, None if grad is None else grad[rows], loss[rows])
+            launch(cross_entropy_gradients_kernel, grid, *tensors, V, stride, *scalars, scale, **constants)
+            if wanted[0] and x.dtype == torch.float16:
+                # A product may be split, and its parts rounded to fp16 before they are multiplied with alpha: times
+                # 2^15 they overflow from weights of 1 on. In fp32 they do not.
+                product = dx.new_empty(dx[rows].shape, dtype=torch.float32)
+                _add_product(product, logits, weight, beta=0.0, alpha=1.0 / scale)
+                dx[rows] = product
+            elif wanted[0]:
+                dx[rows].addmm_(logits, weight, beta=0.0, alpha=1.0 / scale)
+            if wanted[1]:
+                _add_product(dweight, logits.t(), x[rows], beta=float(start > 0), alpha=1.0 / scale)
+            if wanted[2]:
+                sums = logits.sum(0, dtype=torch.float32)
+                torch.mul(sums, 1.0 / scale, out=dbias) if start == 0 else dbias.add_(sums, alpha=1.0 / scale)
+    return loss, dx, dweight, dbias
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of sum(grad * loss), the logits once more.
+
+    Args:
+        grad: fp32 `[M]`. Divided by its largest value before and multiplied with it after the matrix products, so that
+            no fp16 number overflows however large it is.
+
+    Returns:
+        The gradients of x, weight and bias in their dtypes, of size 0 where not wanted.
+    """
+    largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny) if len(grad) else grad.new_ones(())
+    _, dx, dweight, dbias = forward(
+        x, weight, bias, target, ignore_index, smoothing, wanted, (grad / largest).contiguous()
+    )
+    return (
+        (dx.float() * largest).to(x.dtype),
+        (dweight * largest).to(weight.dtype),
+        (dbias * largest).to(x.dtype if bias is None else bias.dtype),
+    )

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
 from fastformer.apps.system.terminal import Terminal, shown
 
@@ -43,21 +44,14 @@ app.add_typer(train_app, name="train")
 Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
 Fallback = Annotated[bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")]
-TranslationFolder = Annotated[
-    Path, typer.Option("--run", help="run folder, made by `fastformer train` or `fastformer demo`")
-]
-LanguageFolder = Annotated[Path, typer.Option("--run", help="run folder, made by `fastformer train lm`")]
-RunFolder = Annotated[
-    Path,
-    typer.Option("--run", help="run folder, made by `fastformer train`, `fastformer train lm` or `fastformer demo`"),
-]
+RunFolder = Annotated[Path, typer.Option("--run", help="run folder, of any kind")]
+MAIN_RUN = Path("runs") / main_application().kind
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]
 Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
 
 
 def train_run(
     kind: "type[Run]",
-    describe: Callable[[Any], str],
     folder: Path,
     config: Path | None,
     resume: bool,
@@ -71,7 +65,6 @@ def train_run(
 
     Args:
         kind: of the run.
-        describe: its model's configuration in words.
         folder: of the run.
         config: see `Config`.
         resume: continue from the last checkpoint.
@@ -103,7 +96,7 @@ def train_run(
             run = kind.create(folder, text, model, settled, device)
         if processes.is_main:
             report = run.data_report()
-            about = describe(run.model_config)
+            about = run.application.describe(run.model_config)
             for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
                 terminal.line(line)
             if processes.world > 1:

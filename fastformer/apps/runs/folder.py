@@ -11,14 +11,15 @@ A run folder describes itself, so that nothing but its path is needed to resume,
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from fastformer.apps.runs.kinds import application_of, kinds, main_application
 from fastformer.apps.runs.own_files import refuse_links
 from fastformer.apps.runs.toml import load_toml, read_toml, save_toml
 from fastformer.apps.system.guarded import check_path
@@ -28,12 +29,6 @@ from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_check
 from fastformer.apps.train.weights import check_finite
 from fastformer.settings import Given, Settings, declared, refuse_idle, setting
 
-# kind -> what it is called, the command that uses such a run, and the one that trains it.
-KINDS = {
-    "translation": ("translation", "fastformer translate", "fastformer train"),
-    "language": ("language-model", "fastformer generate", "fastformer train lm"),
-}
-
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text
 
 # 2: train_size of translation counts for all kinds of data; before, config.toml held an idle one.
@@ -41,14 +36,12 @@ VERSION = 2
 
 _IDS = ("pad_id", "bos_id", "eos_id")
 
-Model = TypeVar("Model", bound=nn.Module)
-
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """What a run is. Folders written before there was a choice say nothing and hold translation, in version 1."""
+    """What a run is. Folders written before there was a choice say nothing: the main application's, in version 1."""
 
-    kind: str = setting("translation", "what the model does", choices=tuple(KINDS))
+    kind: str = setting(MISSING, "what the model does", choices=kinds())
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
 
 
@@ -75,25 +68,42 @@ class Machine:
 
 @dataclass(frozen=True)
 class Application:
-    """One kind of run: its classes of settings, and where its tokenizers lie.
+    """One kind of run: what its commands are called, its classes of settings, its model, where its tokenizers lie.
 
+    `title` is what such a run is called; `use` and `command` are what uses one and what trains one. `main`: what is
+    meant where nothing is said.
+
+    `network` is the class that is made from the settings `model`, and `describe` tells a model's shape in words.
     `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
     default must stay so: config.toml leaves unset values out, so that a run which has none would take the new default.
 
     `length` names the setting of `data` that says how long sequences are; `vocabularies` those of `model` that are the
     sizes of the tokenizers; `tokenizers` are folders within the run's. `metrics` are the values that validation may
     compute, and what each needs. `upgrade` changes the settings of a folder of an earlier version, by section.
+
+    `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
+    that a model cannot be used without. `ctranslate2` makes CTranslate2's description of a model, where that program
+    has such models; see `fastformer.apps.export.ctranslate2`.
     """
 
     kind: str
+    title: str
+    use: str
+    command: str
     data: type
     model: type
+    network: type[nn.Module]
+    describe: Callable[[Any], str]
     train: type[TrainConfig]
     length: str
     vocabularies: tuple[str, ...]
     tokenizers: tuple[str, ...]
     metrics: Mapping[str, str]
+    reading: tuple[str, ...]
+    ctranslate2: Callable[..., Any] | None = None
+    counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
+    main: bool = False
 
     @property
     def derived(self) -> dict[str, str]:
@@ -112,7 +122,9 @@ class Application:
             ValueError: a setting is out of range, or sequences are longer than learned positions hold.
         """
         sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
-        config = self.model(**{**model, **sizes, **{name: getattr(tokenizers[-1], name) for name in _IDS}})
+        ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in self.derived}
+        counts = {name: count(data) for name, count in self.counted.items()}
+        config = self.model(**{**model, **sizes, **ids, **counts})
         length = getattr(data, self.length)
         if config.longest is not None and length > config.longest:
             raise ValueError(
@@ -160,15 +172,16 @@ class Application:
 
         Raises:
             TypeError: the model's configuration is not the application's.
-            ValueError: it does not fit the tokenizers.
+            ValueError: it does not fit the tokenizers or the data.
         """
         if not isinstance(config, self.model):
             raise TypeError(f"the trainer's model must have a {self.model.__name__}, not a {type(config).__name__}")
         expected = self.model_config(vars(config), tokenizers, SimpleNamespace(**data))
-        for name in self.derived:
+        for name, source in self.derived.items():
             if getattr(config, name) != getattr(expected, name):
                 raise ValueError(
-                    f"the model has {name}={getattr(config, name)}, but its tokenizer says {getattr(expected, name)}"
+                    f"the model has {name}={getattr(config, name)}, but {source} says "
+                    f"{getattr(expected, name)}"
                 )
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
@@ -191,12 +204,13 @@ class Application:
         """
         kind = read_kind(folder)
         if kind != self.kind:
-            name, use, train = KINDS[kind]
-            raise ValueError(f"{folder} is a {name} run; use `{use}` (or `{train} --resume` to train it further)")
+            other = application_of(kind)
+            about = f"{folder} is a {other.title} run"
+            raise ValueError(f"{about}; use `{other.use}` (or `{other.command} --resume` to train it further)")
         sections = self._load(Path(folder) / "config.toml")
         if _stated(Path(folder) / "config.toml").version < VERSION:
             self.upgrade(sections)
-        needed = {each.name for each in dataclasses.fields(self.model) if each.default is dataclasses.MISSING}
+        needed = {each.name for each in dataclasses.fields(self.model) if each.default is MISSING}
         if missing := sorted(needed.difference(sections["model"])):
             raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
         return sections
@@ -212,8 +226,8 @@ class Application:
             return {name: {} for name in ("data", "model", "train")}
         kind = _stated(path, self.kind).kind
         if kind != self.kind:
-            name, _, train = KINDS[kind]
-            raise ValueError(f"{path} is for a {name} run; use `{train}`")
+            other = application_of(kind)
+            raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)
         for name, source in self.derived.items():
             if name in sections["model"]:
@@ -227,13 +241,12 @@ class Application:
             check_path(path, Path(folder))
         return tuple(load_tokenizer(path) for path in paths)
 
-    def load_weights(self, folder: Path | str, checkpoint: str, model: type[Model]) -> Model:
-        """The model of a run with its weights, on the CPU.
+    def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
+        """The model of a run with its weights, on the CPU: a `network`.
 
         Args:
             folder: of the run.
             checkpoint: "best" (by validation), "last" or "average".
-            model: the class that is made from the settings.
 
         Raises:
             FileNotFoundError: there is no such run.
@@ -245,20 +258,19 @@ class Application:
         found = Checkpoint.open(find_checkpoint(folder, checkpoint))
         found.check_architecture(config)
         found.check_size(config.matrix_numbers)
-        made = model(config)
+        made = self.network(config)
         found.load_into(made, config)
         check_finite(made, found.path)
         return made
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:
-        kinds = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
-        sections = load_toml(path, kinds)
+        sections = load_toml(path, {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train})
         sections.pop("run")
         return sections
 
 
 def read_kind(folder: Path | str) -> str:
-    """What a run folder holds: one of `KINDS`.
+    """What a run folder holds: one of `kinds()`.
 
     Raises:
         FileNotFoundError: the folder holds no run.
@@ -275,11 +287,12 @@ def config_of(folder: Path | str) -> Path:
     return path
 
 
-def _stated(path: Path, default: str = "translation") -> RunConfig:
-    """What a file says that it is."""
+def _stated(path: Path, default: str | None = None) -> RunConfig:
+    """What a file says that it is; where it does not, the default, or else the main application's."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    return RunConfig(run.get("kind", default), run.get("version", 1))
+    kind = run["kind"] if "kind" in run else default or main_application().kind
+    return RunConfig(kind, run.get("version", 1))
 
 
 def refuse_by_hand(dataset: str | None) -> None:

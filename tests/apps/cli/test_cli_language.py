@@ -140,7 +140,7 @@ WRONG = [
     ("evaluate --run lm --checkpoint newest", "best, last, average"),
     ("evaluate --run lm --overlap 8", "overlap must be at least 0 and below context (8), not 8"),
     ("evaluate --run lm --overlap -1", "overlap must be at least 0 and below context (8), not -1"),
-    ("evaluate --run tr --overlap 4", "tr is a translation run; --overlap is for language models"),
+    ("evaluate --run tr --overlap 4", "tr is a translation run; --overlap is not for it"),
 ]
 
 

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
 from fastformer.apps.system.terminal import Terminal, shown
+from fastformer.apps.text import decode_lines, read_lines, write_lines
 
 if TYPE_CHECKING:
     from fastformer.apps.runs.run import Run
@@ -114,6 +115,51 @@ def train_run(
                 )
     if result.signal is not None and result.signal != signal.SIGINT:
         raise typer.Exit(128 + result.signal)
+
+
+def given_lines(texts: list[str] | None, input: Path | None, output: Path | None, what: str) -> Iterator[list[str]]:
+    """What a command is to read: its arguments, a file or standard input, in one list; or what is typed, line by line.
+
+    Args:
+        texts: the arguments.
+        input: the file.
+        output: where what is made of them goes; None: standard output, as typed lines want it.
+        what: the texts are, for messages.
+
+    Raises:
+        ValueError: there are arguments and a file, or neither and standard input is closed; or lines are to be typed
+            and something is to be written to a file. At once; what is wrong with a file, when it is read.
+    """
+    if texts and input is not None:
+        raise ValueError(f"give {what} or --input, not both")
+    if not texts and input is None and sys.stdin is None:  # translate <&-
+        raise ValueError(f"standard input is closed: give {what}, or --input")
+    typed = not texts and input is None and sys.stdin.isatty()
+    if typed and output is not None:
+        raise ValueError(f"--output is for {what} that are given, or in a file: give them, or --input")
+    return _typed_lines() if typed else _lines_at_once(texts, input)
+
+
+def _typed_lines() -> Iterator[list[str]]:
+    console.print("Type a line and press Enter; Ctrl-D ends.", style="dim")
+    for line in sys.stdin:
+        yield [line.strip()]
+
+
+def _lines_at_once(texts: list[str] | None, input: Path | None) -> Iterator[list[str]]:
+    if texts:
+        yield texts
+    else:
+        yield read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
+
+
+def put_lines(lines: Iterable[str], output: Path | None) -> None:
+    """Write lines to a file, whole or not at all; or to standard output, one after another."""
+    if output is not None:
+        write_lines(output, lines)
+        return
+    for line in lines:
+        print(shown(line), flush=True)
 
 
 def choose_device(name: str) -> str:

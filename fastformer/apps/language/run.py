@@ -33,12 +33,11 @@ from fastformer.apps.text import (
     LanguageBatches,
     TextCorpus,
     Tokenizer,
-    WordTokenizer,
     docstring_corpora,
+    learn_tokenizer,
     open_text_dataset,
     read_text,
     split_text,
-    train_sentencepiece,
 )
 from fastformer.apps.train import Processes, TrainConfig, Trainer
 from fastformer.settings import SET, Settings, check_value, inherited, setting
@@ -175,21 +174,7 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
 
 def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
     """Learn the vocabulary, from the training text only."""
-    if data.tokenizer == "words":
-        return WordTokenizer.from_lines(
-            train.lines,
-            minimum_frequency=data.minimum_frequency,
-            maximum_size=data.vocabulary,
-            lowercase=data.lowercase,
-            splitting=data.splitting,  # type: ignore[arg-type]
-        )
-    return train_sentencepiece(
-        train.lines,
-        data.vocabulary or _PIECES,
-        model_type=data.tokenizer,  # type: ignore[arg-type]
-        character_coverage=data.character_coverage,
-        lowercase=data.lowercase,
-    )
+    return learn_tokenizer(train.lines, data, pieces=_PIECES)
 
 
 class LanguageRun(Run):

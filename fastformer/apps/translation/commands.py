@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +19,14 @@ from fastformer.apps.cli.common import (
     app,
     choose_device,
     console,
+    given_lines,
+    put_lines,
     train_app,
     train_run,
 )
 from fastformer.apps.cli.settings import made, with_settings
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.system.terminal import shown
-from fastformer.apps.text import decode_lines, read_lines, read_parallel, write_lines
+from fastformer.apps.text import read_lines, read_parallel, write_lines
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.model import TranslationConfig
@@ -39,7 +39,6 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import Translator
 from fastformer.settings import check_value
 
 Folder = Annotated[
@@ -104,41 +103,13 @@ def translate(
     search: dict[str, Any],
 ) -> None:
     """Translate sentences, a file, or standard input."""
-    if sentences and input is not None:
-        raise ValueError("give sentences or --input, not both")
-    if not sentences and input is None and sys.stdin is None:  # translate <&-
-        raise ValueError("standard input is closed: give sentences, or --input")
-    typed = not sentences and input is None and sys.stdin.isatty()
-    if typed and output is not None:
-        raise ValueError("--output is for sentences that are given, or in a file: give them, or --input")
+    given = given_lines(sentences, input, output, "sentences")
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
-    if not sentences:
-        if typed:
-            console.print("Type a sentence and press Enter; Ctrl-D ends.", style="dim")
-            for line in sys.stdin:
-                _write_translations(translator, [line.strip()], options, scores, batch_size, None)
-            return
-        sentences = read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
-    _write_translations(translator, sentences, options, scores, batch_size, output)
-
-
-def _write_translations(
-    translator: Translator,
-    sentences: list[str],
-    options: SearchOptions,
-    scores: bool,
-    batch_size: int,
-    output: Path | None,
-) -> None:
-    found = translator.candidates(sentences, options, batch_size)
-    lines = [f"{c.score:.4f}\t{c.text}" if scores else c.text for candidates in found for c in candidates]
-    if output is None:
-        for line in lines:
-            print(shown(line), flush=True)
-    else:
-        write_lines(output, lines)
+    for lines in given:
+        found = translator.candidates(lines, options, batch_size)
+        put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for each in found for c in each], output)
 
 
 @app.command()
@@ -164,10 +135,7 @@ def score(
             raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
     found = load_translator(run, checkpoint, choose_device(device)).score(sources, targets, batch_size)
     lines = [f"{log_p:.4f}\t{tokens}\t{math.exp(min(-log_p / tokens, 700.0)):.4f}" for log_p, tokens in found]
-    if output is None:
-        print(shown("\n".join(lines)))
-    else:
-        write_lines(output, lines)
+    put_lines(lines, output)
 
 
 @evaluation.evaluate.part(APPLICATION)

@@ -20,13 +20,12 @@ from fastformer.apps.text import (
     ParallelCorpus,
     SpecialIds,
     Tokenizer,
-    WordTokenizer,
     encode_pairs,
+    learn_tokenizer,
     number_corpus,
     open_dataset,
     read_parallel,
     split,
-    train_sentencepiece,
 )
 from fastformer.apps.text.scores import Scores, score_translations
 from fastformer.apps.train import Processes, TrainConfig, Trainer
@@ -186,30 +185,11 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
 
 def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
     """Learn the vocabularies, from the training pairs only."""
-
-    def build(lines: list[str]) -> Tokenizer:
-        if data.tokenizer == "words":
-            return WordTokenizer.from_lines(
-                lines,
-                minimum_frequency=data.minimum_frequency,
-                maximum_size=data.vocabulary,
-                lowercase=data.lowercase,
-                special_ids=data.special_ids,
-                splitting=data.splitting,  # type: ignore[arg-type]
-            )
-        return train_sentencepiece(
-            lines,
-            data.vocabulary,
-            model_type=data.tokenizer,  # type: ignore[arg-type]
-            character_coverage=data.character_coverage,
-            special_ids=data.special_ids,
-            lowercase=data.lowercase,
-        )
-
     if data.joint:
-        both = build(train.source + train.target)
+        both = learn_tokenizer(train.source + train.target, data, data.special_ids)
         return both, both
-    return build(train.source), build(train.target)
+    source, target = (learn_tokenizer(lines, data, data.special_ids) for lines in (train.source, train.target))
+    return source, target
 
 
 @torch.no_grad()

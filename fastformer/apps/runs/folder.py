@@ -108,7 +108,7 @@ class Application:
     @property
     def derived(self) -> dict[str, str]:
         """The settings of `model` that are never a user's, each with what it follows from."""
-        return {item.name: item.metadata["derived"] for item, _ in declared(self.model) if item.metadata["derived"]}
+        return _derived(self.model)
 
     def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
         """The configuration of a model: its settings, and what follows from the tokenizers.
@@ -229,9 +229,10 @@ class Application:
             other = application_of(kind)
             raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
         sections = self._load(path)
-        for name, source in self.derived.items():
-            if name in sections["model"]:
-                raise ValueError(f"{path}: [model] {name} is set from {source}; leave it out")
+        for section, settings in (("data", self.data), ("model", self.model)):
+            for name, source in _derived(settings).items():
+                if name in sections[section]:
+                    raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
         return sections
 
     def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
@@ -267,6 +268,11 @@ class Application:
         sections = load_toml(path, {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train})
         sections.pop("run")
         return sections
+
+
+def _derived(settings: type[Settings]) -> dict[str, str]:
+    """The settings that are never a user's, each with what it follows from."""
+    return {item.name: item.metadata["derived"] for item, _ in declared(settings) if item.metadata["derived"]}
 
 
 def read_kind(folder: Path | str) -> str:

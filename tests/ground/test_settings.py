@@ -404,4 +404,5 @@ def test_no_word_of_a_help_text_decides_what_is_a_flag() -> None:
 
     def command(own: dict[str, Any]) -> None: ...
 
-    assert list(inspect.signature(with_settings(own=_Own)(command)).parameters) == ["size", "folder", "name", "pair", "texts"]
+    flags = list(inspect.signature(with_settings(own=_Own)(command)).parameters)
+    assert flags == ["size", "folder", "name", "pair", "texts"]

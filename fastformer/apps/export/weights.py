@@ -56,8 +56,8 @@ def export_safetensors(
 
     with new_folder(folder) as new:
         write_weights(new / "model.safetensors", {name: convert(x) for name, x in model.state_dict().items()})
-        content = {"kind": application.kind, "dtype": dtype, "model": to_plain(model.config), "data": to_plain(data or {})}
-        (new / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        content = {"kind": application.kind, "dtype": dtype, "model": model.config, "data": data or {}}
+        (new / "config.json").write_text(json.dumps(content, indent=1, default=to_plain) + "\n", encoding="utf-8")
         application.save_tokenizers(new, tokenizers)
 
 

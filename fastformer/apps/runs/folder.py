@@ -180,8 +180,7 @@ class Application:
         for name, source in self.derived.items():
             if getattr(config, name) != getattr(expected, name):
                 raise ValueError(
-                    f"the model has {name}={getattr(config, name)}, but {source} says "
-                    f"{getattr(expected, name)}"
+                    f"the model has {name}={getattr(config, name)}, not the {getattr(expected, name)} of {source}"
                 )
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):

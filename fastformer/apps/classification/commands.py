@@ -8,56 +8,30 @@ import typer
 from rich.table import Table
 
 from fastformer.apps.classification.classifier import Classifier
-from fastformer.apps.classification.model import ClassifierConfig
 from fastformer.apps.classification.run import (
     APPLICATION,
-    ClassificationDataConfig,
     ClassificationRun,
-    ClassificationTrainConfig,
     load_classifier,
 )
 from fastformer.apps.classification.run import evaluate as evaluate_folder
 from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.common import (
     Checkpoint,
-    Config,
     Device,
-    Fallback,
-    Resume,
     app,
     choose_device,
     console,
     given_lines,
     put_lines,
-    train_app,
-    train_run,
 )
-from fastformer.apps.cli.settings import with_settings
+from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 
-RUN = Path("runs/classification")
+RUN = Path("runs") / APPLICATION.kind
 Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
 
-@train_app.command(name="classify")
-@with_settings(data=ClassificationDataConfig, model=ClassifierConfig, train=ClassificationTrainConfig)
-def train_classifier(
-    run: Annotated[Path, typer.Option(help="folder of the run")] = RUN,
-    config: Config = None,
-    resume: Resume = False,
-    fallback: Fallback = False,
-    device: Device = "auto",
-    *,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    train: dict[str, Any],
-) -> None:
-    """Train a classifier of texts.
-
-    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
-    """
-    settings = {"data": data, "model": model, "train": train}
-    train_run(ClassificationRun, run, config, resume, fallback, device, settings)
+add_training(ClassificationRun, "Train a classifier of texts.")
 
 
 @app.command()

@@ -9,24 +9,17 @@ import typer
 from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.common import (
     Checkpoint,
-    Config,
     Device,
-    Fallback,
-    Resume,
     app,
     choose_device,
     console,
-    train_app,
-    train_run,
 )
 from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.attention_maps import attend_text
-from fastformer.apps.language.model import LanguageConfig
 from fastformer.apps.language.run import (
     APPLICATION,
-    LanguageDataConfig,
     LanguageRun,
-    LanguageTrainConfig,
     evaluate_text,
     load_generator,
     load_language_model,
@@ -36,29 +29,11 @@ from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import read_lines, write_texts
 
-RUN = Path("runs/language")
+RUN = Path("runs") / APPLICATION.kind
 Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
 
-@train_app.command(name="lm")
-@with_settings(data=LanguageDataConfig, model=LanguageConfig, train=LanguageTrainConfig)
-def train_language_model(
-    run: Annotated[Path, typer.Option(help="folder of the run")] = RUN,
-    config: Config = None,
-    resume: Resume = False,
-    fallback: Fallback = False,
-    device: Device = "auto",
-    *,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    train: dict[str, Any],
-) -> None:
-    """Train a language model.
-
-    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
-    """
-    settings = {"data": data, "model": model, "train": train}
-    train_run(LanguageRun, run, config, resume, fallback, device, settings)
+add_training(LanguageRun, "Train a language model.")
 
 
 @app.command()

@@ -12,24 +12,18 @@ from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.common import (
     MAIN_RUN,
     Checkpoint,
-    Config,
     Device,
-    Fallback,
-    Resume,
     app,
     choose_device,
     console,
     given_lines,
     put_lines,
-    train_app,
-    train_run,
 )
 from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import read_lines, read_parallel, write_lines
-from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.attention_maps import attend
-from fastformer.apps.translation.model import TranslationConfig
 from fastformer.apps.translation.run import (
     APPLICATION,
     DataConfig,
@@ -58,32 +52,7 @@ def demo(
     run_demo(run, target, choose_device(device), console)
 
 
-@train_app.callback()
-@with_settings(data=DataConfig, model=TranslationConfig, train=TrainConfig)
-def train(
-    context: typer.Context,
-    run: Annotated[Path, typer.Option(help="folder of the run")] = MAIN_RUN,
-    config: Config = None,
-    resume: Resume = False,
-    fallback: Fallback = False,
-    device: Device = "auto",
-    *,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    train: dict[str, Any],
-) -> None:
-    """Train a translation model; the commands of `fastformer train` train other models.
-
-    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
-    """
-    if context.invoked_subcommand is not None:
-        for name in context.params:
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise ValueError(f"--{name.replace('_', '-')} must stand behind {context.invoked_subcommand}")
-        return
-    settings = {"data": data, "model": model, "train": train}
-    train_run(TranslationRun, run, config, resume, fallback, device, settings)
+add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
-from fastformer.apps.runs.folder import Application
+from fastformer.apps.runs.application import Application
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
     TextError,

@@ -19,7 +19,8 @@ from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.language.run import LanguageDataConfig, LanguageTrainConfig
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.models.embeddings import Embedding
-from fastformer.apps.runs.folder import Application, RunConfig
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import RunConfig
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.text import (
     Batches,

@@ -27,7 +27,8 @@ from fastformer.apps.classification.model import (
     describe,
     sequence_classification_loss,
 )
-from fastformer.apps.runs.folder import BY_HAND, Application, refuse_by_hand
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
 from fastformer.apps.train import Processes, TrainConfig, Trainer
@@ -212,7 +213,7 @@ def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.folder.Application.load_weights`.
+            `fastformer.apps.runs.application.Application.load_weights`.
     """
     model = APPLICATION.load_weights(folder, checkpoint).to(device)
     (tokenizer,) = APPLICATION.load_tokenizers(folder)

@@ -14,7 +14,8 @@ from typing import Any
 
 import typer
 
-from fastformer.apps.runs.folder import Application, read_kind
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.kinds import application_of
 
 Part = Callable[..., Any]

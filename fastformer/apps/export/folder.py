@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.runs.folder import Application
+from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.text import Tokenizer
 

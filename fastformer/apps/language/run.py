@@ -23,7 +23,8 @@ from fastformer.apps.language.evaluation import Perplexity, encode_corpus, perpl
 from fastformer.apps.language.export import ctranslate2_spec
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
 from fastformer.apps.language.text_generator import TextGenerator
-from fastformer.apps.runs.folder import Application, refuse_by_hand
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
@@ -262,7 +263,7 @@ def load_language_model(
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.folder.Application.load_weights`.
+            `fastformer.apps.runs.application.Application.load_weights`.
     """
     model = APPLICATION.load_weights(folder, checkpoint).to(device).eval()
     (tokenizer,) = APPLICATION.load_tokenizers(folder)

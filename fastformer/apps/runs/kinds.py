@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fastformer.settings import check_value
 
 if TYPE_CHECKING:
-    from fastformer.apps.runs.folder import Application
+    from fastformer.apps.runs.application import Application
 
 _ROOMS = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fastformer.apps.runs.folder import Application, refuse_by_hand
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import (
     SPLITTINGS,
@@ -291,7 +292,7 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.folder.Application.load_weights`.
+            `fastformer.apps.runs.application.Application.load_weights`.
     """
     model = APPLICATION.load_weights(folder, checkpoint).to(device)
     source, target = APPLICATION.load_tokenizers(folder)

@@ -29,7 +29,8 @@ from fastformer.apps.language.run import (
     read_text_corpora,
 )
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.runs.folder import Application, read_kind
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.text import ColumnBatches, TextCorpus, WordTokenizer, write_lines
 from fastformer.apps.train import CheckpointError, TrainConfig
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION

@@ -152,6 +152,8 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
     if origin is tuple:
         return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
     if hint in (int, float) and isinstance(value, bool):  # an int to Python, but `steps = true` is a mistake
@@ -164,8 +166,8 @@ def _fits(value: Any, hint: Any) -> bool:
 def _kind(hint: Any) -> str:
     arguments = [each for each in typing.get_args(hint) if each is not types.NoneType]
     if typing.get_origin(hint) is tuple:
-        return f"a list of {len(arguments)} values"
-    return " or ".join(_KINDS[each] for each in arguments or [hint])
+        return f"a list, each {_kind(arguments[0])}" if Ellipsis in arguments else f"a list of {len(arguments)} values"
+    return " or ".join(_kind(each) for each in arguments) or _KINDS[hint]
 
 
 def explained(item: "Field[Any]", settings: Sequence[type]) -> str:

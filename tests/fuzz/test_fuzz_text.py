@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fastformer.apps.language.run import LANGUAGE
-from fastformer.apps.runs.folder import Application
+from fastformer.apps.language.run import APPLICATION as LANGUAGE
+from fastformer.apps.runs.application import Application
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
     TextError,
@@ -33,7 +33,7 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.text.datasets import SPLITS
 from fastformer.apps.train import read_metrics
-from fastformer.apps.translation.run import TRANSLATION
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from tests.fuzz import fuzz
 
 LINES = [

@@ -15,10 +15,12 @@ import pytest
 
 from fastformer.apps.classification.model import ClassifierConfig
 from fastformer.apps.language.model import LanguageConfig
-from fastformer.apps.language.run import LANGUAGE, LanguageDataConfig, LanguageTrainConfig
+from fastformer.apps.language.run import APPLICATION as LANGUAGE
+from fastformer.apps.language.run import LanguageDataConfig, LanguageTrainConfig
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.models.embeddings import Embedding
-from fastformer.apps.runs.folder import Application, RunConfig
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import RunConfig
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.text import (
     Batches,
@@ -32,7 +34,8 @@ from fastformer.apps.text import (
 from fastformer.apps.train import TrainConfig, find_checkpoint
 from fastformer.apps.train.weights import check_architecture
 from fastformer.apps.translation.model import TranslationConfig
-from fastformer.apps.translation.run import TRANSLATION, DataConfig
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from fastformer.apps.translation.run import DataConfig
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.settings import (
     Settings,
@@ -46,6 +49,7 @@ from fastformer.settings import (
 )
 
 KINDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", Path: "a path"}
+TEXTS = tuple[str, ...]
 WRONG: dict[Any, list[Any]] = {
     int: [64.0, "64", True, math.nan, (1,), b"1"],
     float: ["0.1", True, math.nan, math.inf, -math.inf, 10**400, (0.5,)],
@@ -53,6 +57,7 @@ WRONG: dict[Any, list[Any]] = {
     bool: [3, 0, 1.0, "yes"],
     Path: [3, True, ("a",)],
     tuple: [0.5, (0.5,), ("a", "b"), (0.5, math.nan), (0.5, True)],
+    TEXTS: [0.5, "ab", ("a", 3), (("a",),)],
 }
 BOUNDS = {"at_least": "at least", "above": "above", "below": "below", "at_most": "at most"}
 
@@ -77,10 +82,9 @@ every_setting = pytest.mark.parametrize(("owner", "item", "hint"), SETTINGS, ids
 
 def needed(owner: type[Settings]) -> dict[str, Any]:
     """What an instance cannot be without: settings without a default, and an end of training."""
-    names = {item.name: item.default for item, _ in declared(owner)}
-    return {name: 9 for name, default in names.items() if default is MISSING} | (
-        {"steps": 10} if "steps" in names else {}
-    )
+    items = [item for item, _ in declared(owner)]
+    given = {item.name: next(iter(item.metadata["choices"]), 9) for item in items if item.default is MISSING}
+    return given | ({"steps": 10} if "steps" in {item.name for item in items} else {})
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
@@ -173,6 +177,7 @@ def values(owner: type[Settings], item: Any, hint: Any) -> list[Any]:
     examples: dict[Any, list[Any]] = {
         str: ["a \u00e9\n\"'"],
         bool: [True, False],
+        TEXTS: [("a", "\u00e9\n"), ("\x1b", "", "a\tb")],
         Path: [Path("donn\u00e9es/\u00e9 ' \".txt")],
     }
     ends = [beside(key, bound, kind)[1] for key, _, bound, _ in limits(owner, item) if kind is not tuple]
@@ -270,6 +275,7 @@ class _Own(Settings):
     folder: Path | None = setting(None, "where it lies")
     name: str = setting("x", "what it is called")
     pair: tuple[float, float] = setting((1.0, 2.0), "two numbers", above=0)
+    texts: tuple[str, ...] | None = setting(None, "any number of texts")
 
 
 @dataclass(frozen=True)
@@ -281,6 +287,10 @@ def test_values_in_another_form_are_replaced() -> None:
     made = _Own(1, "a/b", Path("c"), [3, 4])  # type: ignore[arg-type]
     assert (made.folder, made.name, made.pair) == (Path("a/b"), "c", (3, 4))
     assert TrainConfig(minutes=10, lr=1).minutes == 10
+    assert [_Own(1, texts=given).texts for given in (None, [], ["a", "b", "c"])] == [None, (), ("a", "b", "c")]  # type: ignore[arg-type]
+    for wrong in ("ab", ["a", 3]):
+        with pytest.raises(ValueError, match=r"^texts must be a list, each a text, not "):
+            _Own(1, texts=wrong)  # type: ignore[arg-type]
 
 
 def test_an_inherited_setting_keeps_what_is_not_changed() -> None:
@@ -314,7 +324,7 @@ def test_a_file_states_only_what_it_states(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[train]\nwarmup = 3", "unknown key 'warmup' in [train]; did you mean 'warmup_steps'?"),
-        ("[model]\nqqq = 3", "unknown key 'qqq' in [model]; known: folder, name, pair, size"),
+        ("[model]\nqqq = 3", "unknown key 'qqq' in [model]; known: folder, name, pair, size, texts"),
         ("[trian]\nlr = 3", "unknown section [trian]; did you mean 'train'?"),
         ("train = 3", "train must be a section [train], not a value"),
         ("[train]\nlr = ?", "not a TOML file: Invalid value (at line 2, column 6)"),
@@ -395,4 +405,5 @@ def test_no_word_of_a_help_text_decides_what_is_a_flag() -> None:
 
     def command(own: dict[str, Any]) -> None: ...
 
-    assert list(inspect.signature(with_settings(own=_Own)(command)).parameters) == ["size", "folder", "name", "pair"]
+    flags = list(inspect.signature(with_settings(own=_Own)(command)).parameters)
+    assert flags == ["size", "folder", "name", "pair", "texts"]

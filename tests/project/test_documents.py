@@ -28,6 +28,7 @@ from tests.apps.cli.test_cli import fastformer
 SMALL = "--d-model 16 --heads 2 --feed-forward 32 --steps 2 --warmup-steps 1 --precision fp32 --device cpu --threads 1"
 SMALL_TRANSLATION = f"{SMALL} --encoder-layers 1 --decoder-layers 1 --vocabulary 100 --bleu-sentences 2"
 SMALL_LANGUAGE = f"{SMALL} --layers 1 --vocabulary 300"
+SMALL_CLASSIFIER = f"{SMALL} --layers 1 --vocabulary 100"
 RESUMED = "--steps 4 --device cpu --threads 1"
 
 # Commands that take too long for a test of documents, and where they run.
@@ -69,6 +70,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"corpus.{language}.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
         write_lines(folder / f"news.{language}", lines[:3])
     write_lines(folder / "prompts.txt", ["Return the", "A number"])
+    write_lines(folder / "texts.txt", ["the soup", "bread"])
+    reviews = [
+        f"{label}\t{i} {word}s" for label, word in (("praise", "warm"), ("complaint", "cold")) for i in range(30)
+    ]
+    write_lines(folder / "reviews.tsv", reviews)
     succeed([*TRAIN_TRANSLATION.split(), "--run", "demo"], folder)
     write_lines(folder / "text.txt", pairs.source)
     lm = f"train lm --train-text text.txt --held-out 0.1 --run runs/language {SMALL_LANGUAGE} --tokenizer words"
@@ -170,7 +176,7 @@ def train(arguments: list[str], folder: Path) -> None:
         succeed([*arguments, *RESUMED.split()], folder)
         return
     shutil.rmtree(folder / arguments[arguments.index("--run") + 1], ignore_errors=True)
-    small = SMALL_LANGUAGE if arguments[1] == "lm" else SMALL_TRANSLATION
+    small = {"lm": SMALL_LANGUAGE, "classify": SMALL_CLASSIFIER}.get(arguments[1], SMALL_TRANSLATION)
     succeed([*arguments, *small.split()], folder)
 
 

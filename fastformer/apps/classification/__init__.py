@@ -1,5 +1,8 @@
-"""Classifiers of sequences and of tokens."""
+"""Classifiers of sequences and of tokens; and the application: runs that learn to label texts, and what uses them."""
 
+from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.corpus import LabelledCorpus, encode_texts, number_texts, read_labelled
+from fastformer.apps.classification.evaluation import LabelScore, Scores, score
 from fastformer.apps.classification.model import (
     ClassifierConfig,
     SequenceClassifier,
@@ -7,11 +10,33 @@ from fastformer.apps.classification.model import (
     sequence_classification_loss,
     token_classification_loss,
 )
+from fastformer.apps.classification.run import (
+    ClassificationDataConfig,
+    ClassificationRun,
+    ClassificationTrainConfig,
+    complete_run,
+    evaluate,
+    load_classifier,
+)
 
 __all__ = [
+    "ClassificationDataConfig",
+    "ClassificationRun",
+    "ClassificationTrainConfig",
+    "Classifier",
     "ClassifierConfig",
+    "LabelScore",
+    "LabelledCorpus",
+    "Scores",
     "SequenceClassifier",
     "TokenClassifier",
+    "complete_run",
+    "encode_texts",
+    "evaluate",
+    "load_classifier",
+    "number_texts",
+    "read_labelled",
+    "score",
     "sequence_classification_loss",
     "token_classification_loss",
 ]

@@ -27,7 +27,7 @@ from fastformer.apps.models.common import (
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
 from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size, numbers_in_layers
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
@@ -193,3 +193,11 @@ def sequence_classification_loss(
     if batch.labels.dim() != 1:
         raise ValueError(f"labels must be [{len(pooled)}], one a sequence, not {list(batch.labels.shape)}")
     return summed_cross_entropy(model.output, pooled, batch.labels, layout, label_smoothing)
+
+
+def describe(config: ClassifierConfig) -> str:
+    """Parameters and shape of a classifier of sequences, in words."""
+    return (
+        f"{describe_size(SequenceClassifier, config)}: {config.layers} layers, d_model {config.d_model}, heads "
+        f"{config.heads}, feed_forward {config.feed_forward}, vocabulary {config.vocabulary}, classes {config.classes}"
+    )

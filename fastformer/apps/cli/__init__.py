@@ -1,8 +1,7 @@
-"""The command line: `fastformer demo | data | train | translate | score | generate | evaluate | plot | compare |
-export | info`.
+"""The command line: `fastformer data | info | train | evaluate | plot | compare | export`, and what applications add.
 
 A user's mistake ends in one line on standard error and exit code 2; anything else is a bug and shows its traceback.
-Commands register with `common.app` in the order in which their modules are imported here.
+Commands register with `common.app` when their modules are imported; those of an application stand in its folder.
 """
 
 import os
@@ -27,15 +26,17 @@ except ModuleNotFoundError as error:  # the core installs no command-line librar
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
 from fastformer.apps.cli import evaluation, export, inspection, project
-from fastformer.apps.language import commands as language
-from fastformer.apps.language import generation
+from fastformer.apps.cli.shared import register_shared
+from fastformer.apps.runs.kinds import load_commands
 from fastformer.apps.system.terminal import Terminal, escaped, give_up_on
 from fastformer.apps.text.files import encode_text
 from fastformer.apps.train.processes import ProcessError, describe_process
-from fastformer.apps.translation import commands as translation
 from fastformer.backend import BackendError
 
-__all__ = ["evaluation", "export", "generation", "inspection", "language", "main", "project", "translation"]
+__all__ = ["evaluation", "export", "inspection", "main", "project"]
+
+load_commands()
+register_shared()
 
 
 def main() -> None:

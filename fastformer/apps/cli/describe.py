@@ -8,12 +8,9 @@ from pathlib import Path
 import torch
 
 import fastformer
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
-from fastformer.apps.language.run import LANGUAGE
-from fastformer.apps.runs.folder import KINDS, read_kind
+from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.train import CheckpointFolder
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.run import TRANSLATION
 from fastformer.backend import Backend
 from fastformer.functional import explain
 
@@ -25,14 +22,6 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return _ABSENT
-
-
-def model_size(model: torch.nn.Module) -> str:
-    """Count distinct parameters, and their bytes."""
-    parameters = list(model.parameters())
-    count = sum(p.numel() for p in parameters)
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    return f"{count:,} parameters, {size / 2**20:.1f} MiB"
 
 
 def _triton() -> str:
@@ -75,38 +64,14 @@ def describe_system() -> str:
     return "\n".join([*lines, f"with backend auto, a float32 tensor on {device} takes", *_ops("auto", device)])
 
 
-def describe_translation(config: TranslationConfig) -> str:
-    """Parameters and shape of a translation model."""
-    with torch.device("meta"):
-        model = TranslationModel(config)
-    return (
-        f"{model_size(model)}: {config.encoder_layers}+{config.decoder_layers} layers, d_model {config.d_model}, "
-        f"heads {config.heads}, feed_forward {config.feed_forward}, vocabularies {config.source_vocabulary} and "
-        f"{config.target_vocabulary}, embeddings {config.embeddings}"
-    )
-
-
-def describe_language(config: LanguageConfig) -> str:
-    """Parameters and shape of a language model."""
-    with torch.device("meta"):
-        model = LanguageModel(config)
-    return (
-        f"{model_size(model)}: {config.layers} layers, d_model {config.d_model}, heads {config.heads}, feed_forward "
-        f"{config.feed_forward}, vocabulary {config.vocabulary}, embeddings {config.embeddings}"
-    )
-
-
 def describe_run(folder: Path) -> str:
     """What a run is, its model, and its checkpoints."""
-    kind = read_kind(folder)
-    if kind == "language":
-        described = describe_language(LanguageConfig(**LANGUAGE.read_config(folder)["model"]))
-    else:
-        described = describe_translation(TranslationConfig(**TRANSLATION.read_config(folder)["model"]))
+    application = application_of(read_kind(folder))
+    described = application.describe(application.model(**application.read_config(folder)["model"]))
     checkpoints = CheckpointFolder(folder / "checkpoints")
     best, last = checkpoints.best(), checkpoints.last()
     return (
-        f"{folder}: {KINDS[kind][0]} run, {described}\n"
+        f"{folder}: {application.title} run, {described}\n"
         f"  checkpoints: best {best.name if best else 'none'} (value {checkpoints.best_value()}), "
         f"last {last.name if last else 'none'}"
     )

@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.common import Checkpoint, RunFolder, app, console
-from fastformer.apps.export import Model, export_ctranslate2, export_safetensors
-from fastformer.apps.language.run import load_generator
+from fastformer.apps.cli.common import MAIN_RUN, Checkpoint, RunFolder, app, console
+from fastformer.apps.export import export_ctranslate2, export_safetensors
 from fastformer.apps.runs.folder import read_kind
-from fastformer.apps.translation.run import load_translator
+from fastformer.apps.runs.kinds import application_of
 from fastformer.settings import check_value
 
 _POSITIONS = 2048
@@ -19,7 +18,7 @@ FORMATS = ("ctranslate2", "safetensors")
 @app.command()
 def export(
     to: Annotated[Path, typer.Option(help="folder to make")],
-    run: RunFolder = Path("runs/translation"),
+    run: RunFolder = MAIN_RUN,
     format: Annotated[str, typer.Option(help="ctranslate2 or safetensors")] = "ctranslate2",
     quantization: Annotated[
         str | None,
@@ -44,19 +43,18 @@ def export(
     for name, value in idle.items():
         if value is not None:
             raise ValueError(f"--{name} is not for format {format}; leave it out")
-    if read_kind(run) == "translation":
-        translator = load_translator(run, checkpoint)
-        model: Model = translator.model
-        tokenizers = [translator.source_tokenizer, translator.target_tokenizer]
-    else:
-        generator = load_generator(run, checkpoint)
-        model, tokenizers = generator.model, [generator.tokenizer]
+    application = application_of(read_kind(run))
+    if format == "ctranslate2" and application.ctranslate2 is None:
+        raise ValueError(f"{run} is a {application.title} run; CTranslate2 has no such models: --format safetensors")
+    model, tokenizers = application.load_weights(run, checkpoint), application.load_tokenizers(run)
     if positions is not None and model.config.longest is not None:
         raise ValueError(f"--positions is for sinusoidal positions; this model learned {model.config.longest}")
     if format == "ctranslate2":
         kind: Any = quantization or "float32"
         export_ctranslate2(to, model, tokenizers, kind, _POSITIONS if positions is None else positions)
     else:
-        export_safetensors(to, model, tokenizers, dtype or "float32")  # type: ignore[arg-type]
+        data = application.data(**application.read_config(run)["data"])
+        kept = {name: getattr(data, name) for name in application.reading}
+        export_safetensors(to, model, tokenizers, dtype or "float32", kept)  # type: ignore[arg-type]
     files = ", ".join(sorted(path.name for path in to.iterdir()))
     console.print(f"{to}: {files}")

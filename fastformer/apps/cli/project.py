@@ -1,25 +1,13 @@
-"""`fastformer demo | data | info`."""
+"""`fastformer data | info`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fastformer.apps.cli.common import Device, app, choose_device, console
+from fastformer.apps.cli.common import app, console
 from fastformer.apps.cli.describe import describe_run, describe_system
 from fastformer.apps.text import DATASETS, prepare
-
-
-@app.command()
-def demo(
-    target: Annotated[str, typer.Option(help="fr or de")] = "fr",
-    run: Annotated[Path, typer.Option(help="folder for the run; an earlier demo in it is replaced")] = Path("demo"),
-    device: Device = "auto",
-) -> None:
-    """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""
-    from fastformer.apps.translation.demo import run_demo
-
-    run_demo(run, target, choose_device(device), console)
 
 
 @app.command()

@@ -1,33 +1,117 @@
-"""`fastformer train lm`."""
+"""`fastformer train lm | generate`, and a language model's part of the commands for runs of every kind."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.common import Config, Device, Fallback, Resume, train_app, train_run
-from fastformer.apps.cli.describe import describe_language
-from fastformer.apps.cli.settings import with_settings
-from fastformer.apps.language.model import LanguageConfig
-from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, LanguageTrainConfig
+from fastformer.apps.cli import evaluation, inspection
+from fastformer.apps.cli.common import (
+    Checkpoint,
+    Device,
+    app,
+    choose_device,
+    console,
+)
+from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.cli.training import add_training
+from fastformer.apps.language.attention_maps import attend_text
+from fastformer.apps.language.run import (
+    APPLICATION,
+    LanguageRun,
+    evaluate_text,
+    load_generator,
+    load_language_model,
+)
+from fastformer.apps.language.sampling import SamplingOptions
+from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.system.terminal import shown
+from fastformer.apps.text import read_lines, write_texts
+
+RUN = Path("runs") / APPLICATION.kind
+Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
 
-@train_app.command(name="lm")
-@with_settings(data=LanguageDataConfig, model=LanguageConfig, train=LanguageTrainConfig)
-def train_language_model(
-    run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/language"),
-    config: Config = None,
-    resume: Resume = False,
-    fallback: Fallback = False,
+add_training(LanguageRun, "Train a language model.")
+
+
+@app.command()
+@with_settings(sampling=SamplingOptions)
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="one prompt, or several; none: the model begins by itself")
+    ] = None,
+    run: Folder = RUN,
+    prompt_file: Annotated[Path | None, typer.Option(help="file of prompts, one a line")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
+    batch_size: Annotated[int, typer.Option(help="texts written at a time")] = 32,
+    checkpoint: Checkpoint = "best",
     device: Device = "auto",
     *,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    train: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:
-    """Train a language model.
+    """Let a language model go on from a prompt, word by word, or from several at a time.
 
-    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
+    Each text is printed, or written to --output, with its prompt, once it and those before it are finished. Where texts
+    have several lines (--no-stop-at-eos), an empty line ends each.
     """
-    settings = {"data": data, "model": model, "train": train}
-    train_run(LanguageRun, describe_language, run, config, resume, fallback, device, settings)
+    if prompts and prompt_file is not None:
+        raise ValueError("give prompts or --prompt-file, not both")
+    if output is not None and output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder")
+    if output is not None and not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}: no such folder")
+    refuse_output(output, prompt_file, runs=(run,))
+    options = made(SamplingOptions, sampling)
+    given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
+    generator = load_generator(run, checkpoint, choose_device(device))
+    given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
+    if output is None and len(given) == 1:
+        pieces = generator.stream(given[0], options)
+        print(shown(given[0]), end="", flush=True)
+        for piece in pieces:
+            print(shown(piece), end="", flush=True)
+        print()
+        return
+    found = generator.generate_each(given, options, batch_size)
+    end = "" if options.stop_at_eos else "\n"
+    texts = (f"{prompt}{text}{end}" for prompt, text in zip(given, found, strict=True))
+    if output is not None:
+        write_texts(output, texts)
+        return
+    for text in texts:
+        print(shown(text), flush=True)
+
+
+@evaluation.evaluate.part(APPLICATION)
+def evaluate_run(
+    run: Path,
+    checkpoint: str,
+    device: str,
+    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
+    source: Annotated[Path | None, typer.Option(help="file of text, instead of --split")] = None,
+    overlap: Annotated[
+        int | None, typer.Option(help="tokens before it that each window reads again (default: 0)")
+    ] = None,
+) -> None:
+    """the perplexity, with the counts of the tokens."""
+    part: Any = evaluation.split_of(split, source)
+    text, found = evaluate_text(run, source or part, checkpoint, device, overlap or 0)
+    console.print(f"{text}; checkpoint {checkpoint}")
+    console.print(str(found))
+
+
+@inspection.attention.part(APPLICATION)
+def attention_of(
+    run: Path, checkpoint: str, device: str, text: Annotated[str, typer.Option(help="the text to read")]
+) -> Callable[..., Any]:
+    """when it reads --text."""
+    return attend_text(load_generator(run, checkpoint, device), text).figure
+
+
+@inspection.positions.part(APPLICATION)
+def positions_of(run: Path, checkpoint: str) -> tuple[Any, Any, str]:
+    """that of its tokens."""
+    model = load_language_model(run, checkpoint)[0]
+    return model.config, model.embedding, str(run)

@@ -25,7 +25,7 @@ from fastformer.apps.models.common import (
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
 from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size, numbers_in_layers
 from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
@@ -166,3 +166,12 @@ def language_model_loss(
     if counted is not None:
         hidden, target = hidden[counted], target[counted]
     return summed_cross_entropy(model.output, hidden, target, layout, label_smoothing)
+
+
+def describe(config: LanguageConfig) -> str:
+    """Parameters and shape of a model, in words."""
+    return (
+        f"{describe_size(LanguageModel, config)}: {config.layers} layers, d_model {config.d_model}, heads "
+        f"{config.heads}, feed_forward {config.feed_forward}, vocabulary {config.vocabulary}, embeddings "
+        f"{config.embeddings}"
+    )

@@ -20,9 +20,11 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fastformer.apps.language.evaluation import Perplexity, encode_corpus, perplexity
-from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.export import ctranslate2_spec
+from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
 from fastformer.apps.language.text_generator import TextGenerator
-from fastformer.apps.runs.folder import Application, refuse_by_hand
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
@@ -32,12 +34,11 @@ from fastformer.apps.text import (
     LanguageBatches,
     TextCorpus,
     Tokenizer,
-    WordTokenizer,
     docstring_corpora,
+    learn_tokenizer,
     open_text_dataset,
     read_text,
     split_text,
-    train_sentencepiece,
 )
 from fastformer.apps.train import Processes, TrainConfig, Trainer
 from fastformer.settings import SET, Settings, check_value, inherited, setting
@@ -127,15 +128,22 @@ class LanguageTrainConfig(TrainConfig):
     batch_tokens: int = inherited(TrainConfig, "batch_tokens", default=1024)
 
 
-LANGUAGE = Application(
-    "language",
-    LanguageDataConfig,
-    LanguageConfig,
-    LanguageTrainConfig,
+APPLICATION = Application(
+    kind="language",
+    title="language-model",
+    use="fastformer generate",
+    command="fastformer train lm",
+    data=LanguageDataConfig,
+    model=LanguageConfig,
+    network=LanguageModel,
+    describe=describe,
+    train=LanguageTrainConfig,
     length="context",
     vocabularies=("vocabulary",),
     tokenizers=("tokenizer",),
     metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
+    reading=("context", "stream"),
+    ctranslate2=ctranslate2_spec,
 )
 
 
@@ -167,27 +175,13 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
 
 def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
     """Learn the vocabulary, from the training text only."""
-    if data.tokenizer == "words":
-        return WordTokenizer.from_lines(
-            train.lines,
-            minimum_frequency=data.minimum_frequency,
-            maximum_size=data.vocabulary,
-            lowercase=data.lowercase,
-            splitting=data.splitting,  # type: ignore[arg-type]
-        )
-    return train_sentencepiece(
-        train.lines,
-        data.vocabulary or _PIECES,
-        model_type=data.tokenizer,  # type: ignore[arg-type]
-        character_coverage=data.character_coverage,
-        lowercase=data.lowercase,
-    )
+    return learn_tokenizer(train.lines, data, pieces=_PIECES)
 
 
 class LanguageRun(Run):
     """A run that learns to predict text; see `fastformer.apps.runs.run.Run`."""
 
-    application = LANGUAGE
+    application = APPLICATION
     data: LanguageDataConfig
     corpora: dict[Split, TextCorpus]
     model_config: LanguageConfig
@@ -269,11 +263,11 @@ def load_language_model(
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.folder.Application.load_weights`.
+            `fastformer.apps.runs.application.Application.load_weights`.
     """
-    model = LANGUAGE.load_weights(folder, checkpoint, LanguageModel).to(device).eval()
-    (tokenizer,) = LANGUAGE.load_tokenizers(folder)
-    return model, tokenizer, LanguageDataConfig(**LANGUAGE.read_config(folder)["data"])
+    model = APPLICATION.load_weights(folder, checkpoint).to(device).eval()
+    (tokenizer,) = APPLICATION.load_tokenizers(folder)
+    return model, tokenizer, LanguageDataConfig(**APPLICATION.read_config(folder)["data"])
 
 
 def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
@@ -307,7 +301,9 @@ def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: s
     """
     check_value("stream", stream, str, choices=STREAMS)
     config, data = getattr(trainer.model, "config", None), {"context": context, "stream": stream}
-    Processes.current().on_main(lambda: LANGUAGE.complete(trainer.folder, config, (tokenizer,), data, trainer.config))
+    Processes.current().on_main(
+        lambda: APPLICATION.complete(trainer.folder, config, (tokenizer,), data, trainer.config)
+    )
 
 
 def evaluate_text(

@@ -6,10 +6,13 @@ by filling the memory.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 LARGEST = 2**31 - 1  # of one size: what kernels count to
 _ROOT = Path("/")
@@ -20,6 +23,15 @@ def numbers_in_layers(settings: Any, layers: int, cross_attention: bool = False)
     """The numbers in the weight matrices of a stack: attention has 4 D x D, the feed-forward part 2 D x F a layer."""
     D, F = settings.d_model, settings.feed_forward
     return int(layers * (4 * D * D * (2 if cross_attention else 1) + 2 * D * F))
+
+
+def describe_size(network: Callable[[Any], nn.Module], config: Any) -> str:
+    """Distinct parameters and their bytes in words, of the model that is made of a configuration."""
+    with torch.device("meta"):
+        parameters = list(network(config).parameters())
+    count = sum(p.numel() for p in parameters)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    return f"{count:,} parameters, {size / 2**20:.1f} MiB"
 
 
 def check_memory(settings: Any) -> None:

@@ -5,13 +5,15 @@ Letters: L layers, H heads, T query positions (of a translation: of the target),
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fastformer.apps.plots.attention import plot_attention, plot_attention_heads, plot_attention_layers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Reader(Protocol):
@@ -42,7 +44,7 @@ class AttentionMaps:
     queries: list[str]
     axis_names: tuple[str, str]
 
-    def figure(self, layer: int | Literal["all"] | None = None, head: int | Literal["all", "mean"] = "all") -> Figure:
+    def figure(self, layer: int | Literal["all"] | None = None, head: int | Literal["all", "mean"] = "all") -> "Figure":
         """Draw the maps of one head, of the heads of a layer, or of all layers.
 
         Args:

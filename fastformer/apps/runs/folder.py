@@ -1,4 +1,4 @@
-"""What a run folder is and says: its kind, its settings, its tokenizers, its weights.
+"""What a run folder is, and what it says that it is.
 
 A run folder describes itself, so that nothing but its path is needed to resume, evaluate or use it:
 
@@ -9,262 +9,36 @@ A run folder describes itself, so that nothing but its path is needed to resume,
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
-from fastformer.apps.runs.own_files import refuse_links
-from fastformer.apps.runs.toml import load_toml, read_toml, save_toml
+from fastformer.apps.runs.kinds import kinds, main_application
+from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.system.guarded import check_path
-from fastformer.apps.system.run_lock import locked
-from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
-from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
-from fastformer.apps.train.weights import check_finite
-from fastformer.settings import Given, Settings, declared, refuse_idle, setting
-
-# kind -> what it is called, the command that uses such a run, and the one that trains it.
-KINDS = {
-    "translation": ("translation", "fastformer translate", "fastformer train"),
-    "language": ("language-model", "fastformer generate", "fastformer train lm"),
-}
+from fastformer.settings import Settings, setting
 
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text
 
 # 2: train_size of translation counts for all kinds of data; before, config.toml held an idle one.
 VERSION = 2
 
-_IDS = ("pad_id", "bos_id", "eos_id")
-
-Model = TypeVar("Model", bound=nn.Module)
-
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """What a run is. Folders written before there was a choice say nothing and hold translation, in version 1."""
+    """What a run is. Folders written before there was a choice say nothing: the main application's, in version 1."""
 
-    kind: str = setting("translation", "what the model does", choices=tuple(KINDS))
+    kind: str = setting(MISSING, "what the model does", choices=kinds())
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a run runs on, for the conditions of its settings.
-
-    device: as torch names it. world: number of processes.
-    """
-
-    device: str
-    world: int = 1
-
-    @property
-    def hardware(self) -> str:
-        """The device, in words."""
-        return "a CUDA device" if self.device.startswith("cuda") else "a CPU"
-
-    @property
-    def processes(self) -> str:
-        """How many processes there are, in words."""
-        return "one process" if self.world == 1 else "several processes"
-
-
-@dataclass(frozen=True)
-class Application:
-    """One kind of run: its classes of settings, and where its tokenizers lie.
-
-    `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
-    default must stay so: config.toml leaves unset values out, so that a run which has none would take the new default.
-
-    `length` names the setting of `data` that says how long sequences are; `vocabularies` those of `model` that are the
-    sizes of the tokenizers; `tokenizers` are folders within the run's. `metrics` are the values that validation may
-    compute, and what each needs. `upgrade` changes the settings of a folder of an earlier version, by section.
-    """
-
-    kind: str
-    data: type
-    model: type
-    train: type[TrainConfig]
-    length: str
-    vocabularies: tuple[str, ...]
-    tokenizers: tuple[str, ...]
-    metrics: Mapping[str, str]
-    upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
-
-    @property
-    def derived(self) -> dict[str, str]:
-        """The settings of `model` that are never a user's, each with what it follows from."""
-        return {item.name: item.metadata["derived"] for item, _ in declared(self.model) if item.metadata["derived"]}
-
-    def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
-        """The configuration of a model: its settings, and what follows from the tokenizers.
-
-        Args:
-            model: settings of the model.
-            tokenizers: of the run; the model writes the special ids of the last.
-            data: settings of the data.
-
-        Raises:
-            ValueError: a setting is out of range, or sequences are longer than learned positions hold.
-        """
-        sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
-        config = self.model(**{**model, **sizes, **{name: getattr(tokenizers[-1], name) for name in _IDS}})
-        length = getattr(data, self.length)
-        if config.longest is not None and length > config.longest:
-            raise ValueError(
-                f"{self.length} ({length}) is beyond max_positions ({config.longest}) of the learned positions; lower "
-                "it, or raise max_positions"
-            )
-        return config
-
-    def planned(self, model: Mapping[str, Any], data: Any) -> Any:
-        """The configuration of a model as it may become, before there are tokenizers; errors as `model_config`."""
-        ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
-        size = data.vocabulary or max(ids.names()) + 1
-        return self.model_config(model, [_Planned(size, **vars(ids))] * len(self.vocabularies), data)  # type: ignore[list-item]
-
-    def refuse_idle(
-        self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
-    ) -> None:
-        """Refuse the settings that were given and that this run would not look at; see `fastformer.settings`.
-
-        Args:
-            given: what a user stated, by section.
-            data, model, train: the settings, as `Run.create` takes them.
-            device: of the model.
-
-        Raises:
-            ValueError: naming all such settings.
-        """
-        sections = {"data": data, "model": self.planned(model, data), "train": train}
-        refuse_idle(given, sections, Machine(str(device), Processes.current().world))
-
-    def save_settings(self, folder: Path, data: Any, model: Any, train: TrainConfig) -> None:
-        """Write config.toml, which makes a folder a run."""
-        kind = RunConfig(self.kind, VERSION)
-        save_toml(folder / "config.toml", {"run": kind, "data": data, "model": model, "train": train})
-
-    def complete(
-        self,
-        folder: Path,
-        config: Any,
-        tokenizers: Sequence[Tokenizer],
-        data: Mapping[str, Any],
-        train: TrainConfig,
-    ) -> None:
-        """Make the folder of a `Trainer` a run folder; see `complete_run` of the applications.
-
-        Raises:
-            TypeError: the model's configuration is not the application's.
-            ValueError: it does not fit the tokenizers.
-        """
-        if not isinstance(config, self.model):
-            raise TypeError(f"the trainer's model must have a {self.model.__name__}, not a {type(config).__name__}")
-        expected = self.model_config(vars(config), tokenizers, SimpleNamespace(**data))
-        for name in self.derived:
-            if getattr(config, name) != getattr(expected, name):
-                raise ValueError(
-                    f"the model has {name}={getattr(config, name)}, but its tokenizer says {getattr(expected, name)}"
-                )
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
-            refuse_links(folder)
-            self.save_tokenizers(folder, tokenizers)
-            self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
-
-    def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
-        """Write the tokenizers of a run folder."""
-        for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
-            check_path(folder / name, folder)
-            tokenizer.save(folder / name)
-
-    def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
-        """The settings of a run folder, by section: data, model, train.
-
-        Raises:
-            FileNotFoundError: the folder holds no run.
-            ValueError: it holds a run of another kind, or an unknown setting.
-        """
-        kind = read_kind(folder)
-        if kind != self.kind:
-            name, use, train = KINDS[kind]
-            raise ValueError(f"{folder} is a {name} run; use `{use}` (or `{train} --resume` to train it further)")
-        sections = self._load(Path(folder) / "config.toml")
-        if _stated(Path(folder) / "config.toml").version < VERSION:
-            self.upgrade(sections)
-        needed = {each.name for each in dataclasses.fields(self.model) if each.default is dataclasses.MISSING}
-        if missing := sorted(needed.difference(sections["model"])):
-            raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
-        return sections
-
-    def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
-        """What a user's file states, by section; nothing without a file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is for another kind of run, holds an unknown setting, or one that is not the user's.
-        """
-        if path is None:
-            return {name: {} for name in ("data", "model", "train")}
-        kind = _stated(path, self.kind).kind
-        if kind != self.kind:
-            name, _, train = KINDS[kind]
-            raise ValueError(f"{path} is for a {name} run; use `{train}`")
-        sections = self._load(path)
-        for name, source in self.derived.items():
-            if name in sections["model"]:
-                raise ValueError(f"{path}: [model] {name} is set from {source}; leave it out")
-        return sections
-
-    def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
-        """The tokenizers of a run folder."""
-        paths = [Path(folder) / name for name in self.tokenizers]
-        for path in paths:
-            check_path(path, Path(folder))
-        return tuple(load_tokenizer(path) for path in paths)
-
-    def load_weights(self, folder: Path | str, checkpoint: str, model: type[Model]) -> Model:
-        """The model of a run with its weights, on the CPU.
-
-        Args:
-            folder: of the run.
-            checkpoint: "best" (by validation), "last" or "average".
-            model: the class that is made from the settings.
-
-        Raises:
-            FileNotFoundError: there is no such run.
-            ValueError: the run is of another kind.
-            fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged or of another
-                architecture.
-        """
-        config = self.model(**self.read_config(folder)["model"])
-        found = Checkpoint.open(find_checkpoint(folder, checkpoint))
-        found.check_architecture(config)
-        found.check_size(config.matrix_numbers)
-        made = model(config)
-        found.load_into(made, config)
-        check_finite(made, found.path)
-        return made
-
-    def _load(self, path: Path) -> dict[str, dict[str, Any]]:
-        kinds = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
-        sections = load_toml(path, kinds)
-        sections.pop("run")
-        return sections
-
-
 def read_kind(folder: Path | str) -> str:
-    """What a run folder holds: one of `KINDS`.
+    """What a run folder holds: one of `kinds()`.
 
     Raises:
         FileNotFoundError: the folder holds no run.
         ValueError: its config.toml is damaged.
     """
-    return _stated(config_of(folder)).kind
+    return stated(config_of(folder)).kind
 
 
 def config_of(folder: Path | str) -> Path:
@@ -275,11 +49,12 @@ def config_of(folder: Path | str) -> Path:
     return path
 
 
-def _stated(path: Path, default: str = "translation") -> RunConfig:
-    """What a file says that it is."""
+def stated(path: Path, default: str | None = None) -> RunConfig:
+    """What a file says that it is; where it does not, the default, or else the main application's."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    return RunConfig(run.get("kind", default), run.get("version", 1))
+    kind = run["kind"] if "kind" in run else default or main_application().kind
+    return RunConfig(kind, run.get("version", 1))
 
 
 def refuse_by_hand(dataset: str | None) -> None:
@@ -289,14 +64,3 @@ def refuse_by_hand(dataset: str | None) -> None:
             "the run was trained in Python, and its folder does not know the data: go on there, and give evaluate its "
             "files with --source"
         )
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """What a model's configuration asks of a tokenizer."""
-
-    size: int
-    unk_id: int
-    pad_id: int
-    bos_id: int
-    eos_id: int

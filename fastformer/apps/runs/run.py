@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.folder import Application, read_kind
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
 from fastformer.apps.system.guarded import write_file
 from fastformer.apps.system.run_lock import RunLock, locked

@@ -37,8 +37,8 @@ from .labelled import LabelledBatch, LabelledBatches
 from .numbers import english, french, german, number_corpus
 from .sides import Side
 from .special_ids import SpecialIds
-from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, read_text, split_text
-from .tokenizers import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, hold_out, read_text, split_text
+from .tokenizers import SentencePieceTokenizer, Tokenizer, learn_tokenizer, load_tokenizer, train_sentencepiece
 from .vocabulary import SPLITTINGS, WordTokenizer
 
 __all__ = [
@@ -82,6 +82,8 @@ __all__ = [
     "english",
     "french",
     "german",
+    "hold_out",
+    "learn_tokenizer",
     "load_tokenizer",
     "number_corpus",
     "open_dataset",

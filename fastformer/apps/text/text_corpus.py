@@ -5,7 +5,7 @@ model may look back on; it changes neither the number of lines nor that of the t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -79,26 +79,49 @@ def read_text(path: str | Path, document: DocumentKind = "line", name: str | Non
     return TextCorpus(cut_lines(lines, document), name or Path(path).name)
 
 
-def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
-    """Training, validation and test documents, drawn at random; `share` of all for each of the two held-out parts.
+def hold_out(keys: Sequence[Hashable], share: float, seed: int, what: str) -> tuple[list[int], list[int], list[int]]:
+    """Which of a text's parts are for training, validation and testing, drawn at random: their indices, ascending.
 
-    A document with the same lines as an earlier one goes where that one went, so that none is learned by heart.
-    Raises ``ValueError`` when there are too few documents for three parts.
+    A part with the same key as an earlier one goes where that one went, so that none is learned by heart.
+
+    Args:
+        keys: of each part, what makes it another one.
+        share: of the different ones, for each of the two held-out sets.
+        seed: of the draw.
+        what: the parts are, for the message.
+
+    Raises:
+        TextError: there are too few for three sets.
     """
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for index, document in enumerate(corpus.documents):
-        alike.setdefault(tuple(document), []).append(index)
+    alike: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        alike.setdefault(key, []).append(index)
     groups = list(alike.values())
     held = max(1, round(share * len(groups)))
     if len(groups) < 2 * held + 1:
-        raise ValueError(
-            f"{corpus.name}: {len(groups):,} different documents are too few to hold {held:,} out for validation and "
-            "as many for testing; give valid_text and test_text, or cut smaller documents"
+        raise TextError(
+            f"{len(groups):,} different {what} are too few to hold {held:,} out for validation and as many for testing"
         )
     order = np.random.default_rng(seed).permutation(len(groups))
-    parts = order[2 * held :], order[:held], order[held : 2 * held]
     train, valid, test = (
-        TextCorpus([corpus.documents[i] for i in sorted(i for group in part for i in groups[group])], name)
+        sorted(i for group in part for i in groups[group])
+        for part in (order[2 * held :], order[:held], order[held : 2 * held])
+    )
+    return train, valid, test
+
+
+def split_text(corpus: TextCorpus, share: float, seed: int) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
+    """Training, validation and test documents, drawn at random; `share` of all for each of the two held-out parts.
+
+    A document with the same lines as an earlier one goes where that one went. Raises ``TextError`` when there are too
+    few documents for three parts.
+    """
+    try:
+        parts = hold_out([tuple(document) for document in corpus.documents], share, seed, "documents")
+    except TextError as error:
+        raise TextError(f"{corpus.name}: {error}; give valid_text and test_text, or cut smaller documents") from None
+    train, valid, test = (
+        TextCorpus([corpus.documents[i] for i in part], name)
         for part, name in zip(parts, ("train", "valid", "test"), strict=True)
     )
     return train, valid, test

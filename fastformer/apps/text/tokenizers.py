@@ -149,6 +149,38 @@ class SentencePieceTokenizer(WithSpecialIds):
         write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"), folder)
 
 
+def learn_tokenizer(
+    lines: Iterable[str], settings: Any, special_ids: SpecialIds | None = None, pieces: int = 8000
+) -> Tokenizer:
+    """Learn the vocabulary that the settings of a run's data ask for.
+
+    Args:
+        lines: the training text, and nothing else.
+        settings: `tokenizer` ("words" or a type of sentencepiece's models), `vocabulary`, `lowercase`; `splitting` and
+            `minimum_frequency` of words, `character_coverage` of pieces.
+        special_ids: None: the usual ones.
+        pieces: entries of sentencepiece's vocabulary where the settings do not say.
+
+    Raises as `train_sentencepiece` and `WordTokenizer.from_lines` do.
+    """
+    common = {"lowercase": settings.lowercase, "special_ids": special_ids}
+    if settings.tokenizer == "words":
+        return WordTokenizer.from_lines(
+            lines,
+            minimum_frequency=settings.minimum_frequency,
+            maximum_size=settings.vocabulary,
+            splitting=settings.splitting,
+            **common,
+        )
+    return train_sentencepiece(
+        lines,
+        settings.vocabulary or pieces,
+        model_type=settings.tokenizer,
+        character_coverage=settings.character_coverage,
+        **common,
+    )
+
+
 def train_sentencepiece(
     lines: Iterable[str],
     vocabulary_size: int,

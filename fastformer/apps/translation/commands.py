@@ -1,70 +1,65 @@
-"""`fastformer train | translate | score`."""
+"""`fastformer demo | train | translate | score`, and a translation run's part of the commands for all runs."""
 
+import functools
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.common import (
+    MAIN_RUN,
     Checkpoint,
-    Config,
     Device,
-    Fallback,
-    Resume,
-    TranslationFolder,
     app,
     choose_device,
     console,
-    train_app,
-    train_run,
+    given_lines,
+    put_lines,
 )
-from fastformer.apps.cli.describe import describe_translation
 from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.system.terminal import shown
-from fastformer.apps.text import decode_lines, read_lines, write_lines
-from fastformer.apps.train import TrainConfig
-from fastformer.apps.translation.model import TranslationConfig
-from fastformer.apps.translation.run import DataConfig, TranslationRun, load_translator
+from fastformer.apps.text import read_lines, read_parallel, write_lines
+from fastformer.apps.translation.attention_maps import attend
+from fastformer.apps.translation.run import (
+    APPLICATION,
+    DataConfig,
+    TranslationRun,
+    evaluate,
+    load_translator,
+    read_corpora,
+)
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.apps.translation.translator import Translator
+from fastformer.settings import check_value
+
+Folder = Annotated[
+    Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}` or `fastformer demo`")
+]
 
 
-@train_app.callback()
-@with_settings(data=DataConfig, model=TranslationConfig, train=TrainConfig)
-def train(
-    context: typer.Context,
-    run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/translation"),
-    config: Config = None,
-    resume: Resume = False,
-    fallback: Fallback = False,
+@app.command()
+def demo(
+    target: Annotated[str, typer.Option(help="fr or de")] = "fr",
+    run: Annotated[Path, typer.Option(help="folder for the run; an earlier demo in it is replaced")] = Path("demo"),
     device: Device = "auto",
-    *,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    train: dict[str, Any],
 ) -> None:
-    """Train a translation model; `fastformer train lm` trains a language model.
+    """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""
+    from fastformer.apps.translation.demo import run_demo
 
-    Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there.
-    """
-    if context.invoked_subcommand is not None:
-        for name in context.params:
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise ValueError(f"--{name.replace('_', '-')} must stand behind {context.invoked_subcommand}")
-        return
-    settings = {"data": data, "model": model, "train": train}
-    train_run(TranslationRun, describe_translation, run, config, resume, fallback, device, settings)
+    run_demo(run, target, choose_device(device), console)
+
+
+add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")
 
 
 @app.command()
 @with_settings(search=SearchOptions)
 def translate(
     sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
-    run: TranslationFolder = Path("runs/translation"),
+    run: Folder = MAIN_RUN,
     input: Annotated[
         Path | None, typer.Option(help="file or pipe of sentences, one a line; default: standard input")
     ] = None,
@@ -77,48 +72,20 @@ def translate(
     search: dict[str, Any],
 ) -> None:
     """Translate sentences, a file, or standard input."""
-    if sentences and input is not None:
-        raise ValueError("give sentences or --input, not both")
-    if not sentences and input is None and sys.stdin is None:  # translate <&-
-        raise ValueError("standard input is closed: give sentences, or --input")
-    typed = not sentences and input is None and sys.stdin.isatty()
-    if typed and output is not None:
-        raise ValueError("--output is for sentences that are given, or in a file: give them, or --input")
+    given = given_lines(sentences, input, output, "sentences")
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device))
-    if not sentences:
-        if typed:
-            console.print("Type a sentence and press Enter; Ctrl-D ends.", style="dim")
-            for line in sys.stdin:
-                _write_translations(translator, [line.strip()], options, scores, batch_size, None)
-            return
-        sentences = read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
-    _write_translations(translator, sentences, options, scores, batch_size, output)
-
-
-def _write_translations(
-    translator: Translator,
-    sentences: list[str],
-    options: SearchOptions,
-    scores: bool,
-    batch_size: int,
-    output: Path | None,
-) -> None:
-    found = translator.candidates(sentences, options, batch_size)
-    lines = [f"{c.score:.4f}\t{c.text}" if scores else c.text for candidates in found for c in candidates]
-    if output is None:
-        for line in lines:
-            print(shown(line), flush=True)
-    else:
-        write_lines(output, lines)
+    for lines in given:
+        found = translator.candidates(lines, options, batch_size)
+        put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for each in found for c in each], output)
 
 
 @app.command()
 def score(
     source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or .gz")],
     target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
-    run: TranslationFolder = Path("runs/translation"),
+    run: Folder = MAIN_RUN,
     output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
     batch_size: Annotated[int, typer.Option(help="pairs scored at a time")] = 64,
     checkpoint: Checkpoint = "best",
@@ -137,7 +104,63 @@ def score(
             raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
     found = load_translator(run, checkpoint, choose_device(device)).score(sources, targets, batch_size)
     lines = [f"{log_p:.4f}\t{tokens}\t{math.exp(min(-log_p / tokens, 700.0)):.4f}" for log_p, tokens in found]
-    if output is None:
-        print(shown("\n".join(lines)))
-    else:
-        write_lines(output, lines)
+    put_lines(lines, output)
+
+
+@evaluation.evaluate.part(APPLICATION)
+@with_settings(search=SearchOptions)
+def evaluate_run(
+    run: Path,
+    checkpoint: str,
+    device: str,
+    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
+    source: Annotated[Path | None, typer.Option(help="file of source sentences, instead of --split")] = None,
+    target: Annotated[Path | None, typer.Option(help="file of their reference translations")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the translations")] = None,
+    lowercase: Annotated[bool, typer.Option("--lowercase", help="compare lower-cased")] = False,
+    *,
+    search: dict[str, Any],
+) -> None:
+    """sacreBLEU and chrF of translations that come from real search, with the signatures of the scores."""
+    part: Any = evaluation.split_of(split, source)
+    options = made(SearchOptions, search)
+    data = DataConfig(**APPLICATION.read_config(run)["data"])
+    read = [path for path in vars(data).values() if isinstance(path, Path)]
+    refuse_output(output, source, target, *read, runs=(run,))
+    if (source is None) != (target is None):
+        raise ValueError("--source and --target must be given together")
+    corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]
+    scores, translations = evaluate(load_translator(run, checkpoint, device), corpus, options, lowercase)
+    if output is not None:
+        write_lines(output, translations)
+    console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
+    console.print(str(scores))
+
+
+@inspection.attention.part(APPLICATION)
+def attention_of(
+    run: Path,
+    checkpoint: str,
+    device: str,
+    source: Annotated[str, typer.Option(help="the sentence to translate")],
+    target: Annotated[str | None, typer.Option(help="a translation of it; default: the model's own")] = None,
+    kind: Annotated[str | None, typer.Option(help="cross, encoder or decoder; default: cross")] = None,
+) -> Callable[..., Any]:
+    """when it translates --source; the sentence and its translation are printed too."""
+    found = attend(load_translator(run, checkpoint, device), source, target)
+    draw = functools.partial(found.figure, kind or "cross")  # type: ignore[arg-type]
+    console.print(f"{found.source} -> {found.target}")
+    return draw
+
+
+@inspection.positions.part(APPLICATION)
+def positions_of(
+    run: Path,
+    checkpoint: str,
+    side: Annotated[str | None, typer.Option(help="source or target; default: source")] = None,
+) -> tuple[Any, Any, str]:
+    """that of the side that --side names."""
+    side = side or "source"
+    check_value("side", side, str, choices=("source", "target"))
+    model = load_translator(run, checkpoint).model
+    return model.config, getattr(model, f"{side}_embedding"), f"{run}, {side}"

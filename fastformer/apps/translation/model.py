@@ -25,7 +25,7 @@ from fastformer.apps.models.common import (
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
 from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, numbers_in_layers
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size, numbers_in_layers
 from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
@@ -206,3 +206,12 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
     source, target = layouts_of(batch, "source_lengths", "target_lengths")
     hidden = model(batch.source, source, batch.target_in, target)
     return summed_cross_entropy(model.output, hidden, batch.target_out, target, label_smoothing)
+
+
+def describe(config: TranslationConfig) -> str:
+    """Parameters and shape of a model, in words."""
+    return (
+        f"{describe_size(TranslationModel, config)}: {config.encoder_layers}+{config.decoder_layers} layers, "
+        f"d_model {config.d_model}, heads {config.heads}, feed_forward {config.feed_forward}, vocabularies "
+        f"{config.source_vocabulary} and {config.target_vocabulary}, embeddings {config.embeddings}"
+    )

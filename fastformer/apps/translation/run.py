@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fastformer.apps.runs.folder import Application, refuse_by_hand
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import (
     SPLITTINGS,
@@ -20,17 +21,17 @@ from fastformer.apps.text import (
     ParallelCorpus,
     SpecialIds,
     Tokenizer,
-    WordTokenizer,
     encode_pairs,
+    learn_tokenizer,
     number_corpus,
     open_dataset,
     read_parallel,
     split,
-    train_sentencepiece,
 )
 from fastformer.apps.text.scores import Scores, score_translations
 from fastformer.apps.train import Processes, TrainConfig, Trainer
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.apps.translation.export import ctranslate2_spec
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.settings import SET, Settings, setting
@@ -124,11 +125,17 @@ def _without_idle_size(sections: dict[str, dict[str, Any]]) -> None:
         data.pop("train_size", None)
 
 
-TRANSLATION = Application(
-    "translation",
-    DataConfig,
-    TranslationConfig,
-    TrainConfig,
+APPLICATION = Application(
+    kind="translation",
+    title="translation",
+    use="fastformer translate",
+    command="fastformer train",
+    main=True,
+    data=DataConfig,
+    model=TranslationConfig,
+    network=TranslationModel,
+    describe=describe,
+    train=TrainConfig,
     length="max_length",
     vocabularies=("source_vocabulary", "target_vocabulary"),
     tokenizers=("tokenizer/source", "tokenizer/target"),
@@ -138,6 +145,8 @@ TRANSLATION = Application(
         "bleu": "a search: bleu_sentences above 0",
         "chrf": "a search: bleu_sentences above 0",
     },
+    reading=("max_length",),
+    ctranslate2=ctranslate2_spec,
     upgrade=_without_idle_size,
 )
 
@@ -177,30 +186,11 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
 
 def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
     """Learn the vocabularies, from the training pairs only."""
-
-    def build(lines: list[str]) -> Tokenizer:
-        if data.tokenizer == "words":
-            return WordTokenizer.from_lines(
-                lines,
-                minimum_frequency=data.minimum_frequency,
-                maximum_size=data.vocabulary,
-                lowercase=data.lowercase,
-                special_ids=data.special_ids,
-                splitting=data.splitting,  # type: ignore[arg-type]
-            )
-        return train_sentencepiece(
-            lines,
-            data.vocabulary,
-            model_type=data.tokenizer,  # type: ignore[arg-type]
-            character_coverage=data.character_coverage,
-            special_ids=data.special_ids,
-            lowercase=data.lowercase,
-        )
-
     if data.joint:
-        both = build(train.source + train.target)
+        both = learn_tokenizer(train.source + train.target, data, data.special_ids)
         return both, both
-    return build(train.source), build(train.target)
+    source, target = (learn_tokenizer(lines, data, data.special_ids) for lines in (train.source, train.target))
+    return source, target
 
 
 @torch.no_grad()
@@ -218,7 +208,7 @@ def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096
 class TranslationRun(Run):
     """A run that learns to translate; see `fastformer.apps.runs.run.Run`."""
 
-    application = TRANSLATION
+    application = APPLICATION
     data: DataConfig
     corpora: dict[Split, ParallelCorpus]
     model_config: TranslationConfig
@@ -302,11 +292,11 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.folder.Application.load_weights`.
+            `fastformer.apps.runs.application.Application.load_weights`.
     """
-    model = TRANSLATION.load_weights(folder, checkpoint, TranslationModel).to(device)
-    source, target = TRANSLATION.load_tokenizers(folder)
-    length = TRANSLATION.read_config(folder)["data"].get("max_length", DataConfig.max_length)
+    model = APPLICATION.load_weights(folder, checkpoint).to(device)
+    source, target = APPLICATION.load_tokenizers(folder)
+    length = APPLICATION.read_config(folder)["data"].get("max_length", DataConfig.max_length)
     return Translator(model, source, target, length)
 
 
@@ -330,7 +320,7 @@ def complete_run(
     """
     config, tokenizers = getattr(trainer.model, "config", None), (source_tokenizer, target_tokenizer)
     data = {"max_length": max_length}
-    Processes.current().on_main(lambda: TRANSLATION.complete(trainer.folder, config, tokenizers, data, trainer.config))
+    Processes.current().on_main(lambda: APPLICATION.complete(trainer.folder, config, tokenizers, data, trainer.config))
 
 
 def evaluate(

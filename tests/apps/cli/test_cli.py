@@ -22,8 +22,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.apps.cli import main
-from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.run import TRANSLATION
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 
 TRAIN = (
     "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
@@ -76,7 +75,7 @@ def test_given_translations_are_scored(run: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     model, (source, target) = (
-        TRANSLATION.load_weights(run / "run", "best", TranslationModel).eval(),
+        TRANSLATION.load_weights(run / "run", "best").eval(),
         (TRANSLATION.load_tokenizers(run / "run")),
     )
     for row, text, translation in zip(rows, sources, targets, strict=True):

@@ -30,7 +30,7 @@ def loaded(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> list[tu
         asked.append((str(folder), checkpoint, device))
         return generator
 
-    monkeypatch.setattr("fastformer.apps.language.generation.load_generator", load_generator)
+    monkeypatch.setattr("fastformer.apps.language.commands.load_generator", load_generator)
     return asked
 
 

@@ -128,7 +128,7 @@ WRONG = [
     ("train lm --run new --config derived.toml --steps 1", "vocabulary is set from the tokenizer"),
     ("train lm --run new --config translation.toml --steps 1", "is for a translation run; use `fastformer train`"),
     ("train --run new --config language.toml --steps 1", "is for a language-model run; use `fastformer train lm`"),
-    ("train lm --run new --config kind.toml --steps 1", "kind must be one of translation, language, not 'poetry'"),
+    ("train lm --run new --config kind.toml --steps 1", "translation, not 'poetry'"),
     ("train lm --run lm --resume --layers 4", "takes its data and model from the run folder"),
     ("train lm --run tr --resume --steps 9", "tr is a translation run; use `fastformer translate`"),
     ("train --run lm --resume --steps 9", "lm is a language-model run; use `fastformer generate`"),
@@ -140,7 +140,7 @@ WRONG = [
     ("evaluate --run lm --checkpoint newest", "best, last, average"),
     ("evaluate --run lm --overlap 8", "overlap must be at least 0 and below context (8), not 8"),
     ("evaluate --run lm --overlap -1", "overlap must be at least 0 and below context (8), not -1"),
-    ("evaluate --run tr --overlap 4", "tr is a translation run; --overlap is for language models"),
+    ("evaluate --run tr --overlap 4", "tr is a translation run; --overlap is not for it"),
 ]
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.language import run as language_modelling
 from fastformer.apps.language.run import LanguageRun
-from fastformer.apps.runs.folder import Application, Machine
+from fastformer.apps.runs.application import Application, Machine
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import DatasetReport, docstring_corpora, number_corpus, write_lines
 from fastformer.apps.train import Trainer

@@ -17,14 +17,15 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.cli.common import console
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
-from fastformer.apps.language.run import LANGUAGE
+from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.system.terminal import Terminal as OurTerminal
 from fastformer.apps.system.terminal import escaped, shown
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointFolder, TrainConfig, write_weights
 from fastformer.apps.train.progress import Progress
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.run import TRANSLATION, DataConfig, TranslationRun
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.cli.test_cli import fastformer
 from tests.support.train_task import config, network, trainer
 

@@ -81,10 +81,10 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     # A folder of an earlier version holds a train_size that counted for nothing.
     config.write_text(config.read_text().replace("version = 2\n", ""))
-    assert "train_size" not in translation.TRANSLATION.read_config(tmp_path / "new")["data"]
+    assert "train_size" not in translation.APPLICATION.read_config(tmp_path / "new")["data"]
     config.write_text(config.read_text().replace('kind = "translation"\n', 'kind = "translation"\nversion = 3\n'))
     with pytest.raises(ValueError, match="version must be at least 1 and at most 2, not 3"):
-        translation.TRANSLATION.read_config(tmp_path / "new")
+        translation.APPLICATION.read_config(tmp_path / "new")
 
 
 def peak_of_reading(folder: Path, suffix: str, lines: int) -> int:

@@ -16,7 +16,9 @@ pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 from fastformer import functional
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import (
-    LANGUAGE,
+    APPLICATION as LANGUAGE,
+)
+from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,
     LanguageTrainConfig,
@@ -27,10 +29,12 @@ from fastformer.apps.language.run import (
     read_text_corpora,
 )
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.runs.folder import Application, read_kind
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.text import ColumnBatches, TextCorpus, WordTokenizer, write_lines
 from fastformer.apps.train import CheckpointError, TrainConfig
-from fastformer.apps.translation.run import TRANSLATION, TranslationRun
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from fastformer.apps.translation.run import TranslationRun
 
 MODEL = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 32, "dropout": 0.1}
 TRAIN = TrainConfig(steps=4, warmup_steps=2, validate_every=2, batch_tokens=64, threads=1, schedule="constant", lr=0.01)

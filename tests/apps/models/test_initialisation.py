@@ -8,7 +8,7 @@ import torch
 
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
-from fastformer.apps.language.run import LANGUAGE
+from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 
 SIZES = {"d_model": 96, "heads": 4, "feed_forward": 192, "positions": "learned", "max_positions": 80}

@@ -20,7 +20,8 @@ from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointError, CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.run import TRANSLATION, DataConfig, TranslationRun, load_translator
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from fastformer.apps.translation.run import DataConfig, TranslationRun, load_translator
 from tests.support.train_task import config as train_config
 from tests.support.train_task import trainer
 

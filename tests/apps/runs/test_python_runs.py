@@ -129,10 +129,10 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         translation.complete_run(language, source, target)
     with pytest.raises(TypeError, match="must have a LanguageConfig, not a TranslationConfig"):
         language_modelling.complete_run(trainer, tokenizer, 8)
-    with pytest.raises(ValueError, match=r"the model has pad_id=0, but its tokenizer says 1"):
+    with pytest.raises(ValueError, match=r"the model has pad_id=0, not the 1 of the tokenizer"):
         translation.complete_run(trainer, source, WordTokenizer.from_lines([t for _, t in PAIRS]))
     larger = WordTokenizer.from_lines([*(s for s, _ in PAIRS), "four"], special_ids=IDS)
-    with pytest.raises(ValueError, match=rf"source_vocabulary={source.size}, but its tokenizer says {larger.size}"):
+    with pytest.raises(ValueError, match=rf"source_vocabulary={source.size}, not the {larger.size} of the tokenizer"):
         translation.complete_run(trainer, larger, target)
     with pytest.raises(ValueError, match=r"context \(9\) is beyond max_positions \(8\)"):
         language_modelling.complete_run(language, tokenizer, 9)

@@ -1,0 +1,84 @@
+"""Text to labels with a trained classifier.
+
+Letters: N texts, C classes.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastformer.apps.classification.corpus import encode_texts
+from fastformer.apps.classification.model import SequenceClassifier
+from fastformer.apps.models.common import layouts_of
+from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
+from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer
+from fastformer.settings import check_value
+
+logger = logging.getLogger("fastformer")
+
+
+@torch.no_grad()
+def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: int = 64) -> Tensor:
+    """The logits of all sequences, fp32 `[N, C]` on the CPU; call `.eval()` first."""
+    if not len(sequences):
+        return torch.empty(0, model.config.classes)
+    device = model.output.weight.device
+    none = np.zeros(len(sequences), np.int64)  # the labels are not looked at
+    found = []
+    for each in LabelledBatches(sequences, none, size=batch_size, shuffle=False).epoch(0):
+        batch = each.to(device)
+        (layout,) = layouts_of(batch, "lengths")
+        found.append(model.logits(model(batch.ids, layout)).float().cpu())
+    return torch.cat(found)
+
+
+class Classifier:
+    """A classifier with its tokenizer and its labels, in evaluation mode.
+
+    Args:
+        model: a trained model.
+        tokenizer: the one that it was trained with.
+        labels: the names of its C classes, in order.
+        max_length: most tokens of a text, bos counted; longer ones are cut, with a warning.
+
+    Raises:
+        ValueError: tokenizer or labels do not belong to the model, or max_length is beyond its positions.
+    """
+
+    def __init__(self, model: SequenceClassifier, tokenizer: Tokenizer, labels: Sequence[str], max_length: int) -> None:
+        config = model.config
+        if tokenizer.size != config.vocabulary:
+            raise ValueError(f"the tokenizer has {tokenizer.size} entries, the model {config.vocabulary}")
+        if len(labels) != config.classes or len(set(labels)) != len(labels):
+            raise ValueError(f"labels must be {config.classes} different ones, one for each class, not {len(labels)}")
+        if config.longest is not None and max_length > config.longest:
+            raise ValueError(f"max_length ({max_length}) is beyond max_positions ({config.longest})")
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.labels, self.max_length = tuple(labels), max_length
+
+    def probabilities(self, texts: Sequence[str], batch_size: int = 64) -> Tensor:
+        """How probable each label is for each text: fp32 `[N, C]`, on the CPU.
+
+        Raises:
+            TypeError: texts is one string.
+            ValueError: batch_size is below 1.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of texts, not one string")
+        check_value("batch_size", batch_size, int, at_least=1)
+        sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
+        if cut:
+            logger.warning("%d of %d texts were cut to %d tokens", cut, len(texts), self.max_length)
+        return class_logits(self.model, sequences, batch_size).softmax(-1)
+
+    def classify(self, texts: Sequence[str], batch_size: int = 64) -> list[str]:
+        """The most probable label of each text; arguments and errors as for `probabilities`."""
+        return [self.labels[i] for i in self.probabilities(texts, batch_size).argmax(-1).tolist()]
+
+    def attend(self, text: str) -> AttentionMaps:
+        """Compute every attention weight of the model that reads a text; row t is how token t spreads over all."""
+        sequences, _ = encode_texts([text], self.tokenizer, self.max_length)
+        return attend_ids(self.model, sequences[0], self.tokenizer.pieces(sequences[0]), text)

@@ -1,0 +1,103 @@
+"""`fastformer train classify | classify`, and a classification run's part of the commands for runs of every kind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.run import (
+    APPLICATION,
+    ClassificationRun,
+    load_classifier,
+)
+from fastformer.apps.classification.run import evaluate as evaluate_folder
+from fastformer.apps.cli import evaluation, inspection
+from fastformer.apps.cli.common import (
+    Checkpoint,
+    Device,
+    app,
+    choose_device,
+    console,
+    given_lines,
+    put_lines,
+)
+from fastformer.apps.cli.training import add_training
+from fastformer.apps.runs.own_files import refuse_output
+
+RUN = Path("runs") / APPLICATION.kind
+Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
+
+
+add_training(ClassificationRun, "Train a classifier of texts.")
+
+
+@app.command()
+def classify(
+    texts: Annotated[list[str] | None, typer.Argument(help="texts; none: read them from --input")] = None,
+    run: Folder = RUN,
+    input: Annotated[
+        Path | None, typer.Option(help="file or pipe of texts, one a line; default: standard input")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the labels; default: standard output")] = None,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="every label and its probability, the most probable first")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(help="texts read at a time")] = 64,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Print the label of each text, a line each; with --probabilities all labels, separated by tabs."""
+    given = given_lines(texts, input, output, "texts")
+    refuse_output(output, input, runs=(run,))
+    classifier = load_classifier(run, checkpoint, choose_device(device))
+    for lines in given:
+        put_lines(_labelled(classifier, lines, batch_size, probabilities), output)
+
+
+def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> list[str]:
+    if not probabilities:
+        return classifier.classify(texts, batch_size)
+    found = classifier.probabilities(texts, batch_size).sort(-1, descending=True)
+    rows = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+    return ["\t".join(f"{classifier.labels[i]}\t{p:.4f}" for p, i in zip(*row, strict=True)) for row in rows]
+
+
+@evaluation.evaluate.part(APPLICATION)
+def evaluate_run(
+    run: Path,
+    checkpoint: str,
+    device: str,
+    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
+    source: Annotated[Path | None, typer.Option(help="file of labelled text, instead of --split")] = None,
+) -> None:
+    """accuracy, macro-F1, and precision, recall and F1 of each label."""
+    part: Any = evaluation.split_of(split, source)
+    corpus, found = evaluate_folder(run, source or part, checkpoint, device)
+    console.print(f"{corpus}; checkpoint {checkpoint}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("label", "texts", "precision", "recall", "F1"):
+        table.add_column(name, justify="left" if name == "label" else "right", overflow="fold")
+    for each in found.each:
+        table.add_row(each.label, f"{each.texts:,}", *(f"{x:.4f}" for x in (each.precision, each.recall, each.f1)))
+    console.print(table)
+    console.print(str(found))
+
+
+@inspection.attention.part(APPLICATION)
+def attention_of(
+    run: Path, checkpoint: str, device: str, text: Annotated[str, typer.Option(help="the text to read")]
+) -> Callable[..., Any]:
+    """when it reads --text; its label is printed too."""
+    classifier = load_classifier(run, checkpoint, device)
+    put_lines(classifier.classify([text]), None)
+    return classifier.attend(text).figure
+
+
+@inspection.positions.part(APPLICATION)
+def positions_of(run: Path, checkpoint: str) -> tuple[Any, Any, str]:
+    """that of its tokens."""
+    model = load_classifier(run, checkpoint).model
+    return model.config, model.embedding, str(run)

@@ -1,0 +1,147 @@
+"""Labelled text: one text a line, `label<TAB>text`, in UTF-8.
+
+The label is what stands before the first tab; spaces around label and text are dropped. What has no text is left out
+and counted. The labels of the training text are the classes, in alphabetical order, unless the settings name them: a
+label that is none of them is refused with file and line, in held-out text too.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastformer.apps.text import TextError, Tokenizer, encode_source, english, hold_out
+from fastformer.apps.text.encoding import Sequences
+from fastformer.apps.text.files import iterate_lines
+
+Split = Literal["train", "valid", "test"]
+_HELD_OUT: tuple[Split, ...] = ("valid", "test")
+_SHOWN = 10  # labels in a message
+_DIGITS = 6  # of the longest number
+
+
+@dataclass(frozen=True)
+class LabelledCorpus:
+    """N texts, and the class of each: int64 `[N]`, an index into all `labels`, some of which may not occur."""
+
+    texts: list[str]
+    classes: NDArray[np.int64]
+    labels: tuple[str, ...]
+    name: str = "corpus"
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __str__(self) -> str:
+        dropped = f", {self.dropped:,} without text dropped" if self.dropped else ""
+        return f"{self.name}: {len(self):,} texts of {len(np.unique(self.classes)):,} labels{dropped}"
+
+    def take(self, indices: Sequence[int], name: str) -> "LabelledCorpus":
+        """The texts at `indices`, in that order, under a name of their own."""
+        chosen = np.array(indices, np.int64)
+        return LabelledCorpus([self.texts[i] for i in indices], self.classes[chosen], self.labels, name)
+
+
+def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: str | None = None) -> LabelledCorpus:
+    """Read a labelled file, plain or gzip.
+
+    Args:
+        path: of the file.
+        labels: the classes; None: those of the file.
+        name: for messages.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TextError: naming file and line: no tab, no label before it, or one that is not among `labels`; or there is no
+            text, or only one label.
+    """
+    found: list[tuple[str, str]] = []
+    dropped = 0
+    for number, line in enumerate(iterate_lines(path), start=1):
+        if not line.strip():
+            dropped += 1
+            continue
+        label, tab, text = (part.strip() if part != "\t" else part for part in line.partition("\t"))
+        if not tab:
+            raise TextError(f"{path}:{number}: no tab; a line is a label, a tab and a text")
+        if not label:
+            raise TextError(f"{path}:{number}: no label before the tab")
+        if labels is not None and label not in labels:
+            raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_listed(labels)}")
+        if text:
+            found.append((label, text))
+        else:
+            dropped += 1
+    if not found:
+        raise TextError(f"{path}: holds no text with a label")
+    classes = tuple(labels) if labels is not None else tuple(sorted({label for label, _ in found}))
+    if len(classes) < 2:
+        raise TextError(f"{path}: every text has the label {classes[0]!r}; a classifier needs two labels at least")
+    return _corpus(found, classes, name or Path(path).name, dropped)
+
+
+def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
+    """English number words and how many digits the number has: all below 100, and about as many of each length above.
+
+    A word more or less changes the label (`six thousand`, `six hundred thousand`), and longer texts may have fewer
+    digits (`nine hundred ninety-nine`, `ten thousand`).
+    """
+    generator = random.Random(seed)
+    numbers = list(range(100))
+    for digits in range(3, _DIGITS + 1):
+        each = range(10 ** (digits - 1), 10**digits)
+        numbers += generator.sample(each, min(count // 4, len(each) // 2))
+    generator.shuffle(numbers)
+    labels = tuple(str(digits) for digits in range(1, _DIGITS + 1))
+    found = [(str(len(str(number))), english(number).replace("-", " ")) for number in numbers]
+    return _corpus(found[:count], labels, "numbers", 0)
+
+
+def split_labelled(
+    corpus: LabelledCorpus, share: float, given: Mapping[Split, LabelledCorpus] | None = None
+) -> dict[Split, LabelledCorpus]:
+    """Training, validation and test texts of one corpus, drawn at random: `share` for each of the two.
+
+    given: held-out parts that there are; they stay as they are, and what would be theirs is for training.
+
+    Raises:
+        TextError: there are too few texts for three parts.
+    """
+    try:
+        train, *held = hold_out(corpus.texts, share, 1, "texts")
+    except TextError as error:
+        raise TextError(f"{corpus.name}: {error}; give valid_text and test_text") from None
+    parts: dict[Split, LabelledCorpus] = {"train": corpus}
+    for name, indices in zip(_HELD_OUT, held, strict=True):
+        if given is not None and name in given:
+            parts[name] = given[name]
+            train = sorted(train + indices)
+        else:
+            parts[name] = corpus.take(indices, name)
+    return {**parts, "train": replace(corpus.take(train, "train"), dropped=corpus.dropped)}
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
+    """Encode texts as the model reads them: bos and the tokens, at most `max_length` in all; also how many were cut.
+
+    bos is what pooling "first" looks at, and leaves no text without a token.
+    """
+    sequences, cut = encode_source(texts, tokenizer, max_length)
+    ids, lengths = sequences.with_special(first=tokenizer.bos_id)
+    return Sequences(ids.astype(np.int32), np.concatenate([[0], np.cumsum(lengths)])), cut
+
+
+def _corpus(found: Sequence[tuple[str, str]], labels: tuple[str, ...], name: str, dropped: int) -> LabelledCorpus:
+    numbers = {label: number for number, label in enumerate(labels)}
+    classes = np.array([numbers[label] for label, _ in found], np.int64)
+    return LabelledCorpus([text for _, text in found], classes, labels, name, dropped)
+
+
+def _listed(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - _SHOWN:,} more" if len(labels) > _SHOWN else ""
+    return ", ".join(labels[:_SHOWN]) + more

@@ -1,0 +1,269 @@
+"""The classification application: labelled text, tokenizer, model, training and scores around one run folder.
+
+What a run folder is stands in `fastformer.apps.runs.folder`. The labels are a setting of the data: config.toml has them
+in the order of the classes, so that a run describes itself. A batch has so many texts, whatever their lengths.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.corpus import (
+    LabelledCorpus,
+    Split,
+    encode_texts,
+    number_texts,
+    read_labelled,
+    split_labelled,
+)
+from fastformer.apps.classification.evaluation import Scores, score
+from fastformer.apps.classification.model import (
+    ClassifierConfig,
+    SequenceClassifier,
+    describe,
+    sequence_classification_loss,
+)
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
+from fastformer.apps.runs.run import Run
+from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
+from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.settings import SET, Settings, inherited, setting
+
+TOKENIZERS = ("bpe", "unigram", "char", "words")
+_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
+_PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
+_TO_SPLIT = ("number words", "a text file to split")
+
+
+@dataclass(frozen=True)
+class ClassificationDataConfig(Settings):
+    """Where the labelled text comes from, and how it becomes ids and batches."""
+
+    texts: ClassVar[str] = "labelled texts"  # what batches are made of, for conditions
+    dataset: str | None = setting(
+        "numbers", "numbers: how many digits a number has, from its words (generated)", only={"train_text": None}
+    )
+    train_text: Path | None = setting(
+        None, "labelled text (plain or .gz), a line each: label, tab, text; instead of a dataset"
+    )
+    valid_text: Path | None = setting(
+        None, "the same for validation; unset: split from training", only={"train_text": SET}
+    )
+    test_text: Path | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    held_out: float = setting(
+        0.1, "share of the texts split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
+    )
+    size: int = setting(4000, "texts to generate", at_least=100, only={"corpus": "number words"})
+    labels: tuple[str, ...] | None = setting(None, "the classes, in order", derived="the training text")
+    tokenizer: str = setting(
+        "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
+    )
+    vocabulary: int | None = setting(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
+    splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
+    minimum_frequency: int = setting(1, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
+    character_coverage: float = setting(
+        1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
+    )
+    lowercase: bool = setting(False, "lower-case the text")
+    max_length: int = setting(256, "most tokens of a text, its begin counted; longer ones are cut", at_least=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_text is None and (self.valid_text is not None or self.test_text is not None):
+            raise ValueError("valid_text and test_text need train_text")
+        if self.train_text is None and self.dataset not in ("numbers", BY_HAND):
+            raise ValueError(f"dataset must be numbers, unless train_text is given, not {self.dataset!r}")
+        if self.labels is not None and (len(set(self.labels)) < max(2, len(self.labels))):
+            raise ValueError(f"labels must be at least two different ones, not {list(self.labels)}")
+
+    @property
+    def corpus(self) -> str:
+        """What kind of data it is, in words."""
+        if self.train_text is None:
+            return _TO_SPLIT[0]
+        return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT[1]
+
+
+@dataclass(frozen=True)
+class ClassificationTrainConfig(TrainConfig):
+    """`TrainConfig` with defaults for classifiers, and batches of so many texts."""
+
+    schedule: str = inherited(TrainConfig, "schedule", default="cosine")
+    warmup_steps: int = inherited(TrainConfig, "warmup_steps", default=50)
+    label_smoothing: float = inherited(
+        TrainConfig, "label_smoothing", default=0.0, help="probability mass spread over all labels"
+    )
+    batch_sentences: int = inherited(TrainConfig, "batch_sentences", default=32, help="most texts in a batch", only={})
+    metric: str = inherited(
+        TrainConfig, "metric", default="loss", help="validation value that decides best weights and early stopping"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cuda_graphs:
+            raise ValueError("cuda_graphs must be False for classifiers, whose batches have one label a text, not True")
+
+
+APPLICATION = Application(
+    kind="classification",
+    title="classification",
+    use="fastformer classify",
+    command="fastformer train classify",
+    data=ClassificationDataConfig,
+    model=ClassifierConfig,
+    network=SequenceClassifier,
+    describe=describe,
+    train=ClassificationTrainConfig,
+    length="max_length",
+    vocabularies=("vocabulary",),
+    counted={"classes": lambda data: len(data.labels or ("", ""))},  # two, as long as they are not known
+    tokenizers=("tokenizer",),
+    metrics={"loss": "", "accuracy": "", "macro_f1": ""},
+    reading=("labels", "max_length"),
+)
+
+
+def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, LabelledCorpus]:
+    """Read or generate the training, validation and test text, with the labels of the settings or else of training.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and line, or the setting.
+    """
+    if data.train_text is None:
+        refuse_by_hand(data.dataset)
+        return split_labelled(number_texts(data.size), data.held_out)
+    train = read_labelled(data.train_text, data.labels, "train")
+    given: dict[Split, Path | None] = {"valid": data.valid_text, "test": data.test_text}
+    held = {name: read_labelled(path, train.labels, name) for name, path in given.items() if path is not None}
+    return {"train": train, **held} if len(held) == len(given) else split_labelled(train, data.held_out, held)
+
+
+class ClassificationRun(Run):
+    """A run that learns to label texts; see `fastformer.apps.runs.run.Run`."""
+
+    application = APPLICATION
+    data: ClassificationDataConfig
+    corpora: dict[Split, LabelledCorpus]
+    model_config: ClassifierConfig
+
+    def __init__(
+        self,
+        folder: Path,
+        data: ClassificationDataConfig,
+        model: Mapping[str, Any],
+        train: ClassificationTrainConfig,
+        tokenizers: tuple[Tokenizer, ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.folder, self.train_config = folder, train
+        self.device = torch.device(device)
+        self.corpora = read_labelled_corpora(data)
+        corpus = self.corpora["train"]
+        self.data = replace(data, labels=corpus.labels)
+        self.tokenizers = tokenizers or (learn_tokenizer(corpus.texts, data, pieces=_PIECES),)
+        (self.tokenizer,) = self.tokenizers
+        self.model_config = self.application.model_config(model, self.tokenizers, self.data)
+        self.sequences, self._cut = encode_texts(corpus.texts, self.tokenizer, data.max_length)
+        self._batches = LabelledBatches(self.sequences, corpus.classes, size=train.batch_sentences, seed=train.seed)
+
+    @classmethod
+    def computed(cls, data: ClassificationDataConfig) -> tuple[str, ...]:
+        return tuple(APPLICATION.metrics)
+
+    def fingerprinted(self) -> Iterable[bytes]:
+        yield from (self.sequences.ids.tobytes(), self.sequences.offsets.tobytes())
+        yield self.corpora["train"].classes.tobytes()
+
+    def training(self) -> str:
+        cut = f", {self._cut:,} cut" if self._cut else ""
+        tokens = f"{len(self.sequences):,} texts, {len(self.sequences.ids):,} tokens{cut}"
+        return f"{tokens}, {len(self.corpora['train'].labels):,} labels"
+
+    def new_model(self) -> SequenceClassifier:
+        return SequenceClassifier(self.model_config)
+
+    def batches(self) -> LabelledBatches:
+        return self._batches
+
+    def loss(self, model: SequenceClassifier, batch: LabelledBatch) -> torch.Tensor:
+        return sequence_classification_loss(model, batch, self.train_config.label_smoothing)
+
+    def validation(self) -> Callable[[SequenceClassifier], dict[str, float]]:
+        corpus, data = self.corpora["valid"], self.data
+
+        def validate(model: SequenceClassifier) -> dict[str, float]:
+            found = score(model, corpus, self.tokenizer, data.max_length)
+            return {"loss": found.loss, "accuracy": found.accuracy, "macro_f1": found.macro_f1}
+
+        return validate
+
+
+def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Classifier:
+    """Load a run's model, tokenizer and labels, ready to classify.
+
+    Args:
+        folder: of the run.
+        checkpoint: "best" (by validation), "last" or "average".
+        device: of the model.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
+            `fastformer.apps.runs.application.Application.load_weights`.
+    """
+    model = APPLICATION.load_weights(folder, checkpoint).to(device)
+    (tokenizer,) = APPLICATION.load_tokenizers(folder)
+    data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
+    if data.labels is None:
+        raise ValueError(f"{Path(folder) / 'config.toml'}: [data] has no labels: it is damaged")
+    return Classifier(model, tokenizer, data.labels, data.max_length)
+
+
+def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], max_length: int = 256) -> None:
+    """Make the folder of a `Trainer` a run folder, which `load_classifier` and every command open.
+
+    Writes the tokenizer and config.toml beside the checkpoints: the kind of run, the labels, the settings of model and
+    training. Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in
+    Python only, and `fastformer evaluate` needs `--source`.
+
+    Args:
+        trainer: of a `SequenceClassifier` that reads what `encode_texts` gives.
+        tokenizer: of its text.
+        labels: the names of the classes, in order.
+        max_length: most tokens of a text, bos counted.
+
+    Raises:
+        TypeError: the trainer's model is another one.
+        ValueError: the model does not fit the tokenizer, the labels or max_length.
+    """
+    config, data = getattr(trainer.model, "config", None), {"labels": tuple(labels), "max_length": max_length}
+    ClassificationDataConfig(dataset=BY_HAND, **data)  # type: ignore[arg-type]
+    Processes.current().on_main(
+        lambda: APPLICATION.complete(trainer.folder, config, (tokenizer,), data, trainer.config)
+    )
+
+
+def evaluate(
+    folder: Path | str,
+    split: Literal["test", "valid"] | Path = "test",
+    checkpoint: str = "best",
+    device: torch.device | str = "cpu",
+) -> tuple[LabelledCorpus, Scores]:
+    """The scores of a run on its test or validation text, or on a labelled file; with the best weights by default.
+
+    Raises:
+        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_classifier`, `read_labelled`
+            and `read_labelled_corpora`.
+    """
+    classifier = load_classifier(folder, checkpoint, device)
+    if isinstance(split, Path):
+        corpus = read_labelled(split, classifier.labels)
+    elif split in ("test", "valid"):
+        corpus = read_labelled_corpora(ClassificationDataConfig(**APPLICATION.read_config(folder)["data"]))[split]
+    else:
+        raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
+    return corpus, score(classifier.model, corpus, classifier.tokenizer, classifier.max_length)

@@ -1,0 +1,126 @@
+"""`fastformer train` and its commands: one for each application, with the settings that its runs have."""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastformer.apps.cli.common import Device, app, choose_device
+from fastformer.apps.cli.settings import with_settings
+from fastformer.apps.runs.own_files import CONFIG, refuse_output
+from fastformer.apps.runs.run import Run
+from fastformer.apps.system.terminal import Terminal
+
+_HOW = "Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."
+
+train_app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+app.add_typer(train_app, name="train")
+
+Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
+Fallback = Annotated[bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")]
+Config = Annotated[Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")]
+
+
+def add_training(kind: type[Run], what: str) -> None:
+    """Register the command that trains runs of a kind; that of the main application is `fastformer train` itself.
+
+    Args:
+        kind: of the run.
+        what: the command does, in a sentence.
+    """
+    application = kind.application
+
+    @with_settings(data=application.data, model=application.model, train=application.train)
+    def command(
+        call: typer.Context,
+        run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs") / application.kind,
+        config: Config = None,
+        resume: Resume = False,
+        fallback: Fallback = False,
+        device: Device = "auto",
+        *,
+        data: dict[str, Any],
+        model: dict[str, Any],
+        train: dict[str, Any],
+    ) -> None:
+        if call.invoked_subcommand is None:
+            given = {"data": data, "model": model, "train": train}
+            train_run(kind, run, config, resume, fallback, device, given)
+            return
+        for name in call.params:
+            source = call.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ValueError(f"--{name.replace('_', '-')} must stand behind {call.invoked_subcommand}")
+
+    command.__doc__ = f"{what}\n\n{_HOW}"
+    (train_app.callback() if application.main else train_app.command(application.command.split()[-1]))(command)
+
+
+def train_run(
+    kind: type[Run],
+    folder: Path,
+    config: Path | None,
+    resume: bool,
+    fallback: bool,
+    device: str,
+    settings: Mapping[str, dict[str, Any]],
+) -> None:
+    """Make a run or open one, train it, say what is read, what learns and how it ended, and draw the learning curve.
+
+    Nothing that is said keeps it from training. Asked to end by SIGTERM or SIGHUP, it exits with 128 and their number.
+
+    Args:
+        kind: of the run.
+        folder: of the run.
+        config: see `Config`.
+        resume: continue from the last checkpoint.
+        fallback: where that one is damaged, take the one before.
+        device: see `Device`.
+        settings: what was given as flags, by section: data, model, train.
+    """
+    from fastformer.apps.plots import plot_history, save
+    from fastformer.apps.train import join_processes, read_metrics
+    from fastformer.apps.train.processes import local_device
+
+    if fallback and not resume:
+        raise ValueError("--fallback is for a run that goes on; give --resume too, or leave it out")
+    if resume and (settings["data"] or settings["model"] or config):
+        raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
+    device, terminal = local_device(choose_device(device)), Terminal(sys.stdout)
+    with join_processes(device) as processes:
+        if resume:
+            run = kind.open(folder, settings["train"], device)
+        else:
+            application = kind.application
+            if config is not None:
+                refuse_output(folder / CONFIG, config)
+            file = application.read_settings(config)
+            data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
+            text, settled = application.data(**data), application.train(**train)
+            given = {"data": data, "model": model, "train": train}
+            application.refuse_idle(given, text, model, settled, device)
+            run = kind.create(folder, text, model, settled, device)
+        if processes.is_main:
+            report = run.data_report()
+            about = run.application.describe(run.model_config)
+            for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
+                terminal.line(line)
+            if processes.world > 1:
+                terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
+        with run.writing():
+            cpu = time.process_time()
+            result = run.fit(resume, fallback)
+            cpu = time.process_time() - cpu
+            if processes.is_main:
+                picture = plot_history({run.folder.name: read_metrics(run.folder)})
+                save(picture, run.folder / "history.png", run.folder)
+                terminal.line(
+                    f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
+                    f"session): {result.reason}; run folder: {run.folder}"
+                )
+    if result.signal is not None and result.signal != signal.SIGINT:
+        raise typer.Exit(128 + result.signal)

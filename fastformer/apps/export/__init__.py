@@ -1,0 +1,6 @@
+"""Models in the formats of other programs: CTranslate2, and safetensors with their settings."""
+
+from fastformer.apps.export.ctranslate2 import export_ctranslate2
+from fastformer.apps.export.weights import export_safetensors, load_safetensors
+
+__all__ = ["export_ctranslate2", "export_safetensors", "load_safetensors"]

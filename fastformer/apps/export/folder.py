@@ -1,0 +1,52 @@
+"""The folder of an exported model: made whole or not at all, with the tokenizers in it."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.kinds import applications
+from fastformer.apps.text import Tokenizer
+
+
+@contextmanager
+def new_folder(folder: Path | str) -> Iterator[Path]:
+    """Write beside, then rename: after a failure there is no half folder.
+
+    Raises:
+        FileExistsError: the folder exists and is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already; choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if folder.exists():
+            folder.rmdir()
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
+    """The application whose model it is.
+
+    Raises:
+        TypeError: it is of none.
+        ValueError: there are not as many tokenizers as such a model has sides.
+    """
+    found = next((each for each in applications() if isinstance(model, each.network)), None)
+    if found is None:
+        names = ", ".join(each.network.__name__ for each in applications())
+        raise TypeError(f"model must be one of {names}, not a {type(model).__name__}")
+    wanted = len(found.tokenizers)
+    if len(tokenizers) != wanted:
+        raise ValueError(f"tokenizers must be {wanted} for a {type(model).__name__}, not {len(tokenizers)}")
+    return found

@@ -1,0 +1,94 @@
+"""safetensors: one file of weights, the model's settings as JSON, and the tokenizers, for programs of any kind."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fastformer.apps.export.folder import application_for, new_folder
+from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.system.guarded import check_path, read_file
+from fastformer.apps.text import Tokenizer
+from fastformer.apps.train.weights import (
+    CheckpointError,
+    check_finite,
+    check_size,
+    put_weights,
+    read_weights,
+    write_weights,
+)
+from fastformer.settings import check_value, to_plain
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+def export_safetensors(
+    folder: Path | str,
+    model: Any,
+    tokenizers: Sequence[Tokenizer],
+    dtype: Dtype = "float32",
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `model.safetensors`, `config.json` and the tokenizers into a new folder.
+
+    Args:
+        folder: to make.
+        model: of one of the applications, with its configuration.
+        tokenizers: source and target of a translation model, or the one of another model.
+        dtype: of the weights.
+        data: what the text is to be read with, such as the longest length; written as it is.
+
+    Raises:
+        FileExistsError: the folder exists and is not empty.
+        TypeError: the model is of no application.
+        ValueError: an unknown dtype, or not as many tokenizers as the model has sides.
+    """
+    _check_dtype(dtype)
+    application = application_for(model, tokenizers)
+    converted: dict[int, Tensor] = {}  # tied weights stay one tensor
+
+    def convert(x: Tensor) -> Tensor:
+        return converted.setdefault(x.data_ptr(), x.to(getattr(torch, dtype)))
+
+    with new_folder(folder) as new:
+        write_weights(new / "model.safetensors", {name: convert(x) for name, x in model.state_dict().items()})
+        content = {"kind": application.kind, "dtype": dtype, "model": model.config, "data": data or {}}
+        (new / "config.json").write_text(json.dumps(content, indent=1, default=to_plain) + "\n", encoding="utf-8")
+        application.save_tokenizers(new, tokenizers)
+
+
+def load_safetensors(folder: Path | str) -> Any:
+    """Load the model of a folder that `export_safetensors` wrote, in its dtype, in evaluation mode.
+
+    Raises:
+        fastformer.apps.train.CheckpointError: there is none, or it is damaged.
+        fastformer.apps.system.guarded.IrregularFileError: one of its files is a link, a pipe or a device.
+    """
+    folder = Path(folder)
+    path = folder / "model.safetensors"
+    try:
+        content = json.loads(read_file(folder / "config.json", folder))
+        application = application_of(content["kind"])
+        _check_dtype(content["dtype"])
+        config = application.model(**content["model"])
+        check_size(config.matrix_numbers, path.stat().st_size if check_path(path, folder) else sys.maxsize, path)
+        built = application.network(config).to(getattr(torch, content["dtype"]))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
+        ) from None
+    put_weights(built, read_weights(path), path)
+    check_finite(built, path)
+    return built.eval()
+
+
+def _check_dtype(dtype: object) -> None:
+    check_value("dtype", dtype, str, choices=get_args(Dtype))

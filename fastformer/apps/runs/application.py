@@ -1,0 +1,264 @@
+"""`Application`: all that the rest knows of one kind of run, and what follows from it for the folders of such runs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, stated
+from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.runs.own_files import refuse_links
+from fastformer.apps.runs.toml import load_toml, save_toml
+from fastformer.apps.system.guarded import check_path
+from fastformer.apps.system.run_lock import locked
+from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
+from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
+from fastformer.apps.train.weights import check_finite
+from fastformer.settings import Given, Settings, declared, refuse_idle
+
+_IDS = ("pad_id", "bos_id", "eos_id")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run runs on, for the conditions of its settings.
+
+    device: as torch names it. world: number of processes.
+    """
+
+    device: str
+    world: int = 1
+
+    @property
+    def hardware(self) -> str:
+        """The device, in words."""
+        return "a CUDA device" if self.device.startswith("cuda") else "a CPU"
+
+    @property
+    def processes(self) -> str:
+        """How many processes there are, in words."""
+        return "one process" if self.world == 1 else "several processes"
+
+
+@dataclass(frozen=True)
+class Application:
+    """One kind of run: what its commands are called, its classes of settings, its model, where its tokenizers lie.
+
+    `title` is what such a run is called; `use` and `command` are what uses one and what trains one. `main`: what is
+    meant where nothing is said.
+
+    `network` is the class that is made from the settings `model`, and `describe` tells a model's shape in words.
+    `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
+    default must stay so: config.toml leaves unset values out, so that a run which has none would take the new default.
+
+    `length` names the setting of `data` that says how long sequences are; `vocabularies` those of `model` that are the
+    sizes of the tokenizers; `tokenizers` are folders within the run's. `metrics` are the values that validation may
+    compute, and what each needs. `upgrade` changes the settings of a folder of an earlier version, by section.
+
+    `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
+    that a model cannot be used without. `ctranslate2` makes CTranslate2's description of a model, where that program
+    has such models; see `fastformer.apps.export.ctranslate2`.
+    """
+
+    kind: str
+    title: str
+    use: str
+    command: str
+    data: type
+    model: type
+    network: type[nn.Module]
+    describe: Callable[[Any], str]
+    train: type[TrainConfig]
+    length: str
+    vocabularies: tuple[str, ...]
+    tokenizers: tuple[str, ...]
+    metrics: Mapping[str, str]
+    reading: tuple[str, ...]
+    ctranslate2: Callable[..., Any] | None = None
+    counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
+    main: bool = False
+
+    @property
+    def derived(self) -> dict[str, str]:
+        """The settings of `model` that are never a user's, each with what it follows from."""
+        return _derived(self.model)
+
+    def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
+        """The configuration of a model: its settings, and what follows from the tokenizers.
+
+        Args:
+            model: settings of the model.
+            tokenizers: of the run; the model writes the special ids of the last.
+            data: settings of the data.
+
+        Raises:
+            ValueError: a setting is out of range, or sequences are longer than learned positions hold.
+        """
+        sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
+        ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in self.derived}
+        counts = {name: count(data) for name, count in self.counted.items()}
+        config = self.model(**{**model, **sizes, **ids, **counts})
+        length = getattr(data, self.length)
+        if config.longest is not None and length > config.longest:
+            raise ValueError(
+                f"{self.length} ({length}) is beyond max_positions ({config.longest}) of the learned positions; lower "
+                "it, or raise max_positions"
+            )
+        return config
+
+    def planned(self, model: Mapping[str, Any], data: Any) -> Any:
+        """The configuration of a model as it may become, before there are tokenizers; errors as `model_config`."""
+        ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
+        size = data.vocabulary or max(ids.names()) + 1
+        return self.model_config(model, [_Planned(size, **vars(ids))] * len(self.vocabularies), data)  # type: ignore[list-item]
+
+    def refuse_idle(
+        self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
+    ) -> None:
+        """Refuse the settings that were given and that this run would not look at; see `fastformer.settings`.
+
+        Args:
+            given: what a user stated, by section.
+            data, model, train: the settings, as `Run.create` takes them.
+            device: of the model.
+
+        Raises:
+            ValueError: naming all such settings.
+        """
+        sections = {"data": data, "model": self.planned(model, data), "train": train}
+        refuse_idle(given, sections, Machine(str(device), Processes.current().world))
+
+    def save_settings(self, folder: Path, data: Any, model: Any, train: TrainConfig) -> None:
+        """Write config.toml, which makes a folder a run."""
+        kind = RunConfig(self.kind, VERSION)
+        save_toml(folder / "config.toml", {"run": kind, "data": data, "model": model, "train": train})
+
+    def complete(
+        self,
+        folder: Path,
+        config: Any,
+        tokenizers: Sequence[Tokenizer],
+        data: Mapping[str, Any],
+        train: TrainConfig,
+    ) -> None:
+        """Make the folder of a `Trainer` a run folder; see `complete_run` of the applications.
+
+        Raises:
+            TypeError: the model's configuration is not the application's.
+            ValueError: it does not fit the tokenizers or the data.
+        """
+        if not isinstance(config, self.model):
+            raise TypeError(f"the trainer's model must have a {self.model.__name__}, not a {type(config).__name__}")
+        expected = self.model_config(vars(config), tokenizers, SimpleNamespace(**data))
+        for name, source in self.derived.items():
+            if getattr(config, name) != getattr(expected, name):
+                raise ValueError(
+                    f"the model has {name}={getattr(config, name)}, not the {getattr(expected, name)} of {source}"
+                )
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            refuse_links(folder)
+            self.save_tokenizers(folder, tokenizers)
+            self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
+
+    def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
+        """Write the tokenizers of a run folder."""
+        for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
+            check_path(folder / name, folder)
+            tokenizer.save(folder / name)
+
+    def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
+        """The settings of a run folder, by section: data, model, train.
+
+        Raises:
+            FileNotFoundError: the folder holds no run.
+            ValueError: it holds a run of another kind, or an unknown setting.
+        """
+        kind = read_kind(folder)
+        if kind != self.kind:
+            other = application_of(kind)
+            about = f"{folder} is a {other.title} run"
+            raise ValueError(f"{about}; use `{other.use}` (or `{other.command} --resume` to train it further)")
+        sections = self._load(Path(folder) / "config.toml")
+        if stated(Path(folder) / "config.toml").version < VERSION:
+            self.upgrade(sections)
+        needed = {each.name for each in dataclasses.fields(self.model) if each.default is MISSING}
+        if missing := sorted(needed.difference(sections["model"])):
+            raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
+        return sections
+
+    def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
+        """What a user's file states, by section; nothing without a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is for another kind of run, holds an unknown setting, or one that is not the user's.
+        """
+        if path is None:
+            return {name: {} for name in ("data", "model", "train")}
+        kind = stated(path, self.kind).kind
+        if kind != self.kind:
+            other = application_of(kind)
+            raise ValueError(f"{path} is for a {other.title} run; use `{other.command}`")
+        sections = self._load(path)
+        for section, settings in (("data", self.data), ("model", self.model)):
+            for name, source in _derived(settings).items():
+                if name in sections[section]:
+                    raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
+        return sections
+
+    def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
+        """The tokenizers of a run folder."""
+        paths = [Path(folder) / name for name in self.tokenizers]
+        for path in paths:
+            check_path(path, Path(folder))
+        return tuple(load_tokenizer(path) for path in paths)
+
+    def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
+        """The model of a run with its weights, on the CPU: a `network`.
+
+        Args:
+            folder: of the run.
+            checkpoint: "best" (by validation), "last" or "average".
+
+        Raises:
+            FileNotFoundError: there is no such run.
+            ValueError: the run is of another kind.
+            fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged or of another
+                architecture.
+        """
+        config = self.model(**self.read_config(folder)["model"])
+        found = Checkpoint.open(find_checkpoint(folder, checkpoint))
+        found.check_architecture(config)
+        found.check_size(config.matrix_numbers)
+        made = self.network(config)
+        found.load_into(made, config)
+        check_finite(made, found.path)
+        return made
+
+    def _load(self, path: Path) -> dict[str, dict[str, Any]]:
+        sections = load_toml(path, {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train})
+        sections.pop("run")
+        return sections
+
+
+def _derived(settings: type[Settings]) -> dict[str, str]:
+    """The settings that are never a user's, each with what it follows from."""
+    return {item.name: item.metadata["derived"] for item, _ in declared(settings) if item.metadata["derived"]}
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What a model's configuration asks of a tokenizer."""
+
+    size: int
+    unk_id: int
+    pad_id: int
+    bos_id: int
+    eos_id: int

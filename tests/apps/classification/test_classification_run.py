@@ -1,0 +1,326 @@
+"""Classifiers as runs: on the command line and in Python, from a labelled file to labels, and what is refused."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.classification import (
+    ClassificationDataConfig,
+    ClassificationRun,
+    ClassificationTrainConfig,
+    Classifier,
+    ClassifierConfig,
+    SequenceClassifier,
+    complete_run,
+    encode_texts,
+    evaluate,
+    load_classifier,
+    sequence_classification_loss,
+)
+from fastformer.apps.export import load_safetensors
+from fastformer.apps.text import LabelledBatches, WordTokenizer
+from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
+from tests.apps.cli.test_cli import Done, fastformer
+
+WORDS = {"animal": ("cat", "dog", "hen"), "plant": ("oak", "elm", "rose"), "tool": ("saw", "axe", "pen")}
+LINES = [
+    f"{label}\t{begin} {word} {verb}"
+    for label, words in WORDS.items()
+    for word in words
+    for begin in ("the", "a", "my")
+    for verb in ("stands", "falls", "is here", "is there")
+]
+TRAIN = (
+    "train classify --train-text text.tsv --held-out 0.15 --tokenizer words --d-model 16 --heads 2 --layers 1 "
+    "--feed-forward 32 --dropout 0 --lr 0.02 --warmup-steps 4 --batch-sentences 16 --validate-every 5 --threads 1 "
+    "--device cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a labelled file and a run of 30 steps in `run/`."""
+    folder = tmp_path_factory.mktemp("classification")
+    (folder / "text.tsv").write_text("\n".join(LINES) + "\n")
+    done = fastformer(*TRAIN.split(), "--steps", "30", "--run", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "train: 76 texts of 3 labels\nvalid: 16 texts of 3 labels\ntest: 16 texts of 3 labels\n" in done.stdout
+    assert "vocabulary 21, classes 3" in done.stdout
+    return folder
+
+
+def command(folder: Path, text: str, stdin: bytes = b"") -> str:
+    done = fastformer(*text.split(), cwd=folder, stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_run_folder_describes_itself(folder: Path) -> None:
+    config = tomllib.loads((folder / "run" / "config.toml").read_text())
+    assert config["run"]["kind"] == "classification"
+    assert config["data"]["labels"] == ["animal", "plant", "tool"]
+    assert config["model"]["classes"] == 3
+    assert {path.name for path in (folder / "run").iterdir()} >= {
+        "data.json",
+        "tokenizer",
+        "checkpoints",
+        "history.png",
+    }
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    validations = [record for record in records if record["kind"] == "validation"]
+    assert len(validations) == 6
+    assert {"loss", "accuracy", "macro_f1"} <= validations[0].keys()
+    assert "run: classification run, " in command(folder, "info --run run")
+
+
+def test_it_learns_and_evaluate_prints_accuracy_and_a_row_a_label(folder: Path) -> None:
+    out = command(folder, "evaluate --run run").splitlines()
+    assert out[0] == "test: 16 texts of 3 labels; checkpoint best"
+    assert [line.split()[0] for line in out[1:5]] == ["label", "animal", "plant", "tool"]
+    assert out[-1].startswith("accuracy 100.00 % of 16 texts, macro-F1 1.0000, loss 0.")
+    assert "valid: 16 texts" in command(folder, "evaluate --run run --split valid --checkpoint last")
+    (folder / "other.tsv").write_text("plant\tmy cat falls\ntool\tthe saw\n")
+    out = command(folder, "evaluate --run run --source other.tsv")
+    assert "accuracy 50.00 % of 2 texts" in out
+    corpus, found = evaluate(folder / "run", folder / "other.tsv")
+    assert (found.accuracy, len(corpus)) == (0.5, 2)
+    assert found.counts.tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 1]]
+
+
+def test_labels_of_arguments_files_and_standard_input(folder: Path) -> None:
+    texts = ["my oak is here", "a pen", "the hen"]
+    (folder / "in.txt").write_text("\n".join(texts) + "\n")
+    wanted = "plant\ntool\nanimal\n"
+    done = fastformer("classify", "--run", "run", *texts, cwd=folder)
+    assert done.stdout == wanted, done.stderr
+    assert command(folder, "classify --run run --input in.txt --batch-size 2") == wanted
+    assert command(folder, "classify --run run", stdin="\n".join(texts).encode()) == wanted
+    assert command(folder, "classify --run run --input in.txt --output out.txt") == ""
+    assert (folder / "out.txt").read_text() == wanted
+    assert command(folder, "classify --run run", stdin=b"\n\n").count("\n") == 2  # a label for every line
+    rows = [
+        line.split("\t") for line in command(folder, "classify --run run --input in.txt --probabilities").splitlines()
+    ]
+    classifier = load_classifier(folder / "run")
+    for row, p in zip(rows, classifier.probabilities(texts), strict=True):
+        assert sorted(row[::2]) == ["animal", "plant", "tool"]
+        assert [float(x) for x in row[1::2]] == pytest.approx(sorted(p.tolist(), reverse=True), abs=6e-5)
+    assert [row[0] for row in rows] == wanted.split()
+    assert classifier.classify([]) == []
+
+
+def test_probabilities_are_the_models_and_no_text_depends_on_its_neighbours(folder: Path) -> None:
+    classifier = load_classifier(folder / "run", "last")
+    texts = ["the cat", "the cat falls is here is there", "oak", ""]
+    together = classifier.probabilities(texts)
+    one = torch.cat([classifier.probabilities([text]) for text in texts])
+    ids = [[classifier.tokenizer.bos_id, *classifier.tokenizer.encode(text)] for text in texts]
+    model = classifier.model
+    wanted = [model.logits(model(torch.tensor(each), torch.tensor([len(each)]))).softmax(-1) for each in ids]
+    # Sums over 16 features in another order: a few roundings of fp32.
+    torch.testing.assert_close(together, one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together, torch.cat(wanted).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_pictures_and_comparison(folder: Path) -> None:
+    assert command(folder, "plot attention --run run --text oak --output a.png") == "plant\nwrote a.png\n"
+    maps = load_classifier(folder / "run").attend("my oak")
+    assert (maps.keys, maps.weights.shape) == (["<bos>", "my", "oak"], (1, 2, 3, 3))
+    command(folder, "plot positions --run run --output p.png")
+    command(folder, "plot history run --output h.png")
+    out = command(folder, "compare run")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] >= ["accuracy", "macro_f1"]
+
+
+def test_export(folder: Path, tmp_path: Path) -> None:
+    command(folder, f"export --run run --format safetensors --to {tmp_path / 'new'}")
+    classifier = load_classifier(folder / "run")
+    model = load_safetensors(tmp_path / "new")
+    data = json.loads((tmp_path / "new" / "config.json").read_text())["data"]
+    again = Classifier(model, classifier.tokenizer, **data)
+    assert torch.equal(again.probabilities(["my cat"]), classifier.probabilities(["my cat"]))
+    assert (tmp_path / "new" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.tsv").write_text((folder / "text.tsv").read_text())
+    settings = TRAIN.replace("--dropout 0 ", "--dropout 0.2 ").split()
+    for name, steps in (("whole", "12"), ("parts", "7")):
+        done = fastformer(*settings, "--schedule", "constant", "--steps", steps, "--run", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    command(tmp_path, "train classify --run parts --resume --steps 12 --device cpu")
+    whole, parts = (
+        read_weights(CheckpointFolder(tmp_path / name / "checkpoints").last() / "model.safetensors")  # type: ignore[operator]
+        for name in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    # Another text is not what the run began with, nor is a label that it does not have.
+    text = (tmp_path / "text.tsv").read_text()
+    for changed in (text.replace("cat", "cow"), text.replace("animal", "tool", 9)):
+        (tmp_path / "text.tsv").write_text(changed)
+        error = refused(tmp_path, "train classify --run parts --resume --steps 14 --device cpu")
+        assert "parts: the training data differs from what this run was started with" in error
+    (tmp_path / "text.tsv").write_text(text + "stone\tthe flint\n")
+    error = refused(tmp_path, "train classify --run parts --resume --steps 14 --device cpu")
+    assert "text.tsv:109: label 'stone' is not among those of training: animal, plant, tool" in error
+
+
+def test_given_parts_and_a_file_of_settings(folder: Path, tmp_path: Path) -> None:
+    for name, lines in (("train", LINES[:90]), ("valid", LINES[90:100]), ("test", LINES[100:])):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "own.toml").write_text('[model]\npooling = "first"\n')
+    files = " ".join(f"--{name}-text {name}.tsv" for name in ("train", "valid", "test"))
+    text = TRAIN.replace("--train-text text.tsv --held-out 0.15", files)
+    out = command(tmp_path, f"{text} --steps 2 --run new --config own.toml")
+    assert "train: 90 texts of 3 labels\nvalid: 10 texts of 1 labels\ntest: 8 texts of 1 labels\n" in out
+    assert load_classifier(tmp_path / "new").model.config.pooling == "first"
+    # In Python, labels may have another order, and some may not occur.
+    data = ClassificationDataConfig(train_text=tmp_path / "train.tsv", labels=("tool", "stone", "plant", "animal"))
+    model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 16}
+    run = ClassificationRun.create(tmp_path / "own", data, model, ClassificationTrainConfig(steps=1, threads=1))
+    run.fit(show=False)
+    assert load_classifier(tmp_path / "own").labels == ("tool", "stone", "plant", "animal")
+    assert run.model_config.classes == 4
+
+
+def refused(folder: Path, text: str) -> str:
+    done: Done = fastformer(*text.split(), cwd=folder)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
+    return done.stderr
+
+
+NEW = "train classify --steps 1 --run new --device cpu"
+WRONG = [
+    ("train classify --run run --steps 1", "run holds a run already"),
+    ("train classify --run new", "no end of training is set"),
+    (f"{NEW} --train-text no.tsv", "no.tsv: no such file"),
+    (f"{NEW} --train-text empty", "empty: the file is empty"),
+    (f"{NEW} --train-text tabless", "tabless:2: no tab; a line is a label, a tab and a text"),
+    (f"{NEW} --train-text one.tsv", "one.tsv: every text has the label 'a'"),
+    (f"{NEW} --train-text few.tsv", "train: 2 different texts are too few"),
+    (
+        f"{NEW} --train-text text.tsv --valid-text few.tsv",
+        "few.tsv:1: label 'a' is not among those of training: animal",
+    ),
+    (f"{NEW} --valid-text text.tsv", "valid_text and test_text need train_text"),
+    (f"{NEW} --dataset reviews", "dataset must be numbers, unless train_text is given, not 'reviews'"),
+    (f"{NEW} --batch-tokens 400", "batch_tokens has an effect only without batch_sentences"),
+    (f"{NEW} --batch-sentences 0", "batch_sentences must be at least 1, not 0"),
+    (f"{NEW} --metric bleu", "metric='bleu' is no value of this validation; choose loss, accuracy, macro_f1"),
+    (f"{NEW} --heads 3", "heads (3) must divide d_model (256)"),
+    (f"{NEW} --positions learned --max-positions 9", "max_length (256) is beyond max_positions (9)"),
+    (f"{NEW} --config classes.toml", "[model] classes is set from the labels; leave it out"),
+    (f"{NEW} --config labels.toml", "[data] labels is set from the training text; leave it out"),
+    (f"{NEW} --config lm.toml", "is for a language-model run; use `fastformer train lm`"),
+    ("train --run run --resume --steps 40", "run is a classification run; use `fastformer classify`"),
+    ("translate --run run hello", "run is a classification run; use `fastformer classify`"),
+    ("evaluate --run run --beam 3", "run is a classification run; --beam is not for it"),
+    ("evaluate --run run --split train", "split must be one of test, valid, not 'train'"),
+    ("evaluate --run run --source few.tsv", "few.tsv:1: label 'a' is not among those of training: animal, plant, tool"),
+    ("plot attention --run run --source the", "run is a classification run; give --text"),
+    ("plot positions --run run --side source", "run is a classification run; --side is not for it"),
+    ("export --run run --to c", "run is a classification run; CTranslate2 has no such models: --format safetensors"),
+    ("classify --run run --input text.tsv hello", "give texts or --input, not both"),
+    ("classify --run run --batch-size 0 hello", "batch_size must be at least 1, not 0"),
+    ("classify --run run --input text.tsv --output text.tsv", "text.tsv is also read"),
+    ("classify --run run --input text.tsv --output run/config.toml", "is a file of the run run"),
+    ("classify --run nowhere hello", "nowhere is not a run folder"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG, ids=[text for text, _ in WRONG])
+def test_a_mistake_gets_one_line_and_changes_nothing(folder: Path, text: str, message: str) -> None:
+    contents = {
+        "empty": "", "tabless": "a\tx\nb x\n", "one.tsv": "a\tx\na\ty\n", "few.tsv": "a\tx\nb\ty\n",
+        "classes.toml": "[model]\nclasses = 3\n", "labels.toml": '[data]\nlabels = ["a", "b"]\n',
+        "lm.toml": '[run]\nkind = "language"\n',
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert message in refused(folder, text)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_classifier_cannot_do_is_refused_in_python_too() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs must be False for classifiers"):
+        ClassificationTrainConfig(steps=1, cuda_graphs=True)
+    with pytest.raises(ValueError, match="batch_sentences must be a whole number, at least 1, not None"):
+        ClassificationTrainConfig(steps=1, batch_sentences=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="texts must be a list of texts, not one string"):
+        by_hand()[0].probabilities("cat")
+
+
+def by_hand(**changes: object) -> tuple[Classifier, WordTokenizer]:
+    tokenizer = WordTokenizer.from_lines([line.split("\t")[1] for line in LINES])
+    config = ClassifierConfig(tokenizer.size, 3, d_model=16, heads=2, layers=1, feed_forward=16, **changes)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    return Classifier(SequenceClassifier(config), tokenizer, list(WORDS), 9), tokenizer
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before fit", "after fit"])
+def test_a_run_by_hand(tmp_path: Path, before: bool) -> None:
+    classifier, tokenizer = by_hand()
+    texts = [line.split("\t")[1] for line in LINES]
+    labels = np.array([list(WORDS).index(line.split("\t")[0]) for line in LINES])
+    batches = LabelledBatches(encode_texts(texts, tokenizer, 20)[0], labels, size=16)
+    train = ClassificationTrainConfig(steps=3, threads=1)
+    trainer = Trainer(classifier.model, sequence_classification_loss, batches, train, tmp_path / "mine", show=False)
+    if before:
+        complete_run(trainer, tokenizer, list(WORDS), 20)
+    trainer.fit()
+    if not before:
+        complete_run(trainer, tokenizer, list(WORDS), 20)
+    classifier.model.eval()
+    loaded = load_classifier(tmp_path / "mine", "last")
+    assert torch.equal(loaded.probabilities(texts), classifier.probabilities(texts))
+    assert command(tmp_path, "classify --run mine", stdin=b"the cat").strip() == classifier.classify(["the cat"])[0]
+    (tmp_path / "text.tsv").write_text("\n".join(LINES))
+    assert "of 108 texts" in command(tmp_path, "evaluate --run mine --source text.tsv")
+    assert "its folder does not know the data" in refused(tmp_path, "evaluate --run mine")
+    assert "its folder does not know the data" in refused(tmp_path, "train classify --run mine --resume --steps 9")
+
+
+def test_a_run_by_hand_must_fit(tmp_path: Path) -> None:
+    classifier, tokenizer = by_hand(positions="learned", max_positions=10)
+    batches = LabelledBatches(encode_texts(["the cat"], tokenizer, 9)[0], np.array([0]), size=1)
+    train = ClassificationTrainConfig(steps=1)
+    trainer = Trainer(classifier.model, sequence_classification_loss, batches, train, tmp_path / "mine", show=False)
+    for labels, length, message in (
+        (["a", "b"], 9, "the model has classes=3, not the 2 of the labels"),
+        (["a", "b", "b"], 9, "labels must be at least two different ones"),
+        (["a", "b", "c"], 11, "is beyond max_positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            complete_run(trainer, tokenizer, labels, length)
+    assert not (tmp_path / "mine" / "config.toml").exists()
+
+
+def test_python_makes_the_run_that_the_command_line_makes(folder: Path, tmp_path: Path) -> None:
+    data = ClassificationDataConfig(train_text=folder / "text.tsv", held_out=0.15, tokenizer="words")
+    model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 32, "dropout": 0.0}
+    train = ClassificationTrainConfig(
+        lr=0.02, warmup_steps=4, batch_sentences=16, validate_every=5, threads=1, steps=30
+    )
+    run = ClassificationRun.create(tmp_path / "run", data, model, train)
+    assert run.data.labels == tuple(WORDS)
+    run.fit(show=False)
+    texts = ["my oak is here", "nothing known"]
+    mine, theirs = (load_classifier(path / "run").probabilities(texts) for path in (tmp_path, folder))
+    assert torch.equal(mine, theirs)
+
+
+def test_numbers_need_no_file(tmp_path: Path) -> None:
+    text = TRAIN.replace("--train-text text.tsv --held-out 0.15", "--size 200").replace("--tokenizer words", "")
+    out = command(tmp_path, f"{text} --vocabulary 60 --steps 2 --run new --metric macro_f1")
+    assert "train: 160 texts of 6 labels" in out
+    assert "classes 6" in out

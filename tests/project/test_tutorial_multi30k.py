@@ -2,19 +2,19 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from fastformer.apps.translation import TranslationModel
+from tests.project.documents import ROOT
 from tests.support.closeness import assert_close
 from tests.support.translation_task import PAD, config
-from tests.support.tutorial_models import PAGES, EncoderDecoder, Ways, defined, drawn, look_ahead, sentences
+from tests.support.tutorial_models import PAGES, EncoderDecoder, Ways, defined, drawn, look_ahead, python_of, sentences
 
 weights, padding = defined("multi30k", "weights", "padding")
 WAYS = Ways(scale=False)
-MULTI30K = Path(__file__).resolve().parents[2] / "data" / "multi30k"  # where `fastformer data` writes
+MULTI30K = ROOT / "data" / "multi30k"  # where `fastformer data` writes
 
 
 def masks(source, target):
@@ -85,11 +85,9 @@ def test_the_program_on_the_real_data(tmp_path, monkeypatch, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "multi30k").symlink_to(MULTI30K)
     monkeypatch.chdir(tmp_path)
-    page = (PAGES / "multi30k.md").read_text(encoding="utf-8")
     names: dict = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S):
-        exec(compile(block, "multi30k.md", "exec"), names)
-    printed = capsys.readouterr().out
-    (said,) = re.findall(r"prints `(.*?)`", page)
-    assert said in printed
+    for program in python_of("multi30k"):
+        exec(compile(program, "multi30k.md", "exec"), names)
+    (said,) = re.findall(r"prints `(.*?)`", (PAGES / "multi30k.md").read_text(encoding="utf-8"))
+    assert said in capsys.readouterr().out
     assert len(names["translations"]) == 5

@@ -1,5 +1,7 @@
 """docs/tutorials/walkthrough.md: modules written out, an unbiased LayerNorm, masks that are True where one may look."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,16 @@ import fastformer
 from fastformer.apps.translation import TranslationModel
 from tests.support.closeness import assert_close
 from tests.support.translation_task import PAD, config
-from tests.support.tutorial_models import Attention, EncoderDecoder, UnbiasedNorm, Ways, defined, drawn, look_ahead, sentences
+from tests.support.tutorial_models import (
+    Attention,
+    EncoderDecoder,
+    UnbiasedNorm,
+    Ways,
+    defined,
+    drawn,
+    look_ahead,
+    sentences,
+)
 
 weights, padding = defined("walkthrough", "weights", "padding")
 
@@ -70,7 +81,7 @@ def test_what_eps_does_to_a_row(deviation):
 def test_the_difference_of_the_model_is_of_first_order_in_eps():
     """A tenth of eps, a tenth of the difference: what remains of second order is a tenth of that share."""
     differences = [(given - ours).abs().max() for given, ours in (both(eps, 2 * eps) for eps in (1e-4, 1e-5, 1e-6))]
-    for larger, smaller in zip(differences, differences[1:], strict=False):
+    for larger, smaller in itertools.pairwise(differences):
         assert larger / smaller == pytest.approx(10, rel=0.05)
 
 
@@ -78,7 +89,9 @@ def test_the_difference_of_the_model_is_of_first_order_in_eps():
 def test_masks_are_true_where_one_may_look():
     theirs = drawn(Attention(Ways()))
     ours = fastformer.MultiheadAttention(12, 3, batch_first=True).double().eval()
-    state = {"encoder.0.attentions.0." + name: value for name, value in theirs.state_dict().items() if "w_q.b" not in name}
+    state = {
+        "encoder.0.attentions.0." + name: value for name, value in theirs.state_dict().items() if "w_q.b" not in name
+    }
     biases = [theirs.state_dict()[f"{name}.bias"] for name in ("w_q", "w_k", "w_v")]
     mapped = {n.rpartition("self_attn.")[2]: v for n, v in weights(state).items() if "w_" not in n}
     ours.load_state_dict(mapped | {"in_proj_bias": torch.cat(biases)})

@@ -1,7 +1,6 @@
 """docs/tutorials/wikitext2.md: torch.nn.TransformerEncoder on columns, a mask of 0 and -inf, time first."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +9,14 @@ from torch import nn
 import fastformer
 from fastformer.apps.language import LanguageConfig, LanguageModel
 from fastformer.apps.text import ColumnBatches, encode_lines, open_text_dataset
+from tests.project.documents import ROOT
 from tests.support.closeness import assert_close
 from tests.support.translation_task import paper_positions
 from tests.support.tutorial_models import defined, drawn
 
 weights, tokenizer, hidden = defined("wikitext2", "weights", "tokenizer", "hidden")
 WORDS = ["the", "cat", "<unk>", "sat", "<eos>", "on", "a", "mat"]
-WIKITEXT2 = Path(__file__).resolve().parents[2] / "data" / "wikitext2"  # where `fastformer data` writes
+WIKITEXT2 = ROOT / "data" / "wikitext2"  # where `fastformer data` writes
 D = 12
 
 

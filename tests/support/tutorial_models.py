@@ -9,25 +9,30 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.project.documents import ROOT, blocks
 from tests.support.translation_task import BOS, EOS, PAD, paper_positions
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+PAGES = ROOT / "docs" / "tutorials"
 
 
 def defined(page: str, *names: str) -> list[Any]:
-    """Functions that a page of the site defines, so that the page is what is tested: its blocks with a `def` are run."""
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    """Functions of a page of the site, so that the page is what is tested; its blocks with a `def` are run."""
     found: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
-        if re.search("^def ", block, re.M):
-            exec(compile(block, f"{page}.md", "exec"), found)
+    for program in python_of(page):
+        if re.search("^def ", program, re.M):
+            exec(compile(program, f"{page}.md", "exec"), found)
     return [found[name] for name in names]
+
+
+def python_of(page: str) -> list[str]:
+    """The Python blocks of a page, in order."""
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    return [block.text for block in blocks(text) if block.language == "python"]
 
 
 class UnbiasedNorm(nn.Module):

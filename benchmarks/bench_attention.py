@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import fastformer
-from benchmarks.attention_competitors import ALONE, KEY_MASK, MASK, packed, rival
-from benchmarks.attention_problem import Problem, Shape, case_name, problem
-from benchmarks.competitors import require
-from benchmarks.race import DIRECTIONS, Direction, Op, Race, relative_error
+from benchmarks.competitors.attention import ALONE, KEY_MASK, MASK, packed, rival
+from benchmarks.competitors.known import require
+from benchmarks.harness.attention_problem import Problem, Shape, case_name, problem
+from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race, relative_error
 from fastformer import functional
 from fastformer.packing import pack, unpack
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.competitors import require
-from benchmarks.lengths import VOCABULARY, typical_batch
-from benchmarks.marian import marian
-from benchmarks.race import Race, Side
-from benchmarks.tutorials import FixedLengthTranslation
+from benchmarks.competitors.known import require
+from benchmarks.competitors.marian import marian
+from benchmarks.competitors.tutorials import FixedLengthTranslation
+from benchmarks.harness.lengths import VOCABULARY, typical_batch
+from benchmarks.harness.race import Race, Side
 from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.floors import Work
-from benchmarks.kernel_packages import liger
-from benchmarks.ops import race_functions, with_cpu
-from benchmarks.race import Direction, Race
+from benchmarks.comparisons.ops import race_functions, with_cpu
+from benchmarks.competitors.kernel_packages import liger
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 from fastformer.functional.feed_forward.op import Activation
 

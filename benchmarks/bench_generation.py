@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.race import Race, Side
+from benchmarks.harness.race import Race, Side
 from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample

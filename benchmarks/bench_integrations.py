@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.competitors import require
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.competitors.known import require
+from benchmarks.harness.race import Memory, Race, Side, flat_gradients
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.race import Memory, Race, Side, flat_gradients
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.text import LanguageBatch

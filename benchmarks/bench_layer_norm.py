@@ -7,10 +7,10 @@ and bias, means and deviations are small beside them.
 import pytest
 import torch.nn.functional as F
 
-from benchmarks.floors import Work
-from benchmarks.kernel_packages import liger, quack_layer_norm, quack_rms_norm
-from benchmarks.ops import Function, leaves, race_functions
-from benchmarks.race import DIRECTIONS, Direction, Race
+from benchmarks.comparisons.ops import Function, leaves, race_functions
+from benchmarks.competitors.kernel_packages import liger, quack_layer_norm, quack_rms_norm
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import DIRECTIONS, Direction, Race
 from fastformer import functional
 
 pytestmark = pytest.mark.gpu

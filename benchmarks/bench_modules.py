@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.lengths import typical_batch
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.lengths import typical_batch
+from benchmarks.harness.race import Memory, Race, Side, flat_gradients
 
 QUICK = "TransformerEncoderLayer"
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.attention_problem import Problem, Shape, case_name, problem
-from benchmarks.competitors import require
-from benchmarks.floors import Work
-from benchmarks.ops import FP32_TOLERANCE, fp64_results
-from benchmarks.race import DIRECTIONS, Direction, Op, Race
+from benchmarks.comparisons.ops import FP32_TOLERANCE, fp64_results
+from benchmarks.competitors.known import require
+from benchmarks.harness.attention_problem import Problem, Shape, case_name, problem
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race
 from fastformer.packing import pack, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # a competitor's warnings are no error of ours

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.lengths import typical_batch
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.lengths import typical_batch
+from benchmarks.harness.race import Memory, Race, Side, flat_gradients
 
 WIDTH, LAYERS, SEQUENCES, LONGEST = 512, 6, 32, 64  # of the encoder
 TINY_WIDTH, TINY_LONGEST = 64, 12

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import attention_competitors as rivals
-from benchmarks.attention_problem import Problem, Shape, case_name
 from benchmarks.bench_multihead_attention import expected as expected_of_module
-from benchmarks.lengths import lognormal_lengths, multi30k_lengths, uniform_lengths
-from benchmarks.race import DIRECTIONS
+from benchmarks.competitors import attention as rivals
+from benchmarks.harness.attention_problem import Problem, Shape, case_name
+from benchmarks.harness.lengths import lognormal_lengths, multi30k_lengths, uniform_lengths
+from benchmarks.harness.race import DIRECTIONS
 from fastformer import functional
 from tests.support.closeness import assert_close
 
@@ -104,7 +104,7 @@ def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal):
 
 
 def test_long_sequences_are_compared_in_some_heads_of_the_first_and_the_last_row(monkeypatch):
-    monkeypatch.setattr("benchmarks.attention_problem._COMPARED_SCORES", 2 * 49)
+    monkeypatch.setattr("benchmarks.harness.attention_problem._COMPARED_SCORES", 2 * 49)
     p = problem(True)
     rows, heads = p.compared_heads
     assert (rows.tolist(), heads.tolist()) == ([0, 3], [0, 2])

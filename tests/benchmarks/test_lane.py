@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import lane, lane_plan, lane_process, lane_steps
-from benchmarks.environment import COMMIT
-from benchmarks.lane_process import Gathered, Outcome, Step
-from tests.benchmarks.test_benchmark_report import CEILINGS, MEASURED, SLOW, record
+from benchmarks.harness.environment import COMMIT
+from benchmarks.lane import command as lane
+from benchmarks.lane import plan, step
+from benchmarks.lane import steps as lane_steps
+from benchmarks.lane.step import Gathered, Outcome, Step
+from tests.benchmarks.test_report import CEILINGS, MEASURED, SLOW, record
 from tests.support.processes import ends
 
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -31,7 +33,7 @@ def run(steps, seconds, out):
 @pytest.fixture
 def hurry(monkeypatch):
     """The same with shorter waits."""
-    for module in (lane, lane_process):
+    for module in (lane, step):
         monkeypatch.setattr(module, "GRACE", 0.5)
 
 
@@ -156,26 +158,26 @@ def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message
 
 def test_every_benchmark_is_in_a_run_and_every_run_fits_into_its_time(tmp_path):
     files = {path.stem.removeprefix("bench_"): path for path in (lane.ROOT / "benchmarks").glob("bench_*.py")}
-    names = [name for steps in lane_plan.PLAN.values() for name in steps]
-    assert len(names) + len(lane_plan.PLAN) == len({*names, *lane_plan.PLAN})
+    names = [name for steps in plan.PLAN.values() for name in steps]
+    assert len(names) + len(plan.PLAN) == len({*names, *plan.PLAN})
     assert {name for name in names if name in files} == set(files)
 
     def left_to(words):
-        steps = [lane_plan.step_of(name, 0.0, tmp_path, tmp_path / "part", False).command for name in names]
+        steps = [plan.step_of(name, 0.0, tmp_path, tmp_path / "part", False).command for name in names]
         return {part for command in steps if words in command for part in command if part.startswith("benchmarks/")}
 
     assert left_to("not (compile or flex)") == {f"benchmarks/{path.name}" for path in files.values()}
     compiled = {p for p in files.values() if re.search(r'"(torch\.nn-)?compile"|"flex"', p.read_text(encoding="utf-8"))}
     assert left_to("compile or flex") == {f"benchmarks/{path.name}" for path in compiled}
     for run, minutes in {"tests": 5.0, "ops": 9.0, "training": 9.0, "models": 9.0, "compiled": 9.0}.items():
-        asked = lane_plan.chosen(run, dry=False)
-        assert list(asked) == ["facts", *lane_plan.PLAN[run]]
+        asked = plan.chosen(run, dry=False)
+        assert list(asked) == ["facts", *plan.PLAN[run]]
         assert sum(asked.values()) <= lane._without_summary(60 * minutes)
 
 
 def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_path, monkeypatch):
     steps = [python(name, "", seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 2.0), ("d", 1.0))]
-    assert [step.name for step in lane_plan.fitting(steps, 5.0)] == ["a", "c"]
+    assert [step.name for step in plan.fitting(steps, 5.0)] == ["a", "c"]
     ran = []
 
     def run_all(steps, seconds, out, variables, gathered):
@@ -188,7 +190,7 @@ def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_
     monkeypatch.setattr(lane, "run_all", run_all)
     assert lane.main(["--only", "ops", "--minutes", "3", "--out", str(tmp_path)]) == 0
     last = json.loads((tmp_path / "ops" / "benchmarks.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    assert last["cut"] == [name for name in lane_plan.PLAN["ops"] if name not in ran]
+    assert last["cut"] == [name for name in plan.PLAN["ops"] if name not in ran]
     assert ran[:2] == ["facts", "layer_norm"]
     assert last["cut"][-1] == "ops-compiled"
 

@@ -18,10 +18,13 @@ for needed in ("sacrebleu", "safetensors", "tomli_w"):
 import torch
 from torch import nn
 
-from benchmarks import bench_language, recipe_plan, recipe_run, recipe_table, recipes
-from benchmarks.recipe_plan import Task, tasks_of, with_changes
-from benchmarks.recipe_run import Job, lowercase_tokenised, train_and_evaluate
-from benchmarks.recipe_table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
+from benchmarks import bench_language
+from benchmarks.recipes import command as recipes
+from benchmarks.recipes import plan, seed
+from benchmarks.recipes import table as recipe_table
+from benchmarks.recipes.plan import Task, tasks_of, with_changes
+from benchmarks.recipes.seed import Job, lowercase_tokenised, train_and_evaluate
+from benchmarks.recipes.table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageRun, evaluate_text
 from fastformer.apps.translation.run import evaluate, load_translator, number_corpus
@@ -113,7 +116,7 @@ def python(name, code, seconds=0.0, alone=False):
 def test_every_recipe_is_one_that_training_takes(path, tmp_path):
     stated = with_changes(path, [], tmp_path / "config.toml")
     assert stated["train"]["minutes"] > 0
-    assert with_changes(path, [recipe_plan.tiny(stated["run"]["kind"])], tmp_path / "tiny.toml")["train"]["steps"] == 4
+    assert with_changes(path, [plan.tiny(stated["run"]["kind"])], tmp_path / "tiny.toml")["train"]["steps"] == 4
 
 
 def test_every_goal_has_its_recipe_which_leaves_time_for_all_that_the_goal_counts(tmp_path):
@@ -178,10 +181,8 @@ def test_a_language_model_is_recorded_with_the_tokens_its_perplexity_is_of(tmp_p
 
 
 def test_what_is_interrupted_is_evaluated_and_called_cut(recipe, tmp_path, monkeypatch):
-    fit = recipe_run.TranslationRun.fit
-    monkeypatch.setattr(
-        recipe_run.TranslationRun, "fit", lambda run: dataclasses.replace(fit(run), reason="interrupted")
-    )
+    fit = seed.TranslationRun.fit
+    monkeypatch.setattr(seed.TranslationRun, "fit", lambda run: dataclasses.replace(fit(run), reason="interrupted"))
     assert train_and_evaluate(job_of(recipe, tmp_path, test=3))["status"] == CUT
     assert read_rows(tmp_path / RECORD)[0]["test_sentences"] == 3
 
@@ -247,17 +248,17 @@ def test_on_a_gpu_compilation_comes_first_and_alone(recipe, tmp_path):
 
 def test_published_files_are_prepared_once(tmp_path, monkeypatch):
     prepared = []
-    monkeypatch.setattr(recipe_plan, "prepare", lambda name, source, to: prepared.append((name, source, to)))
+    monkeypatch.setattr(plan, "prepare", lambda name, source, to: prepared.append((name, source, to)))
     (tmp_path / "files" / "wikitext-2").mkdir(parents=True)
-    found = recipe_plan.prepared("data/wikitext2", tmp_path / "files", tmp_path)
+    found = plan.prepared("data/wikitext2", tmp_path / "files", tmp_path)
     assert prepared == [("wikitext2", tmp_path / "files" / "wikitext-2", Path(found))]
     Path(found).mkdir(parents=True)
     (Path(found) / "dataset.json").touch()
-    assert recipe_plan.prepared("data/wikitext2", tmp_path / "files", tmp_path) == found
-    assert recipe_plan.prepared("data/multi30k", tmp_path / "files", tmp_path).endswith("multi30k")
+    assert plan.prepared("data/wikitext2", tmp_path / "files", tmp_path) == found
+    assert plan.prepared("data/multi30k", tmp_path / "files", tmp_path).endswith("multi30k")
     assert prepared[1:] == [("multi30k", tmp_path / "files", tmp_path / "data" / "multi30k")]
     with pytest.raises(ValueError, match=r"--data: the dataset multi30k of the recipe needs the folder"):
-        recipe_plan.prepared("data/multi30k", None, tmp_path)
+        plan.prepared("data/multi30k", None, tmp_path)
 
 
 # Processes and their time.
@@ -392,7 +393,7 @@ def test_a_killed_command_ends_its_runs(tmp_path):
     pid = tmp_path / "pid"
     hangs = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = (
-        "import sys; from pathlib import Path; from benchmarks import recipes\n"
+        "import sys; from pathlib import Path; from benchmarks.recipes import command as recipes\n"
         "import signal; signal.signal(signal.SIGTERM, recipes._terminated)\n"
         "class Task:\n name, seconds, alone = 'x', 0.0, False\n"
         f" command = (sys.executable, '-S', '-c', {hangs!r})\n"
@@ -447,7 +448,7 @@ def test_what_is_missing_is_named(command, monkeypatch, capsys):
 
 def test_the_columns_name_values_of_the_rows():
     values = {value for value, _, _ in recipe_table._COLUMNS.values()} | {g.value for gs in GOALS.values() for g in gs}
-    source = Path(recipe_run.__file__).read_text(encoding="utf-8")
+    source = Path(seed.__file__).read_text(encoding="utf-8")
     assert all(f'"{value}"' in source for value in values)
 
 

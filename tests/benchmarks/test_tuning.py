@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tuning
-from benchmarks.clock import Stopwatch
-from benchmarks.tuning_cases import Axis, Case, Site, _grid, find_cases, neighbours
+from benchmarks.tuning import sweep as tuning
+from benchmarks.harness.clock import Stopwatch
+from benchmarks.tuning.cases import Axis, Case, Site, _grid, find_cases, neighbours
 from fastformer_kernels.embedding import kernels as embedding
 
 CPU = torch.device("cpu")

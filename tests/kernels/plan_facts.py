@@ -151,7 +151,7 @@ def hooks(call: Callable[[], object]) -> dict[str, Any]:
 def main() -> None:
     import triton
 
-    from benchmarks import null_driver
+    from benchmarks.host import null_driver
     from fastformer_kernels.attention.settings import Settings
     from fastformer_kernels.host import launch, plan
 

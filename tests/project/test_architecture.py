@@ -36,7 +36,6 @@ FLOORS = (
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-CROWDED = {"benchmarks"}  # so far
 COMMANDS = "commands"  # of an application: they register with the command line
 
 
@@ -171,7 +170,7 @@ def test_no_file_is_loose():
 def test_no_folder_has_more_than_25_files(folder):
     for room in [ROOT / folder, *(path for path in (ROOT / folder).rglob("*") if path.is_dir())]:
         files = [path.name for path in room.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= 25 or room.name in CROWDED, f"{room.relative_to(ROOT)} has {len(files)}"
+        assert len(files) <= 25, f"{room.relative_to(ROOT)} has {len(files)}"
 
 
 def test_the_kernels_import_nothing_of_the_package():

@@ -23,24 +23,24 @@ nothing is measured. Where the files have no git history, FASTFORMER_COMMIT says
 
 import argparse
 import json
-import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from benchmarks.harness import environment
+from benchmarks.harness import environment, processes
+from benchmarks.harness.processes import Outcome
 from benchmarks.lane.plan import PLAN, chosen, fitting, has, step_of
-from benchmarks.lane.step import GRACE, ROOT, Gathered, Outcome, Step, run_step
+from benchmarks.lane.step import GRACE, Gathered, Step, run_step
 
 LINES = 40  # of the summary
 _STEP_LINES = 24  # of the summary
 _SUMMARY_SECONDS = 8.0  # kept for the end
 NO_GPU = 3  # exit code of benchmarks.lane.steps
+# Variables of a dry run: no GPU, and the interpreter.
+_DRY = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _OPTIONAL = ("pytest", "pytest_benchmark", "xdist", "matplotlib", "rich", "typer", "liger_kernel", "transformers")
 
 
@@ -49,31 +49,30 @@ def _without_summary(seconds: float) -> float:
 
 
 def run_all(
-    steps: Sequence[Step], seconds: float, out: Path, variables: Mapping[str, str], gathered: Gathered
+    steps: Sequence[Step], seconds: float, out: Path, variables: dict[str, str], gathered: Gathered
 ) -> list[Outcome]:
     """Run the steps one after another within so many seconds; each has its own, and what the earlier ones left over."""
     end = time.monotonic() + _without_summary(seconds)
     outcomes: list[Outcome] = []
     wrong = ""  # the tests that failed
-    with (out / "log.txt").open("w", encoding="utf-8") as log:
-        for number, step in enumerate(steps):
-            left = end - time.monotonic() - sum(later.seconds for later in steps[number + 1 :]) - GRACE
-            missing = [name for name in step.needs if not has(name)]
-            if missing:
-                outcome = Outcome(step.name, f"left out: no {', '.join(missing)}")
-            elif wrong and not step.is_test:
-                outcome = Outcome(step.name, f"left out: {wrong} failed")
-            elif left <= 0:
-                outcome = Outcome(step.name, "left out: no time")
-            else:
-                outcome = run_step(step, left, log, variables, gathered)
-                wrong = wrong or step.name * (outcome.wrong and step.is_test)
-            outcomes.append(outcome)
-            print(f"{step.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
-            if step.name == "facts":
-                if outcome.state == f"failed, exit code {NO_GPU}":
-                    raise ValueError("no CUDA device here; --dry-run proves this script without one")
-                gathered.ceilings = _facts(out).get("ceilings", {})
+    for number, step in enumerate(steps):
+        left = end - time.monotonic() - sum(later.seconds for later in steps[number + 1 :]) - GRACE
+        missing = [name for name in step.needs if not has(name)]
+        if missing:
+            outcome = Outcome(step.name, f"left out: no {', '.join(missing)}")
+        elif wrong and not step.is_test:
+            outcome = Outcome(step.name, f"left out: {wrong} failed")
+        elif left <= 0:
+            outcome = Outcome(step.name, "left out: no time")
+        else:
+            outcome = run_step(step, left, out / "log.txt", variables, gathered)
+            wrong = wrong or step.name * (outcome.wrong and step.is_test)
+        outcomes.append(outcome)
+        print(outcome, flush=True)
+        if step.name == "facts":
+            if outcome.state == f"failed, exit code {NO_GPU}":
+                raise ValueError("no CUDA device here; --dry-run proves this script without one")
+            gathered.ceilings = _facts(out).get("ceilings", {})
     return outcomes
 
 
@@ -123,16 +122,6 @@ def _ratio_lines(path: Path) -> list[str]:
     return [text for _, text in sorted(lines, key=lambda line: line[0])]
 
 
-def _variables(dry: bool) -> dict[str, str]:
-    """The children's: our packages found where they are; for a dry run no GPU, and the interpreter."""
-    found = dict(os.environ)
-    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [found.get("PYTHONPATH")])]
-    found |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    if dry:
-        found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return found
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lane", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, help="all steps together (default: what the plan has for them)")
@@ -157,7 +146,7 @@ def _name(options: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps and print the summary."""
     options = _options(arguments)
-    signal.signal(signal.SIGTERM, _terminated)
+    processes.exit_when_terminated()
     with tempfile.TemporaryDirectory() as scratch:
         part = Path(scratch) / "rows.jsonl"
         try:
@@ -176,7 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if missing:
                 print(f"not installed here, so left out where needed: {', '.join(missing)}")
             gathered = Gathered(out / "benchmarks.jsonl", part)
-            outcomes = run_all(steps, seconds, out, _variables(options.dry_run), gathered) + late
+            outcomes = (
+                run_all(steps, seconds, out, processes.environment(**(_DRY if options.dry_run else {})), gathered)
+                + late
+            )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -186,7 +178,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (out / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

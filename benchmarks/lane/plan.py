@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.lane.step import ROOT, Step
+from benchmarks.harness.processes import ROOT
+from benchmarks.lane.step import Step
 
 _TESTS = ("test_gpu*.py", "test_fused_*.py")  # those that need a GPU, and values with every backend
 _MOST_WORKERS = 16  # each has a CUDA context of its own, and a container may name its host's cores

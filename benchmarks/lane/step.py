@@ -1,58 +1,34 @@
-"""One step of `benchmarks.lane`: its command, ended at its limit with all it started, and the rows it records."""
+"""One step of `benchmarks.lane`: its process, the rows it records, and what its end says."""
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness.processes import ROOT, Command, Outcome, Processes
+
 GRACE = 5.0  # seconds between asking a step to end and killing it
-_POLL = 0.1
-_NOTHING_CHOSEN = 5  # pytest's exit code where no test was left
+_NOTHING_CHOSEN = "failed, exit code 5"  # pytest's where no test was left
 _COUNTS = re.compile(rb"\d+ (?:failed|errors?|passed|skipped)\b")  # of pytest's last line
 
 
 @dataclass(frozen=True)
-class Step:
-    """A command, and the seconds that are kept for it."""
+class Step(Command):
+    """A command of the plan."""
 
-    name: str
-    command: tuple[str, ...]
-    seconds: float
     proves: bool = False  # it fails only if ours is wrong
     needs: tuple[str, ...] = ()  # modules
 
     @property
     def records(self) -> bool:
         """It is a benchmark."""
-        return "--record" in self.command
+        return "--record" in self.arguments
 
     @property
     def is_test(self) -> bool:
         """It proves, and measures nothing."""
         return self.proves and not self.records
-
-
-@dataclass
-class Outcome:
-    """How a step ended."""
-
-    name: str
-    state: str
-    seconds: float = 0.0
-    wrong: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """By itself, right or wrong."""
-        return self.state.startswith(("done", "failed", "nothing to run"))
 
 
 @dataclass
@@ -97,55 +73,30 @@ class Gathered:
             file.write(line + "\n")
 
 
-def run_step(step: Step, limit: float, log: TextIO, environment: Mapping[str, str], gathered: Gathered) -> Outcome:
-    """Run a command for so many seconds at most; then it is interrupted, and killed with all that it started."""
-    log.write(f"\n===== {step.name}, {limit:.0f} s at most: {' '.join(step.command)}\n")
-    log.flush()
-    start = Path(log.name).stat().st_size
+def run_step(step: Step, limit: float, log: Path, variables: dict[str, str], gathered: Gathered) -> Outcome:
+    """Run a step for so many seconds at most, and gather its rows meanwhile."""
     gathered.start()
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        step.command, cwd=ROOT, env=dict(environment), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
     try:
-        while process.poll() is None and time.monotonic() - begin < limit:
-            time.sleep(_POLL)
-            gathered.collect()
-        cut = process.poll() is None
-        if cut:
-            _end(process)
+        with Processes(log, GRACE, variables=variables, folder=ROOT) as processes:
+            begin = processes.start(step, limit)
+            while not (ended := processes.wait()):
+                gathered.collect()
     finally:
-        _kill(process)  # what it left running, and itself where this program is ended
         gathered.collect()
-    seconds = time.monotonic() - begin
-    counts = _counts(Path(log.name), start) if step.proves else ""
-    if cut:
-        state = f"cut after {limit:.0f} s"
-    elif step.proves and process.returncode == _NOTHING_CHOSEN:
-        return Outcome(step.name, "nothing to run", seconds)
-    else:
-        state = "done" if process.returncode == 0 else f"failed, exit code {process.returncode}"
-    wrong = step.proves and (state.startswith("failed") or "failed" in counts or "error" in counts)
-    return Outcome(step.name, f"{state}{': ' * bool(counts)}{counts}", seconds, wrong)
+    return _judged(ended[0], _counts(log, begin)) if step.proves else ended[0]
 
 
-def _counts(log: Path, start: int) -> str:
+def _judged(outcome: Outcome, counts: str) -> Outcome:
+    """What proves ours right or wrong, with what pytest has counted."""
+    if outcome.state == _NOTHING_CHOSEN:
+        return replace(outcome, state="nothing to run")
+    wrong = outcome.state.startswith("failed") or "failed" in counts or "error" in counts
+    return replace(outcome, state=f"{outcome.state}{': ' * bool(counts)}{counts}", wrong=wrong)
+
+
+def _counts(log: Path, begin: int) -> str:
     """What pytest says in its last line; "" if it did not come to that."""
     with log.open("rb") as file:
-        file.seek(start)
+        file.seek(begin)
         lines = [line for line in file.read().splitlines() if _COUNTS.search(line) and b" in " in line]
     return ", ".join(match.decode() for match in _COUNTS.findall(lines[-1])) if lines else ""
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt it, so that pytest says what it has found so far."""
-    os.killpg(process.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -19,29 +19,20 @@ which commit they are.
 """
 
 import argparse
-import contextlib
 import importlib.util
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.harness import environment
+from benchmarks.harness.processes import Command, Outcome, Processes, exit_when_terminated
 from benchmarks.recipes.table import RECORD, read_rows, table
 
-if TYPE_CHECKING:
-    from benchmarks.recipes.plan import Task
-
-ROOT = Path(__file__).resolve().parents[2]
 GRACE = 25.0  # seconds from the interruption of what still runs to its end
-_POLL = 0.1
 # Module -> distribution: what trains and scores, and does not come with torch.
 _NEEDED = {
     "numpy": "numpy", "sacrebleu": "sacrebleu", "safetensors": "safetensors", "sentencepiece": "sentencepiece",
@@ -49,54 +40,30 @@ _NEEDED = {
 }  # fmt: skip
 
 
-def run_all(tasks: "Sequence[Task]", seconds: float, at_once: int, log: Path) -> list[str]:
-    """Run tasks within so many seconds, and give back what became of those that did not end well."""
-    end = time.monotonic() + seconds
-    waiting, troubles = list(tasks), list[str]()
-    running: dict[Task, subprocess.Popen[bytes]] = {}
-    interrupted = False
-    with log.open("ab") as output:
-        try:
-            while (waiting or running) and (left := end - time.monotonic()) > 0:
-                while waiting and len(running) < at_once and not _in_the_way(waiting[0], running):
-                    task = waiting.pop(0)
-                    if interrupted or left < task.seconds:
-                        troubles.append(f"{task.name}: left out, {left:.0f} s were left")
-                        continue
-                    running[task] = subprocess.Popen(
-                        task.command, env=_environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                        start_new_session=True,
-                    )  # fmt: skip
-                    print(f"{task.name}: begun, {left:.0f} s left", flush=True)
-                if left < min(GRACE, 0.2 * seconds) and not interrupted:
-                    interrupted = True
-                    for task, process in running.items():
-                        troubles.append(f"{task.name}: cut, the time was up")
-                        os.killpg(process.pid, signal.SIGINT)
-                for task in [task for task, process in running.items() if process.poll() is not None]:
-                    code = running.pop(task).returncode
-                    print(f"{task.name}: {'done' if code == 0 else f'failed, exit code {code}'}", flush=True)
-                    if code and not interrupted:
-                        troubles.append(f"{task.name}: failed, exit code {code}; see {log}")
-                time.sleep(_POLL)
-        finally:
-            for process in running.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return troubles + [f"{task.name}: left out, no time was left" for task in waiting]
+def run_all(steps: Sequence[Command], seconds: float, at_once: int, log: Path) -> list[Outcome]:
+    """Run the steps within so many seconds, and give back what became of them."""
+    grace = min(GRACE, 0.2 * seconds)
+    end = time.monotonic() + seconds - grace
+    waiting, outcomes = list(steps), list[Outcome]()
+    with Processes(log, grace) as processes:
+        while waiting or processes.running:
+            ended = processes.wait() if processes.running else []
+            while waiting and len(processes.running) < at_once and not _in_the_way(waiting[0], processes.running):
+                step, left = waiting.pop(0), end - time.monotonic()
+                if left <= 0 or left + grace < step.seconds:
+                    ended.append(Outcome(step.name, f"left out: {left + grace:.0f} s were left"))
+                else:
+                    processes.start(step, left)
+                    print(f"{step.name}: begun, {left + grace:.0f} s left", flush=True)
+            for outcome in ended:
+                print(outcome, flush=True)
+            outcomes += ended
+    return outcomes
 
 
-def _in_the_way(task: "Task", running: "Collection[Task]") -> bool:
+def _in_the_way(step: Command, running: Iterable[Command]) -> bool:
     """It must wait for those that run."""
-    return bool(running) and (task.alone or any(other.alone for other in running))
-
-
-def _environment() -> dict[str, str]:
-    """The children's: our packages are found where they are, and nothing waits by spinning."""
-    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    return given | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return any(step.alone or other.alone for other in running)
 
 
 def _check_modules(modules: Mapping[str, str]) -> None:
@@ -163,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is not done yet, and print the table."""
     begin = time.monotonic()
     options = _options(arguments)
-    signal.signal(signal.SIGTERM, _terminated)
+    exit_when_terminated()
     try:
         _check_modules(_NEEDED)
         environment.commit()
@@ -178,21 +145,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in (out, runs):
             folder.mkdir(parents=True, exist_ok=True)
         print(f"results in {out}, runs in {runs}, on {options.device}", flush=True)
-        from benchmarks.recipes.plan import tasks_of
+        from benchmarks.recipes.plan import steps_of
 
-        tasks = tasks_of(options, out, runs)
+        steps = steps_of(options, out, runs)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     try:
-        troubles = run_all(tasks, 60 * options.minutes - (time.monotonic() - begin), options.at_once, out / "log.txt")
+        outcomes = run_all(steps, 60 * options.minutes - (time.monotonic() - begin), options.at_once, out / "log.txt")
     except KeyboardInterrupt:
         return 130
+    troubles = [str(outcome) for outcome in outcomes if outcome.state != "done"]
     text = "\n".join([*table(read_rows(out / RECORD)), *troubles])
     (out / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 1 if any("failed" in trouble for trouble in troubles) else 0
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    return 1 if any(outcome.state.startswith("failed") for outcome in outcomes) else 0

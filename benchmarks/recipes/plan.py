@@ -4,11 +4,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recipes.seed import Job, kind_of
+from benchmarks.harness.processes import Command
+from benchmarks.recipes.seed import Training, kind_of
 from benchmarks.recipes.table import DONE, GOALS, RECORD, heading, key_of, read_rows
 from fastformer.apps.runs.toml import save_toml
 from fastformer.apps.text import prepare
@@ -27,19 +28,6 @@ _TINY: Mapping[str, Mapping[str, Any]] = {
 
 Changes = Mapping[str, Mapping[str, Any]]  # by section; None: as if the recipe did not say it
 Sections = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A process to run: its name in messages, the command, and the seconds below which it is not worth beginning.
-
-    `alone`: nothing else runs beside it.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    seconds: float = 0.0
-    alone: bool = False
 
 
 def with_changes(recipe: Path, changes: Iterable[Changes], to: Path) -> Sections:
@@ -88,20 +76,20 @@ def prepared(dataset: str, files: Path | None, runs: Path) -> str:
     return str(to)
 
 
-def tasks_of(options: argparse.Namespace, out: Path, runs: Path) -> list[Task]:
-    """What there is left to do, in order, compilations first; files of settings and jobs are written for each.
+def steps_of(options: argparse.Namespace, out: Path, runs: Path) -> list[Command]:
+    """What there is left to do, in order, compilations first; the files of each are written.
 
     Raises:
         FileNotFoundError, ValueError: a recipe, a change or a dataset that cannot be.
     """
     done = {key_of(row) for row in read_rows(out / RECORD) if row["status"] == DONE}
-    tasks = [task for recipe in options.recipe for task in _of_recipe(recipe, options, out, runs, done)]
-    return sorted(tasks, key=lambda task: not task.alone)
+    steps = [step for recipe in options.recipe for step in _of_recipe(recipe, options, out, runs, done)]
+    return sorted(steps, key=lambda step: not step.alone)
 
 
 def _of_recipe(
     recipe: Path, options: argparse.Namespace, out: Path, runs: Path, done: set[tuple[str, str, int]]
-) -> Iterator[Task]:
+) -> Iterator[Command]:
     changes: list[Changes] = [options.change]
     stated = with_changes(recipe, changes, _new(runs, recipe.stem, ".toml"))
     kind, data = stated["run"]["kind"], stated["data"]
@@ -115,7 +103,7 @@ def _of_recipe(
         config = _new(runs, f"{recipe.stem}-seed{seed}", ".toml")
         settings = with_changes(recipe, [*changes, {"train": {"seed": seed}}], config)
         facts = {"recipe": recipe.stem, "variant": variant, "seed": seed, "at_once": options.at_once}
-        job = Job(
+        training = Training(
             str(config),
             str(config.with_name(f"{config.name}-run")),
             options.device,
@@ -126,9 +114,9 @@ def _of_recipe(
             _DRY_SENTENCES if options.dry_run else None,
         )
         if number == 0 and options.device == "cuda" and options.warm_up:
-            yield _warm_up(recipe, changes, job)
+            yield _warm_up(recipe, changes, training)
         minutes = settings["train"].get("minutes")
-        yield _task(f"{heading(facts)}, seed {seed}", job, 0.0 if minutes is None else 60 * minutes + _MARGIN)
+        yield _step(f"{heading(facts)}, seed {seed}", training, 0.0 if minutes is None else 60 * minutes + _MARGIN)
 
 
 def _variant(change: Changes, dry_run: bool) -> str:
@@ -136,19 +124,20 @@ def _variant(change: Changes, dry_run: bool) -> str:
     return ", ".join([*sorted(said), *["dry run"] * dry_run])
 
 
-def _warm_up(recipe: Path, changes: Iterable[Changes], job: Job) -> Task:
+def _warm_up(recipe: Path, changes: Iterable[Changes], training: Training) -> Command:
     """A few steps, a validation and a search, of which no figure counts."""
-    short = {"steps": _WARM_UP_STEPS, "validate_every": _WARM_UP_STEPS, "average": 1}
-    config = Path(f"{job.folder}-warm-up.toml")
-    with_changes(recipe, [*changes, {"train": short}], config)
-    short_job = replace(job, config=str(config), folder=f"{config}-run", record=None, goals=(), test=_WARM_UP_SENTENCES)
-    return _task(f"{recipe.stem}, compilation", short_job, 0.0, alone=True)
+    few = {"steps": _WARM_UP_STEPS, "validate_every": _WARM_UP_STEPS, "average": 1}
+    config = Path(f"{training.folder}-warm-up.toml")
+    with_changes(recipe, [*changes, {"train": few}], config)
+    folder = f"{config}-run"
+    short = replace(training, config=str(config), folder=folder, record=None, goals=(), test=_WARM_UP_SENTENCES)
+    return _step(f"{recipe.stem}, compilation", short, 0.0, alone=True)
 
 
-def _task(name: str, job: Job, seconds: float, alone: bool = False) -> Task:
-    path = Path(f"{job.config}.json")
-    job.save(path)
-    return Task(name, (sys.executable, "-m", "benchmarks.recipes.seed", str(path)), seconds, alone)
+def _step(name: str, training: Training, seconds: float, alone: bool = False) -> Command:
+    path = Path(f"{training.config}.json")
+    training.save(path)
+    return Command(name, (sys.executable, "-m", "benchmarks.recipes.seed", str(path)), seconds, alone)
 
 
 def _new(folder: Path, name: str, suffix: str) -> Path:

@@ -1,6 +1,6 @@
 """One training of `benchmarks.recipes`, in a process of its own: data, training, evaluation, lines of the record.
 
-python -m benchmarks.recipes.seed JOB.json        # a `Job`
+python -m benchmarks.recipes.seed TRAINING.json        # a `Training`
 
 Training and evaluation are the product's: `Run.create` and `fit`, then `evaluate` or `evaluate_text` with the best
 weights. A line goes into the record when training has ended, and another, with the scores, when the test set is
@@ -39,7 +39,7 @@ _SHOWN = ("kind", "step", "seconds", "loss", "perplexity", "bleu", "chrf")  # of
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """What a process has to do.
 
     `config` is a file as `fastformer train --config` takes it, `folder` the run's; `record` None means to warm up only.
@@ -60,7 +60,7 @@ class Job:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> "Job":
+    def load(cls, path: Path) -> "Training":
         """Read what `save` wrote."""
         read = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**read, "goals": tuple(Goal(**goal) for goal in read["goals"])})
@@ -78,32 +78,32 @@ def kind_of(config: Path) -> type[Run]:
     return LanguageRun if isinstance(run, dict) and run.get("kind") == "language" else TranslationRun
 
 
-def train_and_evaluate(job: Job) -> dict[str, Any]:
-    """Do a job, and give back the last line of its record."""
+def train_and_evaluate(training: Training) -> dict[str, Any]:
+    """Do a training, and give back the last line of its record."""
     begin = time.perf_counter()
-    kind, device = kind_of(Path(job.config)), torch.device(job.device)
+    kind, device = kind_of(Path(training.config)), torch.device(training.device)
     application = kind.application
-    stated = application.read_settings(Path(job.config))
+    stated = application.read_settings(Path(training.config))
     data, train = application.data(**stated["data"]), application.train(**stated["train"])
-    run = kind.create(job.folder, data, stated["model"], train, device)
+    run = kind.create(training.folder, data, stated["model"], train, device)
     prepared = time.perf_counter() - begin
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     result = run.fit()
     seconds = time.perf_counter() - begin
-    row = dict(job.facts) | {"status": TRAINED, "machine": _machine(device), "backend": fastformer.get_backend()}
+    row = dict(training.facts) | {"status": TRAINED, "machine": _machine(device), "backend": fastformer.get_backend()}
     row |= {"training_seconds": seconds, "preparation_seconds": prepared, **_training(run, result)}
     if device.type == "cuda":
         row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    _append(job.record, row)
+    _append(training.record, row)
     begin = time.perf_counter()
-    row |= _perplexity(run) if isinstance(run, LanguageRun) else _scores(run, job)
+    row |= _perplexity(run) if isinstance(run, LanguageRun) else _scores(run, training)
     row |= {
         "evaluation_seconds": time.perf_counter() - begin,
         "status": CUT if result.reason == "interrupted" else DONE,
     }
-    row["goals"] = judged(job.goals, row)
-    _append(job.record, row)
+    row["goals"] = judged(training.goals, row)
+    _append(training.record, row)
     return row
 
 
@@ -147,17 +147,18 @@ def _perplexity(run: LanguageRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _scores(run: Run, job: Job) -> dict[str, Any]:
+def _scores(run: Run, training: Training) -> dict[str, Any]:
     corpus: ParallelCorpus = run.corpora["test"]
-    if job.test is not None:
-        corpus = corpus.take(range(min(job.test, len(corpus))), "test")
-    cased, translations = evaluate(load_translator(run.folder, device=run.device), corpus, SearchOptions(beam=job.beam))
+    if training.test is not None:
+        corpus = corpus.take(range(min(training.test, len(corpus))), "test")
+    translator, options = load_translator(run.folder, device=run.device), SearchOptions(beam=training.beam)
+    cased, translations = evaluate(translator, corpus, options)
     lower = score_translations(translations, corpus.target, lowercase=True)
-    if job.record is not None:
-        said = {key: job.facts[key] for key in ("recipe", "variant", "seed") if key in job.facts}
-        _append(str(Path(job.record).with_name("translations.jsonl")), {**said, "translations": translations})
+    if training.record is not None:
+        said = {key: training.facts[key] for key in ("recipe", "variant", "seed") if key in training.facts}
+        _append(str(Path(training.record).with_name("translations.jsonl")), {**said, "translations": translations})
     return {
-        "beam": job.beam, "test_sentences": cased.sentences,
+        "beam": training.beam, "test_sentences": cased.sentences,
         "bleu": cased.bleu, "bleu_signature": cased.bleu_signature,
         "chrf": cased.chrf, "chrf_signature": cased.chrf_signature,
         "bleu_lowercase": lower.bleu, "bleu_lowercase_signature": lower.bleu_signature,
@@ -200,4 +201,4 @@ def _append(path: str | None, line: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    train_and_evaluate(Job.load(Path(sys.argv[1])))
+    train_and_evaluate(Training.load(Path(sys.argv[1])))

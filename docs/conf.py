@@ -15,7 +15,7 @@ from sphinx.writers.html5 import HTML5Translator
 
 import fastformer
 from benchmarks.codegen import BUDGET
-from benchmarks.report import BEGIN, END
+from benchmarks.report.pages import BEGIN, END
 from fastformer.settings import Settings, declared, explained
 
 DOCS = Path(__file__).resolve().parent

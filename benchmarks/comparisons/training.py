@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.competitors.known import compiled, require
 from benchmarks.competitors.tutorials import FixedLengthTranslation, TorchTranslation
 from benchmarks.harness.floors import Work
-from benchmarks.harness.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
 from fastformer.apps.text import Batch, EncodedPairs, collate
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 
@@ -95,8 +95,8 @@ def race_training(
     race.note(padding_share=share)
     race(
         case,
-        Side("fastformer", steps[0], packed.tokens),
-        Side(NAMES[competitor], steps[1], padded.tokens),
+        Contender("fastformer", steps[0], packed.tokens),
+        Contender(NAMES[competitor], steps[1], padded.tokens),
         rounds=rounds,
         goal=goal,
         work=step_work(model, packed),

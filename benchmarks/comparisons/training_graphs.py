@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.comparisons.training import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NAMES, SMOOTHING
 from benchmarks.competitors.tutorials import TorchTranslation
-from benchmarks.harness.race import Race, Side
+from benchmarks.harness.race import Contender, Race
 from fastformer.apps.text import Batch, EncodedPairs, collate
 from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.graphs import new_update
@@ -57,7 +57,14 @@ def race_graphs(
     for _ in range(3):  # each shape is captured when it comes for the second time
         ours()
     tokens = sum(batch.tokens for batch in packed)
-    race(case, Side("fastformer", ours, tokens), Side(name, theirs, tokens), rounds=rounds, goal=goal, dtype=dtype)
+    race(
+        case,
+        Contender("fastformer", ours, tokens),
+        Contender(name, theirs, tokens),
+        rounds=rounds,
+        goal=goal,
+        dtype=dtype,
+    )
 
 
 def _update(model: TranslationModel, dtype: torch.dtype, graphs: bool) -> Update:

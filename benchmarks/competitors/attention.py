@@ -1,4 +1,4 @@
-"""How people compute a problem of attention without fastformer.
+"""How people compute a case of attention without fastformer.
 
 All functions take q, k and v, `[B, H, L, D]`, and return the output; what is made beforehand (masks, offsets) is not
 timed, except where they say so.
@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.competitors.known import compiled
-from benchmarks.harness.attention_problem import Problem
+from benchmarks.harness.attention_case import AttentionCase
 from fastformer.packing import pack, unpack
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,11 +39,11 @@ _BACKENDS = {
 }
 
 
-def sdpa(p: Problem, backend: str, way: str | None) -> Attention:
+def sdpa(p: AttentionCase, backend: str, way: str | None) -> Attention:
     """scaled_dot_product_attention on one backend.
 
     Args:
-        p: the problem.
+        p: the case.
         backend: a key of `COMPETITORS`.
         way: `MASK`, `KEY_MASK` or `ALONE`; None: without padding.
     """
@@ -61,7 +61,7 @@ def sdpa(p: Problem, backend: str, way: str | None) -> Attention:
     return run
 
 
-def tutorial(p: Problem) -> Attention:
+def tutorial(p: AttentionCase) -> Attention:
     """softmax(q k^T / sqrt(D)) v with the scores in memory and a mask of 0 and 1, as the tutorials write it."""
     mask = (~p.look_ahead)[None, None].int() if p.causal else None
 
@@ -93,11 +93,11 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return compiled(flex_attention, keeps=True), torch.compile(create_block_mask, dynamic=False)
 
 
-def flex(p: Problem, per_batch: bool, plain: bool = False) -> Attention:
+def flex(p: AttentionCase, per_batch: bool, plain: bool = False) -> Attention:
     """flex_attention with a block mask, made beforehand or, `per_batch`, within each call.
 
     Args:
-        p: the problem.
+        p: the case.
         per_batch: lengths change with each batch, so the mask does.
         plain: not compiled, to prove the code; torch has no backward of it on a CPU.
     """
@@ -128,7 +128,7 @@ def causal_arguments(varlen: Callable[..., Any], causal: bool) -> dict[str, Any]
 
 
 @lru_cache(maxsize=1)
-def packed(p: Problem, name: str) -> Attention:
+def packed(p: AttentionCase, name: str) -> Attention:
     """Attention of packed sequences, `[N, H, D]` -> `[N, H, D]`, by "varlen", "flash-attn" or "xformers"."""
     lengths = p.lengths.tolist()
     offsets, longest = p.layout.offsets.int(), p.length
@@ -156,7 +156,7 @@ def packed(p: Problem, name: str) -> Attention:
     return run
 
 
-def unpadded(p: Problem, attend: Attention) -> Attention:
+def unpadded(p: AttentionCase, attend: Attention) -> Attention:
     """Take real positions out of `[B, H, L, D]`, attend, and put the results back, zeros at padding.
 
     By the gather that fastformer has in both directions: indexing, as most write it, has a slow backward.
@@ -170,11 +170,11 @@ def unpadded(p: Problem, attend: Attention) -> Attention:
 
 
 @lru_cache(maxsize=1)  # for all directions: flex_attention may be compiled again for another mask, which takes seconds
-def rival(p: Problem, name: str, way: str | None = None) -> Attention:
+def rival(p: AttentionCase, name: str, way: str | None = None) -> Attention:
     """Build a competitor's attention of padded tensors.
 
     Args:
-        p: the problem.
+        p: the case.
         name: a key of `COMPETITORS`.
         way: for SDPA, how it is told of padding, see `sdpa`.
     """

@@ -35,7 +35,7 @@ _OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
-class Side:
+class Contender:
     """One side of a comparison: what to run, and how many tokens a call processes (1: compare calls)."""
 
     name: str
@@ -209,8 +209,8 @@ class Race:
         calls = [_call(op, direction, gradient) for op in ((ours,) if self.fault else (ours, theirs))]
         self(
             f"{case}, {_DIRECTION[direction]}",
-            Side("fastformer", calls[0]),
-            Side(theirs.name, calls[-1]),
+            Contender("fastformer", calls[0]),
+            Contender(theirs.name, calls[-1]),
             rounds=_OP_ROUNDS[self.device.type],
             goal=goal,
             work=work,
@@ -222,8 +222,8 @@ class Race:
     def __call__(
         self,
         case: str,
-        ours: Side,
-        theirs: Side,
+        ours: Contender,
+        theirs: Contender,
         *,
         rounds: int,
         goal: float | None = None,
@@ -293,7 +293,7 @@ class Race:
         if self.enforce and row.missed:
             pytest.fail(f"{case}: {row.ratio:.2f} times {theirs.name}, the goal is {goal}")
 
-    def _further_ratios(self, ours: Side, theirs: Side, as_graphs: bool) -> dict[str, float]:
+    def _further_ratios(self, ours: Contender, theirs: Contender, as_graphs: bool) -> dict[str, float]:
         """On a GPU: by the clock on the wall, and as CUDA graphs."""
         found = {}
         speed = ours.tokens / theirs.tokens

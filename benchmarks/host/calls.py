@@ -20,6 +20,7 @@ from torch import Tensor
 import fastformer
 from benchmarks.comparisons.training import training_step
 from benchmarks.competitors.tutorials import TorchTranslation
+from benchmarks.harness.clock import Call
 from benchmarks.harness.lengths import VOCABULARY, random_pairs
 from benchmarks.host import null_driver
 from fastformer import functional
@@ -31,19 +32,18 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 from fastformer.host.cuda_graphs import Recorder
 from fastformer.packing import Layout
 
-Run = Callable[[], object]
 _ROUNDS = 40
 _SECONDS = 0.004  # of a round: between two of them other programs run, the best has met none
 _LAYERS = 6
 D, H, P = 32, 2, 0.1
 
 
-class Case(NamedTuple):
+class CallPair(NamedTuple):
     """A call, forward alone and with backward, of both sides."""
 
     name: str
-    ours: Run
-    theirs: Run
+    ours: Call
+    theirs: Call
 
 
 def _parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -91,21 +91,23 @@ def _calls() -> list[tuple[str, list[Tensor], Callable[..., Tensor], Callable[..
     ]  # fmt: skip
 
 
-def _twice(name: str, leaves: list[Tensor], ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> list[Case]:
+def _twice(
+    name: str, leaves: list[Tensor], ours: Callable[..., Tensor], theirs: Callable[..., Tensor]
+) -> list[CallPair]:
     plain = [x.detach() for x in leaves]
 
-    def with_backward(call: Callable[..., Tensor]) -> Run:
+    def with_backward(call: Callable[..., Tensor]) -> Call:
         out = call(*leaves)
         grad = torch.ones_like(out)
         return lambda: torch.autograd.grad(call(*leaves), leaves, grad)
 
     return [
-        Case(name, lambda: ours(*plain), lambda: theirs(*plain)),
-        Case(f"{name}, and backward", with_backward(ours), with_backward(theirs)),
+        CallPair(name, lambda: ours(*plain), lambda: theirs(*plain)),
+        CallPair(f"{name}, and backward", with_backward(ours), with_backward(theirs)),
     ]
 
 
-def _steps() -> list[Case]:
+def _steps() -> list[CallPair]:
     """A training step of the translation model, 6+6 layers, against torch.nn.Transformer."""
     pairs = random_pairs(2)
     packed, padded = (collate(pairs, packed=form) for form in (True, False))
@@ -123,14 +125,14 @@ def _steps() -> list[Case]:
     ours = training_step(model, lambda: translation_loss(model, packed, 0.1), packed)
     theirs = training_step(twin, lambda: twin.loss(padded, 0.1), padded)
     return [
-        Case("model, loss", lambda: translation_loss(model, packed, 0.1), lambda: twin.loss(padded, 0.1)),
-        Case("model, training step", ours, theirs),
-        Case("trainer's step", _trainer_step(model, packed, None), theirs),
-        Case("trainer's step, CUDA graphs", _trainer_step(model, packed, null_driver.NullRecorder()), theirs),
+        CallPair("model, loss", lambda: translation_loss(model, packed, 0.1), lambda: twin.loss(padded, 0.1)),
+        CallPair("model, training step", ours, theirs),
+        CallPair("trainer's step", _trainer_step(model, packed, None), theirs),
+        CallPair("trainer's step, CUDA graphs", _trainer_step(model, packed, null_driver.NullRecorder()), theirs),
     ]
 
 
-def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None) -> Run:
+def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None) -> Call:
     """A step as the trainer makes it: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
     config, alone = TrainConfig(steps=1), Processes()
     loss = partial(translation_loss, label_smoothing=0.1)
@@ -146,7 +148,7 @@ def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | No
     return step
 
 
-def _microseconds(*runs: Run) -> list[float]:
+def _microseconds(*runs: Call) -> list[float]:
     """The least CPU time of each, in turns."""
     found, numbers = [float("inf")] * len(runs), []
     for run in runs:

@@ -166,8 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"not installed here, so left out where needed: {', '.join(missing)}")
             gathered = Gathered(out / "benchmarks.jsonl", part)
             outcomes = (
-                run_all(steps, seconds, out, processes.environment(**(_DRY if options.dry_run else {})), gathered)
-                + late
+                run_all(steps, seconds, out, processes.variables(**(_DRY if options.dry_run else {})), gathered) + late
             )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

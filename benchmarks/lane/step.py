@@ -2,11 +2,12 @@
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.harness.processes import ROOT, Command, Outcome, Processes
+from benchmarks.harness.processes import POLL, ROOT, Command, Outcome, Process
 
 GRACE = 5.0  # seconds between asking a step to end and killing it
 _NOTHING_CHOSEN = "failed, exit code 5"  # pytest's where no test was left
@@ -76,14 +77,15 @@ class Gathered:
 def run_step(step: Step, limit: float, log: Path, variables: dict[str, str], gathered: Gathered) -> Outcome:
     """Run a step for so many seconds at most, and gather its rows meanwhile."""
     gathered.start()
+    process = Process(step, limit, GRACE, log, variables, ROOT)
     try:
-        with Processes(log, GRACE, variables=variables, folder=ROOT) as processes:
-            begin = processes.start(step, limit)
-            while not (ended := processes.wait()):
-                gathered.collect()
+        while (outcome := process.poll()) is None:
+            time.sleep(POLL)
+            gathered.collect()
     finally:
+        process.end()
         gathered.collect()
-    return _judged(ended[0], _counts(log, begin)) if step.proves else ended[0]
+    return _judged(outcome, _counts(log, process.output)) if step.proves else outcome
 
 
 def _judged(outcome: Outcome, counts: str) -> Outcome:

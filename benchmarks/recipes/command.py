@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import environment
-from benchmarks.harness.processes import Command, Outcome, Processes, exit_when_terminated
+from benchmarks.harness.processes import POLL, Command, Outcome, Process, exit_when_terminated, variables
 from benchmarks.recipes.table import RECORD, read_rows, table
 
 GRACE = 25.0  # seconds from the interruption of what still runs to its end
@@ -45,25 +45,34 @@ def run_all(steps: Sequence[Command], seconds: float, at_once: int, log: Path) -
     grace = min(GRACE, 0.2 * seconds)
     end = time.monotonic() + seconds - grace
     waiting, outcomes = list(steps), list[Outcome]()
-    with Processes(log, grace) as processes:
-        while waiting or processes.running:
-            ended = processes.wait() if processes.running else []
-            while waiting and len(processes.running) < at_once and not _in_the_way(waiting[0], processes.running):
+    running: list[Process] = []
+    try:
+        while waiting or running:
+            ended: list[Outcome] = []
+            while waiting and len(running) < at_once and not _in_the_way(waiting[0], running):
                 step, left = waiting.pop(0), end - time.monotonic()
                 if left <= 0 or left + grace < step.seconds:
                     ended.append(Outcome(step.name, f"left out: {left + grace:.0f} s were left"))
                 else:
-                    processes.start(step, left)
+                    running.append(Process(step, left, grace, log, variables()))
                     print(f"{step.name}: begun, {left + grace:.0f} s left", flush=True)
+            time.sleep(POLL)
+            for process in [*running]:
+                if (outcome := process.poll()) is not None:
+                    running.remove(process)
+                    ended.append(outcome)
             for outcome in ended:
                 print(outcome, flush=True)
             outcomes += ended
+    finally:
+        for process in running:
+            process.end()
     return outcomes
 
 
-def _in_the_way(step: Command, running: Iterable[Command]) -> bool:
+def _in_the_way(step: Command, running: Iterable[Process]) -> bool:
     """It must wait for those that run."""
-    return any(step.alone or other.alone for other in running)
+    return any(step.alone or other.command.alone for other in running)
 
 
 def _check_modules(modules: Mapping[str, str]) -> None:

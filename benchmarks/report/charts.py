@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import Row
-from benchmarks.report.results import Result, grouped, rounded
+from benchmarks.report.results import CommittedResult, grouped, rounded
 from benchmarks.report.tables import geometric_mean
 from fastformer.apps.plots import figure as frames
 
@@ -57,12 +57,12 @@ class Panel:
     out_of_memory: Mapping[str, Sequence[float]]  # by side, at which values
 
 
-def bars_name(result: Result) -> str:
+def bars_name(result: CommittedResult) -> str:
     """The file name of the chart of all ratios."""
     return f"{PREFIX}{result.name}.png"
 
 
-def scaling_names(result: Result) -> dict[str, str]:
+def scaling_names(result: CommittedResult) -> dict[str, str]:
     """The file names of the scaling charts, by benchmark; of those only that have something that grows."""
     groups = grouped(result.rows).items()
     return {
@@ -72,7 +72,7 @@ def scaling_names(result: Result) -> dict[str, str]:
     }
 
 
-def digests(result: Result) -> dict[str, str]:
+def digests(result: CommittedResult) -> dict[str, str]:
     """File name -> what its picture must carry to be of this result."""
     groups = grouped(result.rows)
     shown: dict[str, object] = {bars_name(result): bars(result.rows)}
@@ -82,7 +82,7 @@ def digests(result: Result) -> dict[str, str]:
     }
 
 
-def _title(result: Result) -> str:
+def _title(result: CommittedResult) -> str:
     machine = result.machine
     return f"{result.name}: {machine.get('gpu', machine['processor'])}, {machine['date']}"
 
@@ -189,7 +189,7 @@ def _family(case: str, axis: str, value: float) -> str | None:
     return f"{case[: match.start()]}…{case[match.end() :]}"
 
 
-def draw(result: Result, folder: Path) -> list[Path]:
+def draw(result: CommittedResult, folder: Path) -> list[Path]:
     """Draw all charts of a result.
 
     Raises:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import charts, results, tables
-from benchmarks.report.results import Result
+from benchmarks.report.results import CommittedResult
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,12 +27,12 @@ _RATIO = "Ratio = their time / ours (or our tokens/s / theirs): above 1 ours is 
 _MEMORY = "Memory is ours / theirs: below 1 ours is smaller."
 
 
-def load_results(folder: Path = RESULTS) -> list[Result]:
+def load_results(folder: Path = RESULTS) -> list[CommittedResult]:
     """All committed results, by name."""
     return [results.load(path) for path in sorted(folder.glob("*.json"))]
 
 
-def section(results: Sequence[Result]) -> str:
+def section(results: Sequence[CommittedResult]) -> str:
     """The README's section: small results whole, of large ones a summary."""
     parts = [BEGIN, f"{_RATIO} All tables: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."]
     for result in results:
@@ -46,7 +46,7 @@ def section(results: Sequence[Result]) -> str:
     return "\n\n".join(part for part in [*parts, END] if part)
 
 
-def all_tables(results: Sequence[Result]) -> str:
+def all_tables(results: Sequence[CommittedResult]) -> str:
     """benchmarks/RESULTS.md."""
     parts = ["# Results", f"Written by `python -m benchmarks.report`. {_RATIO} {_MEMORY}"]
     for result in results:
@@ -65,7 +65,7 @@ def _picture(about: str, name: str, folder: str) -> str:
     return f"![{about}]({folder}/{name})"
 
 
-def write(results: Sequence[Result]) -> list[Path]:
+def write(results: Sequence[CommittedResult]) -> list[Path]:
     """Write the README's section, RESULTS.md and the charts; charts of results that are gone are removed."""
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ _LISTS = ("tokens", "peak_bytes", "saved_bytes")  # JSON has no tuples
 
 
 @dataclass(frozen=True)
-class Result:
+class CommittedResult:
     """A run on one machine. Its rows hold no `notes` and no `matmul_rate`, the range of which is in `matmul`."""
 
     name: str
@@ -31,7 +31,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run has recorded; of a case measured twice the later row."""
 
     machine: Mapping[str, str]
@@ -40,7 +40,7 @@ class Run:
     complete: bool
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Read a run, also one that was cut before its last line.
 
     Raises:
@@ -70,10 +70,10 @@ def read_run(path: Path) -> Run:
         elif "ceilings" in entry:
             ceilings |= entry["ceilings"]
             complete = not entry.get("cut")  # the steps of benchmarks.lane that did not end
-    return Run(entries[0]["machine"], tuple(rows.values()), ceilings, complete)
+    return RecordedRun(entries[0]["machine"], tuple(rows.values()), ceilings, complete)
 
 
-def merge(paths: Sequence[Path]) -> Run:
+def merge(paths: Sequence[Path]) -> RecordedRun:
     """Runs of the same code on the same machine as one; of a case measured twice the row of the later file.
 
     Raises:
@@ -90,10 +90,10 @@ def merge(paths: Sequence[Path]) -> Run:
                 )
     rows = {_key(row): row for run in found for row in run.rows}
     ceilings = {key: rate for run in found for key, rate in run.ceilings.items()}
-    return Run(found[-1].machine, tuple(rows.values()), ceilings, all(run.complete for run in found))
+    return RecordedRun(found[-1].machine, tuple(rows.values()), ceilings, all(run.complete for run in found))
 
 
-def condense(paths: Sequence[Path], name: str) -> Result:
+def condense(paths: Sequence[Path], name: str) -> CommittedResult:
     """What of one or several runs is committed.
 
     Raises:
@@ -115,7 +115,7 @@ def condense(paths: Sequence[Path], name: str) -> Result:
     if commit.endswith(DIRTY):
         raise ValueError(f"{said}: uncommitted code was measured ({commit}); commit, then measure again")
     rates = [row.matmul_rate for row in rows if not math.isnan(row.matmul_rate)]
-    return Result(
+    return CommittedResult(
         name,
         run.machine,
         timer=next(str(row.notes["timer"]) for row in rows if "timer" in row.notes),
@@ -126,7 +126,7 @@ def condense(paths: Sequence[Path], name: str) -> Result:
     )
 
 
-def save(result: Result, folder: Path) -> Path:
+def save(result: CommittedResult, folder: Path) -> Path:
     """Write a result as NAME.json, a row a line."""
     head = {"format": FORMAT} | {key: value for key, value in asdict(result).items() if key not in ("name", "rows")}
     body = json.dumps(head, indent=1)[:-2]
@@ -137,7 +137,7 @@ def save(result: Result, folder: Path) -> Path:
     return path
 
 
-def load(path: Path) -> Result:
+def load(path: Path) -> CommittedResult:
     """Read a committed result.
 
     Raises:
@@ -149,7 +149,7 @@ def load(path: Path) -> Result:
         raise ValueError(f"{path} is no JSON: {error}") from None
     _check_format(data, path)
     try:
-        return Result(
+        return CommittedResult(
             path.stem,
             data["machine"],
             data["timer"],

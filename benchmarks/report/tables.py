@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.harness.record import Row
-from benchmarks.report.results import Result, grouped
+from benchmarks.report.results import CommittedResult, grouped
 
 WHOLE = 20  # rows, up to which the README shows a table whole
 _MISSES = 12  # of the missed goals of a result, so many are listed below its summary
@@ -17,7 +17,7 @@ _STATUS = 60  # characters
 Column = tuple[str, Callable[[Row], str]]
 
 
-def heading(result: Result) -> str:
+def heading(result: CommittedResult) -> str:
     """What a result was measured on, and the most that this machine does."""
     m = result.machine
     parts = [m["gpu"]] if "gpu" in m else []
@@ -141,6 +141,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split())
 
 
-def by_benchmark(result: Result) -> Iterable[tuple[str, str]]:
+def by_benchmark(result: CommittedResult) -> Iterable[tuple[str, str]]:
     """Each benchmark's name and whole table."""
     return ((name, whole_table(rows)) for name, rows in grouped(result.rows).items())

@@ -32,7 +32,7 @@ import torch
 from benchmarks.harness import environment
 from benchmarks.harness.clock import Call, Stopwatch
 from benchmarks.harness.race import relative_error
-from benchmarks.tuning.cases import Case, Config, Kernel, find_cases
+from benchmarks.tuning.cases import Config, Kernel, Tuned, find_cases
 
 FORMAT = 1  # of the file; raised when its fields change
 ROUNDS = 15
@@ -44,7 +44,7 @@ _MEASURED, _DRY, _LATE = "measured", "dry run", "no time left"
 
 
 @dataclass(frozen=True)
-class Result:
+class Trial:
     """One configuration beside the chosen one; times in seconds, `ratio` = chosen / this, None where not timed."""
 
     kernel: str
@@ -67,7 +67,7 @@ class Sweep:
         """`tiny`: run everything once, time nothing."""
         self.watch, self.deadline, self.tiny = watch, deadline, tiny
 
-    def case(self, case: Case, call: Kernel, chosen: Config, others: Sequence[Config]) -> Iterator[Result]:
+    def case(self, case: Tuned, call: Kernel, chosen: Config, others: Sequence[Config]) -> Iterator[Trial]:
         """Measure the configurations of a case, one after another."""
         expected = case.run(call, chosen)
         base = self._graph(case, call, chosen)
@@ -81,7 +81,7 @@ class Sweep:
                 except Exception as error:  # whatever a compiler or a driver raises
                     self.check_device(error)
                     status = f"fails: {_line(error)}"
-            yield Result(case.kernel, case.shape, chosen, config, status, seconds, ratio)
+            yield Trial(case.kernel, case.shape, chosen, config, status, seconds, ratio)
 
     def _fault(self, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str | None:
         for a, b in zip(found, expected, strict=True):
@@ -90,7 +90,7 @@ class Sweep:
                 return f"wrong: off by {error:.1e}"
         return None
 
-    def _graph(self, case: Case, call: Kernel, config: Config) -> Call:
+    def _graph(self, case: Tuned, call: Kernel, config: Config) -> Call:
         def run() -> object:
             return case.run(call, config)
 
@@ -122,7 +122,7 @@ def _line(error: Exception) -> str:
 
 
 @lru_cache(2)  # the inputs of a case take up to a gigabyte
-def _prepared(index: int, tiny: bool, device: str) -> tuple[Case, Kernel]:
+def _prepared(index: int, tiny: bool, device: str) -> tuple[Tuned, Kernel]:
     case = find_cases(tiny)[index]
     return case, case.prepare(torch.device(device))
 
@@ -157,9 +157,9 @@ def describe(config: Mapping[str, int], beside: Mapping[str, int] | None = None)
     return ", ".join(f"{name} {value}" for name, value in shown.items()) or "-"
 
 
-def table(results: Sequence[Result]) -> list[str]:
+def table(results: Sequence[Trial]) -> list[str]:
     """One line a case: the chosen configuration, the fastest, and how many times faster that is."""
-    groups: dict[tuple[str, str, str], list[Result]] = {}
+    groups: dict[tuple[str, str, str], list[Trial]] = {}
     for result in results:
         groups.setdefault((result.kernel, result.shape, describe(result.chosen)), []).append(result)
     lines = [("kernel", "shape", "chosen", "best", "ratio", "not timed")]
@@ -175,23 +175,23 @@ def table(results: Sequence[Result]) -> list[str]:
 
 
 def sweep_all(
-    sweep: Sweep, cases: Sequence[tuple[int, Case]], pool: ProcessPoolExecutor | None = None
-) -> Iterator[Result]:
+    sweep: Sweep, cases: Sequence[tuple[int, Tuned]], pool: ProcessPoolExecutor | None = None
+) -> Iterator[Trial]:
     """Measure all cases, a few of them compiled at a time."""
     _compile(pool, [(index, None) for index, _ in cases], sweep)
     for start in range(0, len(cases), _TOGETHER):
         wanted: list[tuple[int, Config | None]] = []
-        planned: list[tuple[Case, Kernel, Config, list[Config]]] = []
+        planned: list[tuple[Tuned, Kernel, Config, list[Config]]] = []
         for index, case in cases[start : start + _TOGETHER]:
             if time.monotonic() >= sweep.deadline:
-                yield Result(case.kernel, case.shape, {}, {}, _LATE)
+                yield Trial(case.kernel, case.shape, {}, {}, _LATE)
                 continue
             try:
                 call = case.prepare(sweep.watch.device)
                 chosen = case.chosen(call)
             except Exception as error:
                 sweep.check_device(error)
-                yield Result(case.kernel, case.shape, {}, {}, f"fails: {_line(error)}")
+                yield Trial(case.kernel, case.shape, {}, {}, f"fails: {_line(error)}")
                 continue
             others = case.others(chosen)[: DRY_NEIGHBOURS if sweep.tiny else None]
             wanted += [(index, config) for config in others]
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     pool = ProcessPoolExecutor(workers, spawn) if workers else None
     file = options.out.open("w", encoding="utf-8") if options.out is not None else None
-    results: list[Result] = []
+    results: list[Trial] = []
     lost = False
     try:
         if file is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.harness.environment import COMMIT
-from benchmarks.harness.processes import ROOT, Outcome, environment
+from benchmarks.harness.processes import ROOT, Outcome, variables
 from benchmarks.lane import command as lane
 from benchmarks.lane import plan, step
 from benchmarks.lane import steps as lane_steps
@@ -23,7 +23,7 @@ def python(name, code, seconds=0.0, proves=True):
 
 def run(steps, seconds, out):
     gathered = Gathered(out / "benchmarks.jsonl", out / "part.jsonl")
-    return lane.run_all(steps, seconds, out, environment(), gathered), gathered
+    return lane.run_all(steps, seconds, out, variables(), gathered), gathered
 
 
 @pytest.fixture

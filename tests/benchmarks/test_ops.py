@@ -13,32 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_entropy, bench_feed_forward, bench_layer_norm
-from benchmarks.bench_feed_forward import CASES, Case
+from benchmarks.bench_feed_forward import CASES, FeedForwardShape
 from benchmarks.comparisons import training
 from benchmarks.competitors import kernel_packages, known
 from benchmarks.competitors.tutorials import TorchTranslation
 from benchmarks.harness import clock
 from benchmarks.harness.clock import Stopwatch
-from benchmarks.harness.floors import Ceilings
-from benchmarks.harness.race import Op, Race
-from benchmarks.harness.record import Record
-from benchmarks.harness.stand_in import benchmark_of
+from benchmarks.harness.race import Op
 from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds, collate
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-
-CPU = torch.device("cpu")
-
-
-def make_race():
-    watch = Stopwatch(CPU)
-    return Race(
-        benchmark_of("benchmarks/bench_something.py::bench_it"),
-        watch,
-        Ceilings(watch, tiny=True),
-        Record({}),
-        enforce=False,
-        tiny=True,
-    )
+from tests.benchmarks.races import CPU, make_race
 
 
 def test_what_is_timed_may_be_another_call_than_what_is_compared():
@@ -117,15 +101,21 @@ def test_the_cache_is_flushed_by_reading_so_that_the_call_pays_for_no_line_of_an
     assert seen == [*["reads"] * clock._FLUSHES, "event", "call", "event"] * 2
 
 
-def test_the_compiled_model_is_compiled(monkeypatch):
-    compilations = []
+@pytest.fixture
+def compilations(monkeypatch):
+    """What torch.compile has compiled; it runs as it is."""
+    found = []
 
     def backend(graph, inputs):
-        compilations.append(graph)
+        found.append(graph)
         return graph.forward
 
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
+    return found
+
+
+def test_the_compiled_model_is_compiled(monkeypatch, compilations):
     monkeypatch.setattr(training, "require", lambda name, device: None)
     race = make_race()
     config = TranslationConfig(20, 20, d_model=16, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=16)
@@ -136,15 +126,7 @@ def test_the_compiled_model_is_compiled(monkeypatch):
     assert len(compilations) == 2, "in evaluation mode and in training"
 
 
-def test_the_ninth_compilation_of_the_same_code_still_compiles(monkeypatch):
-    compilations = []
-
-    def backend(graph, inputs):
-        compilations.append(graph)
-        return graph.forward
-
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
+def test_the_ninth_compilation_of_the_same_code_still_compiles(compilations):
     for k in range(10):
         known.compiled(lambda x, k=k: x * k)(torch.ones(3))
     assert len(compilations) == 10
@@ -163,18 +145,18 @@ def test_the_truth_of_the_loss_is_the_same_by_chunks(smoothing, monkeypatch):
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_feed_forward_inputs_fit_even_where_sizes_coincide(activation):
-    case = Case(8, 4, 8, activation)  # as many tokens as hidden units
+    case = FeedForwardShape(8, 4, 8, activation)  # as many tokens as hidden units
     wide = 16 if activation == "swiglu" else 8
     shapes = [tuple(x.shape) for x in bench_feed_forward._inputs(case, CPU)]
     assert shapes == [(8, 4), (wide, 4), (wide,), (4, 8), (4,)]
 
 
 def test_feed_forward_work_is_counted_by_hand():
-    counted = bench_feed_forward.work(Case(2, 3, 5))["both"]
+    counted = bench_feed_forward.work(FeedForwardShape(2, 3, 5))["both"]
     assert counted.operations == 3 * (2 * 2 * 3 * 5 * 2)
     # x, y, both weights; x, dy, dx, both weights and their gradients: 2 bytes each.
     assert counted.bytes == 2 * ((2 * 6 + 30) + (3 * 6 + 2 * 30))
-    assert bench_feed_forward.work(Case(2, 3, 5, "swiglu"))["forward"].operations == 2 * 2 * 3 * 5 * 3
+    assert bench_feed_forward.work(FeedForwardShape(2, 3, 5, "swiglu"))["forward"].operations == 2 * 2 * 3 * 5 * 3
 
 
 def test_every_run_names_a_case_and_a_competitor():

@@ -3,10 +3,11 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from benchmarks.harness.processes import ROOT, Command, Processes
+from benchmarks.harness.processes import POLL, ROOT, Command, Process, variables
 from tests.support.processes import ends
 
 SLEEPS = "import time; time.sleep(60)"
@@ -19,11 +20,10 @@ def python(name, *code, seconds=0.0, alone=False):
 
 
 def outcome_of(command, limit, log, grace=0.5):
-    with Processes(log, grace) as processes:
-        begin = processes.start(command, limit)
-        while not (ended := processes.wait()):
-            continue
-    return ended[0], log.read_text(encoding="utf-8")[begin:]
+    process = Process(command, limit, grace, log, variables())
+    while (outcome := process.poll()) is None:
+        time.sleep(POLL)
+    return outcome, log.read_text(encoding="utf-8")[process.output :]
 
 
 @pytest.mark.slow
@@ -50,18 +50,19 @@ def test_what_ends_leaves_nothing_running(tmp_path):
 
 def test_a_killed_program_ends_its_processes(tmp_path):
     program = (
-        "import pathlib, sys, benchmarks.harness.processes as p\n"
-        "p.exit_when_terminated()\n"
-        "with p.Processes(pathlib.Path(sys.argv[1]), 60.0) as processes:\n"
-        f"    processes.start(p.Command('x', (sys.executable, '-S', '-c', {SLEEPS!r})), 60.0)\n"
-        "    print([each.process.pid for each in processes.running.values()][0], flush=True)\n"
-        "    while not processes.wait(): pass\n"
+        "import pathlib, sys, benchmarks.recipes.command as recipes; from benchmarks.harness import processes\n"
+        "processes.exit_when_terminated()\n"
+        f"hangs = processes.Command('x', (sys.executable, '-S', '-c', {f'{CHILD}; {SLEEPS}'!r}))\n"
+        "recipes.run_all([hangs], 60.0, 1, pathlib.Path(sys.argv[1]))\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "log.txt")]
+    log = tmp_path / "log.txt"
+    command = [sys.executable, "-c", program, str(log)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    assert "x: begun" in process.stdout.readline()
+    while not (printed := log.read_text(encoding="utf-8").splitlines()[2:]):
+        time.sleep(POLL)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
     process.stdout.close()
-    assert ends(pid)
+    assert ends(int(printed[0]))

@@ -18,11 +18,7 @@ from benchmarks import (
     bench_modules,
     bench_packing,
 )
-from benchmarks.harness.clock import Stopwatch
-from benchmarks.harness.floors import Ceilings
-from benchmarks.harness.race import Race
-from benchmarks.harness.record import Record
-from benchmarks.harness.stand_in import benchmark_of
+from tests.benchmarks.races import make_race
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
@@ -58,12 +54,9 @@ def test_a_gpu_has_its_own_shapes_and_the_usual_ones_too():
 
 @pytest.fixture
 def race(monkeypatch):
-    watch = Stopwatch(torch.device("cpu"))
-    benchmark = benchmark_of("benchmarks/bench_thing.py::bench_thing")
-    race = Race(benchmark, watch, Ceilings(watch, tiny=True), Record({}), enforce=False, tiny=True)
     for module in (bench_decoding, bench_integrations):
         monkeypatch.setattr(module, "require", lambda name, device: None)
-    return race
+    return make_race()
 
 
 def broken(*arguments, **keywords):
@@ -116,13 +109,13 @@ def break_module(monkeypatch, race):
 
 
 def break_packing(monkeypatch, race):
-    made = bench_packing._encoder_task
+    made = bench_packing._encoder_call
 
     def task(*arguments):
         found = made(*arguments)
-        return bench_packing.Task(only_torchs(found.call), found.real, found.share)
+        return bench_packing.PaddedCall(only_torchs(found.call), found.real, found.share)
 
-    monkeypatch.setattr(bench_packing, "_encoder_task", task)
+    monkeypatch.setattr(bench_packing, "_encoder_call", task)
     bench_packing.bench_encoder(race, "quick", True, "fp32", 0.55, 1.8, "training step")
 
 

@@ -14,28 +14,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import terminal
-from benchmarks.harness.clock import Stopwatch, saved_for_backward
-from benchmarks.harness.floors import Ceilings, Work
-from benchmarks.harness.race import Op, Race, Side
+from benchmarks.harness.clock import saved_for_backward
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record, Row
-from benchmarks.harness.stand_in import benchmark_of
+from tests.benchmarks.races import make_race
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def race(tmp_path):
     record = Record({"commit": "0"}, tmp_path / "run.jsonl")
-    watch = Stopwatch(CPU)
-    yield Race(
-        benchmark_of("benchmarks/bench_thing.py::bench_thing"),
-        watch,
-        Ceilings(watch, tiny=True),
-        record,
-        enforce=False,
-        tiny=False,
-    )
+    yield make_race(record, tiny=False)
     record.close({})
 
 
@@ -134,7 +125,7 @@ def test_ours_out_of_memory_is_a_row(race):
 
 def test_no_time_without_a_gate(race):
     with pytest.raises(AssertionError, match="only after a gate"):
-        race("a case", Side("fastformer", lambda: None), Side("other", lambda: None), rounds=1)
+        race("a case", Contender("fastformer", lambda: None), Contender("other", lambda: None), rounds=1)
 
 
 class Stashing(torch.autograd.Function):
@@ -186,7 +177,7 @@ def test_a_competitor_that_breaks_while_it_is_timed(race):
             oom(X)
 
     race.gate("result", X, X, 0.0)
-    race("a case", Side("fastformer", lambda: X @ X), Side("other", third_time_unlucky), rounds=3)
+    race("a case", Contender("fastformer", lambda: X @ X), Contender("other", third_time_unlucky), rounds=3)
     assert race.record.rows[0].status == "out of memory"
 
 
@@ -202,7 +193,7 @@ def test_ratios_are_by_the_token(race):
     def work() -> object:
         return X @ X
 
-    race("a case", Side("fastformer", work, 100), Side("other", work, 10), rounds=5)
+    race("a case", Contender("fastformer", work, 100), Contender("other", work, 10), rounds=5)
     assert race.record.rows[0].ratio == pytest.approx(10, rel=0.7)
 
 
@@ -270,8 +261,8 @@ def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails
 
     race.watch.on_gpu, race.watch.replay = True, replay
     race.watch.wall = lambda run: None
-    found = race._further_ratios(Side("fastformer", ours, 1), Side("other", theirs, 1), True)
+    found = race._further_ratios(Contender("fastformer", ours, 1), Contender("other", theirs, 1), True)
     assert set(race._notes["graph_seconds"]) == ({"fastformer"} if fails else {"fastformer", "other"})
     assert ("graph" in found) is not fails
     assert race._notes.get("no_graph") == ("other: it waits for the device" if fails else None)
-    assert "graph" not in race._further_ratios(Side("fastformer", ours, 1), Side("other", theirs, 1), False)
+    assert "graph" not in race._further_ratios(Contender("fastformer", ours, 1), Contender("other", theirs, 1), False)

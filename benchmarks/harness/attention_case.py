@@ -1,4 +1,4 @@
-"""A problem of self-attention: its tensors, masks and lengths, what it costs at least, and its results in fp64.
+"""A case of self-attention: its tensors, masks and lengths, what it costs at least, and its results in fp64.
 
 Tensors are `[B, H, L, D]` as projections leave them, D next to H in memory; padding is on the right.
 
@@ -27,7 +27,7 @@ _TINY = {"batch": 3, "heads": 2, "length": 9, "head_size": 16, "share": 0.3}
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """B x H x L of head size D; `kind` of lengths, None: all are L; `share` of padding."""
 
     batch: int
@@ -56,7 +56,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class AttentionCase:
     """Self-attention of B sequences, of H heads of D channels.
 
     Args:
@@ -178,8 +178,10 @@ class Problem:
         return scores.masked_fill(forbidden | self.look_ahead if self.causal else forbidden, -1e300).softmax(-1)
 
 
-def problem(race: Race, shape: Shape, dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0) -> Problem:
-    """Make the problem of a shape, the same for calls in a row; in a dry run a tiny one, on a CPU in fp32."""
+def attention_case(
+    race: Race, shape: AttentionShape, dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0
+) -> AttentionCase:
+    """Make the case of a shape, the same for calls in a row; in a dry run a tiny one, on a CPU in fp32."""
     if race.device.type == "cpu":  # fp32: Triton's interpreter multiplies matrices of bf16 as if they were integers
         shape = replace(shape, **_TINY) if race.tiny else shape  # type: ignore[arg-type]
         return _made(shape, race.device, torch.float32, dropout)
@@ -187,12 +189,12 @@ def problem(race: Race, shape: Shape, dtype: torch.dtype = torch.bfloat16, dropo
 
 
 @lru_cache(maxsize=1)
-def _made(shape: Shape, device: torch.device, dtype: torch.dtype, dropout: float) -> Problem:
+def _made(shape: AttentionShape, device: torch.device, dtype: torch.dtype, dropout: float) -> AttentionCase:
     padded = shape.kind is not None
-    return Problem(shape.lengths(), shape.heads, shape.head_size, device, shape.causal, padded, dtype, dropout)
+    return AttentionCase(shape.lengths(), shape.heads, shape.head_size, device, shape.causal, padded, dtype, dropout)
 
 
-def case_name(op: str, shape: Shape, p: Problem) -> str:
+def case_name(op: str, shape: AttentionShape, p: AttentionCase) -> str:
     """A name in which cases that differ in length, padding or head size differ in that alone."""
     parts = [f"{op}, {p.batch * p.length:,} positions, length {p.length:,}, {p.heads} heads of {p.head_size}"]
     parts += ["causal" if p.causal else "not causal"]

@@ -18,16 +18,16 @@ from benchmarks.harness.race import Direction, Op, Race
 
 Function = Callable[..., Tensor]
 TimedFunctions = tuple[Mapping[str, Callable[..., Any]], Any]  # by competitor, and the gradients of their outputs
-Comparison = tuple[Any, str, Direction]  # a case or its name, competitor and what is timed
+Pairing = tuple[Any, str, Direction]  # a case or its name, competitor and what is timed
 
 
-def with_cpu(comparisons: Sequence[Comparison], *on_cpu: Comparison, name: Callable[[Any], str] = str) -> list[Any]:
+def with_cpu(pairings: Sequence[Pairing], *on_cpu: Pairing, name: Callable[[Any], str] = str) -> list[Any]:
     """All of them as parameters with names, and those that stand for them on a CPU, which a GPU leaves out."""
 
-    def parameter(of: Comparison, *marks: pytest.MarkDecorator) -> Any:
+    def parameter(of: Pairing, *marks: pytest.MarkDecorator) -> Any:
         return pytest.param(*of, marks=marks, id="-".join((name(of[0]), *of[1:])))
 
-    return [*map(parameter, comparisons), *(parameter(each, pytest.mark.cpu) for each in on_cpu)]
+    return [*map(parameter, pairings), *(parameter(each, pytest.mark.cpu) for each in on_cpu)]
 
 
 FP32_TOLERANCE = 1e-5  # sums of up to 8,000 terms, whose roundings of 6e-8 add up to 5e-6 as a random walk

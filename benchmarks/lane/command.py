@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.harness import environment, processes
 from benchmarks.harness.processes import Outcome
 from benchmarks.lane.plan import PLAN, chosen, fitting, has, step_of
-from benchmarks.lane.step import GRACE, Gathered, Step, run_step
+from benchmarks.lane.step import GRACE, Gathered, LaneStep, run_step
 
 LINES = 40  # of the summary
 _STEP_LINES = 24  # of the summary
@@ -49,7 +49,7 @@ def _without_summary(seconds: float) -> float:
 
 
 def run_all(
-    steps: Sequence[Step], seconds: float, out: Path, variables: dict[str, str], gathered: Gathered
+    steps: Sequence[LaneStep], seconds: float, out: Path, variables: dict[str, str], gathered: Gathered
 ) -> list[Outcome]:
     """Run the steps one after another within so many seconds; each has its own, and what the earlier ones left over."""
     end = time.monotonic() + _without_summary(seconds)

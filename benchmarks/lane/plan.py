@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.processes import ROOT
-from benchmarks.lane.step import Step
+from benchmarks.lane.step import LaneStep
 
 _TESTS = ("test_gpu*.py", "test_fused_*.py")  # those that need a GPU, and values with every backend
 _MOST_WORKERS = 16  # each has a CUDA context of its own, and a container may name its host's cores
@@ -66,7 +66,7 @@ def has(module: str) -> bool:
 
 
 def chosen(only: str | None, dry: bool) -> dict[str, float]:
-    """Step -> seconds, in the plan's order, of some runs or steps separated by commas; the facts are always there.
+    """LaneStep -> seconds, in the plan's order, of some runs or steps separated by commas; the facts are always there.
 
     Raises:
         ValueError: a name is unknown.
@@ -82,7 +82,7 @@ def chosen(only: str | None, dry: bool) -> dict[str, float]:
     return {name: seconds for name, seconds in every.items() if name in names and (name in _DRY or not dry)}
 
 
-def fitting(steps: Sequence[Step], seconds: float) -> list[Step]:
+def fitting(steps: Sequence[LaneStep], seconds: float) -> list[LaneStep]:
     """The steps, in order, that so many seconds have room for; what does not fit leaves its room to later ones."""
     found = []
     for step in steps:
@@ -92,7 +92,7 @@ def fitting(steps: Sequence[Step], seconds: float) -> list[Step]:
     return found
 
 
-def step_of(name: str, seconds: float, out: Path, part: Path, dry: bool) -> Step:
+def step_of(name: str, seconds: float, out: Path, part: Path, dry: bool) -> LaneStep:
     """A step of the plan.
 
     Args:
@@ -104,13 +104,13 @@ def step_of(name: str, seconds: float, out: Path, part: Path, dry: bool) -> Step
     """
     module, flag = (sys.executable, "-m"), ("--dry-run",) if dry else ()
     if name in ("facts", "profile"):
-        return Step(name, (*module, "benchmarks.lane.steps", name, str(out), *flag), seconds)
+        return LaneStep(name, (*module, "benchmarks.lane.steps", name, str(out), *flag), seconds)
     if name == "tuning":
         limits = ("--minutes", f"{_TUNING / 60:g}", "--out", str(out / "tuning.jsonl"))
-        return Step(name, (*module, "benchmarks.tuning", *limits, *flag), seconds)
+        return LaneStep(name, (*module, "benchmarks.tuning", *limits, *flag), seconds)
     quiet = "--show-capture=no --color=no -p no:cacheprovider --durations=3 --tb=short"
     what = _tests(name, dry) if name in PLAN["tests"] else (*_race(name, dry), "--record", str(part), *flag)
-    return Step(name, (*module, "pytest", *quiet.split(), *what), seconds, proves=True, needs=("pytest",))
+    return LaneStep(name, (*module, "pytest", *quiet.split(), *what), seconds, proves=True, needs=("pytest",))
 
 
 def _tests(name: str, dry: bool) -> tuple[str, ...]:

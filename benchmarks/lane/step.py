@@ -15,7 +15,7 @@ _COUNTS = re.compile(rb"\d+ (?:failed|errors?|passed|skipped)\b")  # of pytest's
 
 
 @dataclass(frozen=True)
-class Step(Command):
+class LaneStep(Command):
     """A command of the plan."""
 
     proves: bool = False  # it fails only if ours is wrong
@@ -74,7 +74,7 @@ class Gathered:
             file.write(line + "\n")
 
 
-def run_step(step: Step, limit: float, log: Path, variables: dict[str, str], gathered: Gathered) -> Outcome:
+def run_step(step: LaneStep, limit: float, log: Path, variables: dict[str, str], gathered: Gathered) -> Outcome:
     """Run a step for so many seconds at most, and gather its rows meanwhile."""
     gathered.start()
     process = Process(step, limit, GRACE, log, variables, ROOT)

@@ -11,7 +11,7 @@ RECORD = "record.jsonl"
 # Status of a row: the test set is not evaluated yet; it is; it is, but training was interrupted.
 TRAINED, DONE, CUT = "trained", "done", "cut"
 
-Row = Mapping[str, Any]
+SeedRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Goal:
     def __str__(self) -> str:
         return f"{self.value} {'>=' if self.at_least else '<='} {self.bound:g}"
 
-    def held(self, row: Row) -> bool | None:
+    def held(self, row: SeedRow) -> bool | None:
         """Whether a row keeps it; None where the row has no such value."""
         found = row.get(self.value)
         if found is None:
@@ -58,17 +58,17 @@ _COLUMNS: Mapping[str, tuple[str, float, str]] = {
 }
 
 
-def judged(goals: Sequence[Goal], row: Row) -> dict[str, bool | None]:
+def judged(goals: Sequence[Goal], row: SeedRow) -> dict[str, bool | None]:
     """Each goal in words, and whether a row keeps it."""
     return {str(goal): goal.held(row) for goal in goals}
 
 
-def key_of(row: Row) -> tuple[str, str, int]:
+def key_of(row: SeedRow) -> tuple[str, str, int]:
     """What tells a run from the others: recipe, what was changed in it, and seed."""
     return row["recipe"], row["variant"], row["seed"]
 
 
-def heading(row: Row) -> str:
+def heading(row: SeedRow) -> str:
     """The recipe, and what was changed in it."""
     return ", ".join(filter(None, (row["recipe"], row["variant"])))
 
@@ -91,7 +91,7 @@ def read_rows(record: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[SeedRow]) -> list[str]:
     """Recipe by recipe: a line a seed, then mean and standard deviation of those that are done, then the goals."""
     lines: list[str] = []
     for name in dict.fromkeys(map(heading, rows)):
@@ -99,7 +99,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _of_recipe(name: str, rows: Sequence[Row]) -> list[str]:
+def _of_recipe(name: str, rows: Sequence[SeedRow]) -> list[str]:
     known = {head: rule for head, rule in _COLUMNS.items() if any(row.get(rule[0]) is not None for row in rows)}
     cells = [["seed", *known, "status"]]
     for row in rows:
@@ -126,6 +126,6 @@ def _shown(value: float | None, scale: float, form: str) -> str:
     return "-" if value is None else format(value / scale, form)
 
 
-def _status(row: Row) -> str:
+def _status(row: SeedRow) -> str:
     reason = row.get("reason")
     return str(row["status"]) + (f" ({reason})" if reason not in (None, "minutes") else "")

@@ -13,12 +13,12 @@ from benchmarks.harness.processes import ROOT, Outcome, variables
 from benchmarks.lane import command as lane
 from benchmarks.lane import plan, step
 from benchmarks.lane import steps as lane_steps
-from benchmarks.lane.step import Gathered, Step
+from benchmarks.lane.step import Gathered, LaneStep
 from tests.benchmarks.test_report import CEILINGS, MEASURED, SLOW, record
 
 
 def python(name, code, seconds=0.0, proves=True):
-    return Step(name, (sys.executable, "-S", "-c", code), seconds, proves=proves)
+    return LaneStep(name, (sys.executable, "-S", "-c", code), seconds, proves=proves)
 
 
 def run(steps, seconds, out):
@@ -37,12 +37,12 @@ def hurry(monkeypatch):
 def test_failures_of_ours_are_told_from_others_and_failed_tests_end_the_measurements(tmp_path, hurry):
     interrupted = "trap 'kill $!; echo 1 failed in 0.1s; exit 1' INT; sleep 60 & wait"
     steps = [
-        Step("attention", ("sh", "-c", interrupted, "--record"), 1.0, proves=True),
+        LaneStep("attention", ("sh", "-c", interrupted, "--record"), 1.0, proves=True),
         python("none", "raise SystemExit(5)", 10.0),
         python("profile", "raise SystemExit(4)", 10.0, proves=False),
-        Step("tuning", ("nothing",), 0.0, needs=("no_such_module",)),
+        LaneStep("tuning", ("nothing",), 0.0, needs=("no_such_module",)),
         python("tests", "import sys; print('3 failed, 5 passed in 1.20s'); sys.exit(1)", 10.0),
-        Step("packing", ("nothing", "--record"), 10.0, proves=True),
+        LaneStep("packing", ("nothing", "--record"), 10.0, proves=True),
     ]
     (cut, *outcomes), _ = run(steps, 47.0, tmp_path)
     assert cut.state.startswith("cut after ")
@@ -67,7 +67,7 @@ def test_rows_are_gathered_while_steps_run(tmp_path, hurry):
         "time.sleep(float(sys.argv[2]))"
     )
     steps = [
-        Step(
+        LaneStep(
             name,
             (sys.executable, "-S", "-c", copy, str(path), wait, str(tmp_path / "part.jsonl"), "--record"),
             proves=True,

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.tuning import sweep as tuning
 from benchmarks.harness.clock import Stopwatch
-from benchmarks.tuning.cases import Axis, Tuned, Site, _grid, find_cases, neighbours
+from benchmarks.tuning import sweep as tuning
+from benchmarks.tuning.cases import Axis, Site, Tuned, _grid, find_cases, neighbours
 from fastformer_kernels.embedding import kernels as embedding
 
 CPU = torch.device("cpu")

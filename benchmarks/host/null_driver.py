@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.codegen_compile import Driver
-from benchmarks.codegen_read import ARCHITECTURES
+from benchmarks.codegen.compilation import Driver
+from benchmarks.codegen.reader import ARCHITECTURES
 from fastformer.host.cuda_graphs import Recorded, Step
 
 _ARCH = 90

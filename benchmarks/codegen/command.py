@@ -2,10 +2,10 @@
 
 python -m benchmarks.codegen                                 # all cases on sm_80, sm_90, sm_100; a table; exit 1 if bad
 python -m benchmarks.codegen --arch 90 --only attention      # some of them
-python -m benchmarks.codegen --update                        # write what was found to codegen_budget.json
+python -m benchmarks.codegen --update                        # write what was found to budget.json
 python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
 
-How it is found is in `codegen_compile.py`. What this Triton version has compiled before, by the fingerprint that the
+How it is found is in `compilation.py`. What this Triton version has compiled before, by the fingerprint that the
 budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
 into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs.
 
@@ -29,10 +29,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.codegen_compile import Row, compile_all, find_cases, fingerprint, record
-from benchmarks.codegen_read import ARCHITECTURES, Resources
+from benchmarks.codegen.compilation import Row, compile_all, find_cases, fingerprint, record
+from benchmarks.codegen.reader import ARCHITECTURES, Resources
 
-BUDGET = Path(__file__).resolve().with_name("codegen_budget.json")
+BUDGET = Path(__file__).resolve().with_name("budget.json")
 DEFAULT = (80, 90, 100)
 MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing else does
 
@@ -165,7 +165,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
     parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--cases", default="benchmarks.codegen_cases", help="the package of the cases")
+    parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
     options = parser.parse_args(argv)
     if unknown := [arch for arch in options.arch if arch not in ARCHITECTURES]:
@@ -257,7 +257,3 @@ def main(argv: list[str] | None = None) -> int:
 
     results = {**known, **compile_all(new, options.jobs, tell)}
     return report(rows, results, faults, version, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,7 @@
 
 The launchers run on meta tensors, with the facts of the other GPU in `launch.assumed` and a driver that knows only its
 architecture. Triton's hook before a compilation records it and stops it. Each distinct compilation then goes to one of
-a few processes, where Triton compiles it for that architecture; `codegen_read.py` takes the result apart.
+a few processes, where Triton compiles it for that architecture; `reader.py` takes the result apart.
 
 A compilation's **fingerprint** is the key of Triton's own cache on disk (the text of the kernel and of all that it
 calls, its constants and specialisation, options, the settings in the environment, ptxas's version), with Triton's
@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import codegen_read
-from benchmarks.codegen_read import ARCHITECTURES, Resources, read
+from benchmarks.codegen import reader
+from benchmarks.codegen.reader import ARCHITECTURES, Resources, read
 
 Cases = list[tuple[str, Callable[[], object]]]
 
@@ -190,8 +190,8 @@ def fingerprint(job: Job) -> str:
     backend = make_backend(target)
     options = backend.parse_options(dict(job.options))
     settings = sorted(get_cache_invalidating_env_vars().items())
-    reader = Path(codegen_read.__file__).read_text()
-    facts = (triton.__version__, source.hash(), backend.hash(), options.hash(), settings, reader)
+    reading = Path(reader.__file__).read_text()
+    facts = (triton.__version__, source.hash(), backend.hash(), options.hash(), settings, reading)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 M = 65536
 BF16, FP32 = torch.bfloat16, torch.float32
-# The sizes are those of codegen_cases/layer_norm.py, where they have their reasons.
+# The sizes are those of `layer_norm.py`, where they have their reasons.
 CASES = [(N, BF16) for N in (64, 512, 768, 1024, 1000, 2048, 4096, 8192, 16384)]
 CASES += [(N, FP32) for N in (512, 1000, 2048, 8192, 16384)]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import fastformer
-from benchmarks.attention_competitors import ALONE, KEY_MASK, MASK, packed, rival
-from benchmarks.attention_problem import Problem, Shape, case_name, problem
-from benchmarks.competitors import require
-from benchmarks.race import DIRECTIONS, Direction, Op, Race, relative_error
+from benchmarks.competitors.attention import ALONE, KEY_MASK, MASK, packed, rival
+from benchmarks.competitors.known import require
+from benchmarks.harness.attention_case import AttentionCase, AttentionShape, attention_case, case_name
+from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race, relative_error
 from fastformer import functional
 from fastformer.packing import pack, unpack
 
@@ -37,23 +37,23 @@ Rivals = Sequence[tuple[str, str | None]]  # competitors, and how they are told 
 
 
 CAUSAL = [
-    Shape(128, 8, 40),
-    Shape(128, 12, 128),
-    Shape(32, 12, 512),
-    Shape(16, 12, 1024),
-    Shape(8, 12, 2048),
-    Shape(4, 12, 4096),
-    Shape(1, 16, 16384),
-    Shape(16, 12, 1024, 128),
-    Shape(8, 12, 2048, 128),
-    Shape(1, 16, 16384, 128),
+    AttentionShape(128, 8, 40),
+    AttentionShape(128, 12, 128),
+    AttentionShape(32, 12, 512),
+    AttentionShape(16, 12, 1024),
+    AttentionShape(8, 12, 2048),
+    AttentionShape(4, 12, 4096),
+    AttentionShape(1, 16, 16384),
+    AttentionShape(16, 12, 1024, 128),
+    AttentionShape(8, 12, 2048, 128),
+    AttentionShape(1, 16, 16384, 128),
 ]
-DENSE = [Shape(16, 12, 1024, causal=False), Shape(8, 12, 2048, 128, causal=False)]
-QUICK = Shape(16, 12, 1024)
+DENSE = [AttentionShape(16, 12, 1024, causal=False), AttentionShape(8, 12, 2048, 128, causal=False)]
+QUICK = AttentionShape(16, 12, 1024)
 PADDED = [replace(shape, kind="uniform") for shape in CAUSAL[2:6]]
 WIDE = replace(CAUSAL[8], kind="lognormal")
-ON_CPU = [Shape(8, 4, 256, kind="uniform")]
-MULTI30K = Shape(128, 8, 36, kind="multi30k", share=0.55)
+ON_CPU = [AttentionShape(8, 4, 256, kind="uniform")]
+MULTI30K = AttentionShape(128, 8, 36, kind="multi30k", share=0.55)
 SHARES = [replace(CAUSAL[4], kind="uniform", share=share) for share in (0.0, 0.2, 0.7)]
 
 BACKENDS: Rivals = [(name, None) for name in ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient")]
@@ -90,7 +90,7 @@ CAUSAL_GOALS: dict[str, Goals] = {
 }
 
 
-def _cases(*combinations: tuple[str, Sequence[Shape], Rivals]) -> pytest.MarkDecorator:
+def _cases(*combinations: tuple[str, Sequence[AttentionShape], Rivals]) -> pytest.MarkDecorator:
     """Shapes against rivals, each as (shape, competitor, way); first "quick", "full", or "quick-cpu"."""
     found = []
     for size, shapes, rivals in combinations:
@@ -106,7 +106,7 @@ def _label(name: str, way: str | None) -> str:
     return name if way is None else f"{name}, {way}"
 
 
-def _take(race: Race, op: str, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+def _take(race: Race, op: str, shape: AttentionShape, competitor: str, way: str | None, direction: Direction) -> None:
     """Take a competitor or skip; in a dry run, skip what differs from an earlier case in sizes only.
 
     There padded tensors are not tried in all directions.
@@ -125,21 +125,27 @@ def _goal(goals: Goals, direction: Direction) -> float | None:
     return None if goals is None else {"forward": goals[0], "both": goals[1]}.get(direction)
 
 
-def _ours(race: Race, p: Problem, inputs: Sequence[Tensor]) -> Tensor:
+def _ours(race: Race, p: AttentionCase, inputs: Sequence[Tensor]) -> Tensor:
     ends = p.lengths_on_device if p.padded else None
     with fastformer.backend(race.backend):
         return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_lengths=ends, dropout_p=p.dropout)
 
 
 def _race(
-    race: Race, shape: Shape, p: Problem, competitor: str, way: str | None, direction: Direction, goals: Goals
+    race: Race,
+    shape: AttentionShape,
+    p: AttentionCase,
+    competitor: str,
+    way: str | None,
+    direction: Direction,
+    goals: Goals,
 ) -> None:
     """Compare attention of padded tensors."""
     op = f"attention {p.dropout} {p.dtype}"
     _take(race, op, shape, competitor, way, direction)
     inputs, upstream = p.leaves(), p.random()
 
-    def sides(of: Problem) -> tuple[Op, Op]:
+    def sides(of: AttentionCase) -> tuple[Op, Op]:
         ours = Op("fastformer", lambda: _ours(race, of, inputs), inputs, p.compared)
         theirs = Op(_label(competitor, way), lambda: rival(of, competitor, way)(*inputs), inputs, p.compared)
         return ours, theirs
@@ -162,7 +168,9 @@ def _race(
     )
 
 
-def _check_dropout(race: Race, p: Problem, inputs: list[Tensor], dropping: tuple[Op, Op], exact: tuple[Op, Op]) -> None:
+def _check_dropout(
+    race: Race, p: AttentionCase, inputs: list[Tensor], dropping: tuple[Op, Op], exact: tuple[Op, Op]
+) -> None:
     """Dropout, whose masks differ, must change the output by as much as it does on average, squared and summed."""
     tolerance = 0.9 if race.tiny else 0.1  # hundreds of weights against millions
     real = p.compared(p.real[:, None, :, None].expand(-1, p.heads, -1, p.head_size))
@@ -186,20 +194,20 @@ def _check_dropout(race: Race, p: Problem, inputs: list[Tensor], dropping: tuple
     ("full", [shape for shape in CAUSAL if shape != QUICK] + DENSE, BACKENDS),
     ("full", CAUSAL[:1], [("sdpa-math", None)]),
 )
-def bench_attention(race: Race, shape: Shape, competitor: str, way: None, direction: Direction) -> None:
+def bench_attention(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
     goals = None
     if shape.causal and shape.head_size == 64 and shape.length <= 8192:
         goals = (1.1, 1.0) if shape.length <= 512 else (1.0, 0.9)
     elif shape.causal and shape.head_size == 128 and shape.length >= 2048:
         goals = 0.85, 0.75
-    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("full", [replace(CAUSAL[4], causal=causal) for causal in (True, False)], [("tutorial", None)]))
-def bench_tutorial(race: Race, shape: Shape, competitor: str, way: None, direction: Direction) -> None:
+def bench_tutorial(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
     goals = (15.0, 8.0) if shape.causal else (5.0, 3.5)
-    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -211,24 +219,26 @@ def bench_tutorial(race: Race, shape: Shape, competitor: str, way: None, directi
     ("full", [PADDED[1], WIDE], FLEX),
     ("quick-cpu", ON_CPU, ON_CPU_RIVALS),
 )
-def bench_padding_causal(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+def bench_padding_causal(
+    race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
+) -> None:
     goals = CAUSAL_GOALS.get(way or competitor) if shape.length >= 1024 and shape.share == 0.45 else None
-    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("full", [replace(shape, causal=False) for shape in (PADDED[0], PADDED[2])], NOT_CAUSAL))
-def bench_padding(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+def bench_padding(race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction) -> None:
     goals = (1.2, 1.2) if competitor == "varlen" else (1.8, 1.6)
-    _race(race, shape, problem(race, shape), competitor, way, direction, goals)
+    _race(race, shape, attention_case(race, shape), competitor, way, direction, goals)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("full", PADDED[1:2], [("own-lengths", None)]))
-def bench_key_mask(race: Race, shape: Shape, competitor: str, way: None, direction: Direction) -> None:
+def bench_key_mask(race: Race, shape: AttentionShape, competitor: str, way: None, direction: Direction) -> None:
     """Ours told of padding by a key mask, which each tile of values has to wait for, against ours told lengths."""
     _take(race, "key mask", shape, competitor, way, direction)
-    p = problem(race, shape)
+    p = attention_case(race, shape)
     inputs, upstream = p.leaves(), p.random()
 
     def by_mask() -> Tensor:
@@ -258,10 +268,10 @@ def bench_key_mask(race: Race, shape: Shape, competitor: str, way: None, directi
     )
 )
 def bench_dropout_and_fp32(
-    race: Race, shape: Shape, competitor: str, way: str, variant: str, direction: Direction
+    race: Race, shape: AttentionShape, competitor: str, way: str, variant: str, direction: Direction
 ) -> None:
     settings = {"dropout": DROPOUT} if variant == "dropout" else {"dtype": torch.float32}
-    p = problem(race, shape, **settings)
+    p = attention_case(race, shape, **settings)
     _race(race, shape, p, competitor, way, direction, (5.0, 4.0))
 
 
@@ -272,17 +282,19 @@ def bench_dropout_and_fp32(
         [*((name, MASK) for name in ("sdpa-efficient", "sdpa-cudnn", "sdpa-math")), ("sdpa-flash", ALONE)],
     )
 )
-def bench_empty_sequence(race: Race, shape: Shape, competitor: str, way: str) -> None:
+def bench_empty_sequence(race: Race, shape: AttentionShape, competitor: str, way: str) -> None:
     """One sequence of length 0, of which a mask leaves nothing: not a number, if a competitor does not see to it."""
-    _race(race, shape, problem(race, shape), competitor, way, "both", None)
+    _race(race, shape, attention_case(race, shape), competitor, way, "both", None)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @_cases(("quick", PADDED[1:2], PACKED), ("full", [MULTI30K], PACKED), ("quick-cpu", ON_CPU, ON_CPU_RIVALS))
-def bench_packed_attention(race: Race, shape: Shape, competitor: str, way: str | None, direction: Direction) -> None:
+def bench_packed_attention(
+    race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction
+) -> None:
     """Ours of packed tensors; theirs of padded ones, or of packed ones where they take them."""
     _take(race, "packed", shape, competitor, way, direction)
-    p = problem(race, shape)
+    p = attention_case(race, shape)
     inputs, upstream = p.leaves(), p.random()
 
     def compared(x: Tensor) -> Tensor:

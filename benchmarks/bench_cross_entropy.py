@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.floors import Work
-from benchmarks.kernel_packages import liger_loss, quack_loss
-from benchmarks.ops import Function, race_functions, with_cpu
-from benchmarks.race import Direction, Race
+from benchmarks.comparisons.ops import Function, race_functions, with_cpu
+from benchmarks.competitors.kernel_packages import liger_loss, quack_loss
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 
 pytestmark = pytest.mark.gpu

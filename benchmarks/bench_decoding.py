@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.competitors import require
-from benchmarks.lengths import VOCABULARY, typical_batch
-from benchmarks.marian import marian
-from benchmarks.race import Race, Side
-from benchmarks.tutorials import FixedLengthTranslation
+from benchmarks.competitors.known import require
+from benchmarks.competitors.marian import marian
+from benchmarks.competitors.tutorials import FixedLengthTranslation
+from benchmarks.harness.lengths import VOCABULARY, typical_batch
+from benchmarks.harness.race import Contender, Race
 from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
@@ -119,8 +119,8 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
         of = f"d{c.d_model} {c.encoder_layers}+{c.decoder_layers}"
         race(
             f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, {of}{', CUDA graphs' * graphs}",
-            Side("fastformer", ours, B * tokens),
-            Side(_NAMES[competitor], run, tokens if competitor == "tutorial" else B * tokens),
+            Contender("fastformer", ours, B * tokens),
+            Contender(_NAMES[competitor], run, tokens if competitor == "tutorial" else B * tokens),
             rounds=3,
             goal=goals[race.device.type][min(B - 1, 1)] if goals else None,
             at=None if graphs or size == "quick" else {"batch": B, "beam": beam},

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.floors import Work
-from benchmarks.ops import Function, leaves, race_functions, with_cpu
-from benchmarks.race import Direction, Race
+from benchmarks.comparisons.ops import Function, leaves, race_functions, with_cpu
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 
 pytestmark = pytest.mark.gpu

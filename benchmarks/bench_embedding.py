@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.floors import Work
-from benchmarks.ops import Function, leaves, race_functions, with_cpu
-from benchmarks.race import Direction, Race
+from benchmarks.comparisons.ops import Function, leaves, race_functions, with_cpu
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-2  # bf16 rounds to 4e-3; a wrong formula is off by more than 1e-1
 
 
-class Case(NamedTuple):
+class EmbeddingShape(NamedTuple):
     """A batch of sentences, and the two tables."""
 
     sentences: int
@@ -35,12 +35,12 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "quick-512": Case(128, 128, 512, 32000, 0.1),
-    "full-512-no-dropout": Case(128, 128, 512, 32000, 0.0),
-    "full-1024": Case(8, 2048, 1024, 50304, 0.1),
-    "quick-cpu": Case(64, 32, 256, 8000, 0.1),
+    "quick-512": EmbeddingShape(128, 128, 512, 32000, 0.1),
+    "full-512-no-dropout": EmbeddingShape(128, 128, 512, 32000, 0.0),
+    "full-1024": EmbeddingShape(8, 2048, 1024, 50304, 0.1),
+    "quick-cpu": EmbeddingShape(64, 32, 256, 8000, 0.1),
 }
-TINY = Case(2, 5, 24, 16, 0.1)
+TINY = EmbeddingShape(2, 5, 24, 16, 0.1)
 RUNS = with_cpu(
     [
         *((name, "eager", direction) for name in CASES if "cpu" not in name for direction in ("forward", "both")),
@@ -50,7 +50,7 @@ RUNS = with_cpu(
 )
 
 
-def work(case: Case) -> dict[Direction, Work]:
+def work(case: EmbeddingShape) -> dict[Direction, Work]:
     """What each direction must do at least; see the module."""
     T, D = case.sentences * case.length, case.width
     forward = 16.0 * T + 2.0 * D * (2 * T + case.length)

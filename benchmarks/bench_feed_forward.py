@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.floors import Work
-from benchmarks.kernel_packages import liger
-from benchmarks.ops import race_functions, with_cpu
-from benchmarks.race import Direction, Race
+from benchmarks.comparisons.ops import race_functions, with_cpu
+from benchmarks.competitors.kernel_packages import liger
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Direction, Race
 from fastformer import functional
 from fastformer.functional.feed_forward.op import Activation
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2  # a chain of three bf16 roundings of 4e-3; a wrong activation is off by more than 1e-1
 
 
-class Case(NamedTuple):
+class FeedForwardShape(NamedTuple):
     """A layer, and how it is called."""
 
     tokens: int
@@ -66,18 +66,18 @@ TINY = (6, 16, 24)
 LIGER = ("liger", "liger-cute")
 
 CASES = {
-    "quick-gelu": Case(16384, 512, 2048),
-    "quick-relu-dropout": Case(16384, 1024, 4096, "relu", 0.1),
-    **{f"full-gelu-4096-{d}": Case(4096, d, f) for d, f in SIZES},
-    **{f"full-gelu-16384-{d}": Case(16384, d, f) for d, f in SIZES[1:]},
-    **{f"full-relu-dropout-{t}-512": Case(t, 512, 2048, "relu", 0.1) for t in (4096, 16384)},
-    "full-relu-dropout-4096-4096": Case(4096, 4096, 16384, "relu", 0.1),
-    "full-relu": Case(16384, 512, 2048, "relu"),
-    "full-gelu_tanh": Case(16384, 512, 2048, "gelu_tanh"),
-    "full-gelu-dropout": Case(16384, 512, 2048, "gelu", 0.1),
-    "full-gelu-dropout-recompute": Case(16384, 512, 2048, "gelu", 0.1, recompute=True),
-    "full-swiglu": Case(16384, 1024, 4096, "swiglu"),
-    "quick-cpu": Case(1024, 256, 1024, "gelu", 0.1),
+    "quick-gelu": FeedForwardShape(16384, 512, 2048),
+    "quick-relu-dropout": FeedForwardShape(16384, 1024, 4096, "relu", 0.1),
+    **{f"full-gelu-4096-{d}": FeedForwardShape(4096, d, f) for d, f in SIZES},
+    **{f"full-gelu-16384-{d}": FeedForwardShape(16384, d, f) for d, f in SIZES[1:]},
+    **{f"full-relu-dropout-{t}-512": FeedForwardShape(t, 512, 2048, "relu", 0.1) for t in (4096, 16384)},
+    "full-relu-dropout-4096-4096": FeedForwardShape(4096, 4096, 16384, "relu", 0.1),
+    "full-relu": FeedForwardShape(16384, 512, 2048, "relu"),
+    "full-gelu_tanh": FeedForwardShape(16384, 512, 2048, "gelu_tanh"),
+    "full-gelu-dropout": FeedForwardShape(16384, 512, 2048, "gelu", 0.1),
+    "full-gelu-dropout-recompute": FeedForwardShape(16384, 512, 2048, "gelu", 0.1, recompute=True),
+    "full-swiglu": FeedForwardShape(16384, 1024, 4096, "swiglu"),
+    "quick-cpu": FeedForwardShape(1024, 256, 1024, "gelu", 0.1),
 }
 # A compilation takes seconds and each case costs one, with dropout two.
 COMPILED = [name for name in CASES if name in ("quick-gelu", "quick-relu-dropout", "full-swiglu")]
@@ -112,7 +112,7 @@ def _liger_swiglu(competitor: str, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor
     return F.linear(liger("swiglu", competitor)(gate, value), w2, b2)
 
 
-def _functions(case: Case, dropout_p: float) -> dict[str, Any]:
+def _functions(case: FeedForwardShape, dropout_p: float) -> dict[str, Any]:
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         a = _activate(F.linear(x, w1, b1), case.activation)
         return F.linear(F.dropout(a, dropout_p) if dropout_p > 0.0 else a, w2, b2)
@@ -125,7 +125,7 @@ def _functions(case: Case, dropout_p: float) -> dict[str, Any]:
     return {"ours": ours, "eager": eager, **{name: partial(_liger_swiglu, name) for name in LIGER}}
 
 
-def _inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def _inputs(case: FeedForwardShape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """x, and both weights and biases, so scaled that no layer grows or shrinks what it gets."""
     T, D, F_ = case.tokens, case.width, case.hidden
     wide = 2 * F_ if case.activation == "swiglu" else F_
@@ -135,7 +135,7 @@ def _inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat1
     return [x.to(dtype).requires_grad_() for x in drawn]
 
 
-def work(case: Case) -> dict[Direction, Work]:
+def work(case: FeedForwardShape) -> dict[Direction, Work]:
     """What each direction must do at least; see the module."""
     T, D, F_ = case.tokens, case.width, case.hidden
     halves = 3 if case.activation == "swiglu" else 2  # products of T x D x F

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.race import Race, Side
+from benchmarks.harness.race import Contender, Race
 from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
@@ -110,8 +110,8 @@ def bench_generation(race: Race, size: str, context: int, steps: range, goal: fl
     found: list[Tensor] = []
     race(
         f"generation of {length:,} words, {'whole text' if context > length else f'context {context}'}, d200 2 layers",
-        Side("fastformer", write, length),
-        Side(f"T2, whole {read} each word{timed}", lambda: found.append(theirs.write(text, steps)), len(steps)),
+        Contender("fastformer", write, length),
+        Contender(f"T2, whole {read} each word{timed}", lambda: found.append(theirs.write(text, steps)), len(steps)),
         rounds=rounds,
         goal=goal,
     )

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.competitors import require
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.competitors.known import require
+from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -101,8 +101,8 @@ def bench_transformers(race: Race, size: str, model: str, competitor: str) -> No
     race.note(padding_share=1 - tokens / mask.numel())
     race(
         f"{model}, {sequences} x {longest}, training step",
-        Side("fastformer", lambda: step(ours), tokens),
-        Side("transformers, sdpa", lambda: step(theirs), tokens),
+        Contender("fastformer", lambda: step(ours), tokens),
+        Contender("transformers, sdpa", lambda: step(theirs), tokens),
         rounds=ROUNDS[race.device.type],
         goal=None if size == "quick-cpu" else GOALS[model],
         **race.memory(*(Memory(partial(loss, net), net.parameters(), partial(step, net)) for net in nets)),

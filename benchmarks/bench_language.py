@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.text import LanguageBatch
@@ -100,8 +100,8 @@ def bench_training_step_of_the_language_model(race: Race, size: str) -> None:
     sides = zip((ours, theirs), (model, competitor), steps, strict=True)
     race(
         f"training step of a word-level language model, d200 2 layers{'' if size == 'usual' else ', 4,000 words'}",
-        Side("fastformer", steps[0], batch.tokens),
-        Side("T2, torch.nn.TransformerEncoder", steps[1], batch.tokens),
+        Contender("fastformer", steps[0], batch.tokens),
+        Contender("T2, torch.nn.TransformerEncoder", steps[1], batch.tokens),
         rounds=5,
         goal=1.3 if size == "usual" else None,
         **race.memory(*(Memory(loss, net.parameters(), step) for loss, net, step in sides)),

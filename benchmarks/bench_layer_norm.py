@@ -6,11 +6,12 @@ and bias, means and deviations are small beside them.
 
 import pytest
 import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks.floors import Work
-from benchmarks.kernel_packages import liger, quack_layer_norm, quack_rms_norm
-from benchmarks.ops import Function, leaves, race_functions
-from benchmarks.race import DIRECTIONS, Direction, Race
+from benchmarks.comparisons.ops import Function, leaves, race_functions
+from benchmarks.competitors.kernel_packages import liger, quack_layer_norm, quack_rms_norm
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import DIRECTIONS, Direction, Race
 from fastformer import functional
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +47,29 @@ def _work(elements: int) -> dict[Direction, Work]:
     return {direction: Work(0.0, 2.0 * elements * n) for direction, n in passes.items()}
 
 
+def _race(
+    race: Race,
+    name: str,
+    competitor: str,
+    direction: Direction,
+    functions: dict[str, Function],
+    inputs: list[Tensor],
+) -> None:
+    M, N = inputs[0].shape
+    race_functions(
+        race,
+        f"{name} {M:,} x {N:,}",
+        competitor,
+        functions,
+        inputs,
+        direction=direction,
+        work=_work(M * N),
+        tolerance=TOLERANCE,
+        goals=GOALS,
+        at={"rows": M, "width": N},
+    )
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("competitor", COMPETITORS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -57,18 +81,7 @@ def bench_layer_norm(race: Race, shape: str, competitor: str, direction: Directi
         "quack": lambda x, w, b: quack_layer_norm(x, w, b, EPS),
         **{name: lambda x, w, b, name=name: liger("layer_norm", name)(x, w, b, EPS) for name in LIGER},
     }
-    race_functions(
-        race,
-        f"layer norm {M:,} x {N:,}",
-        competitor,
-        functions,
-        leaves(race, (M, N), (N,), (N,)),
-        direction=direction,
-        work=_work(M * N),
-        tolerance=TOLERANCE,
-        goals=GOALS,
-        at={"rows": M, "width": N},
-    )
+    _race(race, "layer norm", competitor, direction, functions, leaves(race, (M, N), (N,), (N,)))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -82,15 +95,4 @@ def bench_rms_norm(race: Race, shape: str, competitor: str, direction: Direction
         "quack": lambda x, w: quack_rms_norm(x, w, EPS),
         **{name: lambda x, w, name=name: liger("rms_norm", name)(x, w, EPS) for name in LIGER},
     }
-    race_functions(
-        race,
-        f"RMS norm {M:,} x {N:,}",
-        competitor,
-        functions,
-        leaves(race, (M, N), (N,)),
-        direction=direction,
-        work=_work(M * N),
-        tolerance=TOLERANCE,
-        goals=GOALS,
-        at={"rows": M, "width": N},
-    )
+    _race(race, "RMS norm", competitor, direction, functions, leaves(race, (M, N), (N,)))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.lengths import typical_batch
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.lengths import typical_batch
+from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
 
 QUICK = "TransformerEncoderLayer"
 WIDTH, HEADS, HIDDEN, ROUNDS = 512, 8, 2048, 9
@@ -67,27 +67,19 @@ def _encoder_layer(x: Input) -> Call:
     return lambda module: module(x.source, src_key_padding_mask=x.source_padding)
 
 
+def _target_masks(x: Input) -> dict[str, Any]:
+    return {
+        "tgt_mask": x.causal, "tgt_is_causal": True, "tgt_key_padding_mask": x.target_padding,
+        "memory_key_padding_mask": x.source_padding,
+    }  # fmt: skip
+
+
 def _decoder_layer(x: Input) -> Call:
-    return lambda module: module(
-        x.target,
-        x.source,
-        tgt_mask=x.causal,
-        tgt_key_padding_mask=x.target_padding,
-        memory_key_padding_mask=x.source_padding,
-        tgt_is_causal=True,
-    )
+    return lambda module: module(x.target, x.source, **_target_masks(x))
 
 
 def _transformer(x: Input) -> Call:
-    return lambda module: module(
-        x.source,
-        x.target,
-        tgt_mask=x.causal,
-        src_key_padding_mask=x.source_padding,
-        tgt_key_padding_mask=x.target_padding,
-        memory_key_padding_mask=x.source_padding,
-        tgt_is_causal=True,
-    )
+    return lambda module: module(x.source, x.target, src_key_padding_mask=x.source_padding, **_target_masks(x))
 
 
 _BOTH: dict[str, Any] = {"dropout": 0.1, "batch_first": True}
@@ -152,8 +144,8 @@ def bench_module(race: Race, size: str, case: str, mode: Literal["eval", "train"
             memory = race.memory(*(Memory(partial(call, m), m.parameters(), partial(backward, m)) for m in modules))
         race(
             f"{case}, {mode}",
-            Side("fastformer", lambda: run(ours)),
-            Side(f"torch.nn.{name}", lambda: run(theirs)),
+            Contender("fastformer", lambda: run(ours)),
+            Contender(f"torch.nn.{name}", lambda: run(theirs)),
             rounds=ROUNDS,
             goal=0.95,
             **memory,

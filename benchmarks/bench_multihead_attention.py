@@ -18,25 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.attention_problem import Problem, Shape, case_name, problem
-from benchmarks.competitors import require
-from benchmarks.floors import Work
-from benchmarks.ops import FP32_TOLERANCE, fp64_results
-from benchmarks.race import DIRECTIONS, Direction, Op, Race
+from benchmarks.comparisons.ops import FP32_TOLERANCE, fp64_results
+from benchmarks.competitors.known import require
+from benchmarks.harness.attention_case import AttentionCase, AttentionShape, attention_case, case_name
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import DIRECTIONS, Direction, Op, Race
 from fastformer.packing import pack, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # a competitor's warnings are no error of ours
 
 TOLERANCE = 2e-2  # bf16, through three products
 SHAPES = {
-    "quick-16x12x1024": Shape(16, 12, 1024, kind="uniform"),
-    "full-128x8x36": Shape(128, 8, 36, kind="multi30k", share=0.55),
-    "quick-cpu": Shape(8, 4, 128, kind="uniform"),
+    "quick-16x12x1024": AttentionShape(16, 12, 1024, kind="uniform"),
+    "full-128x8x36": AttentionShape(128, 8, 36, kind="multi30k", share=0.55),
+    "quick-cpu": AttentionShape(8, 4, 128, kind="uniform"),
 }
 GOALS = {"default": 3.0, "need_weights=False": 2.0, "packed": 2.0}
 
 
-def formula(p: Problem, x: Tensor, *parameters: Tensor) -> Tensor:
+def formula(p: AttentionCase, x: Tensor, *parameters: Tensor) -> Tensor:
     """Multi-head attention `[B, L, D]` -> `[B, L, D]` in plain ops (Vaswani et al. 2017, section 3.2.2)."""
     weight, bias, out_weight, out_bias = parameters
     mixed = F.linear(x, weight, bias).view(*x.shape[:2], 3, p.heads, p.head_size)
@@ -46,7 +46,7 @@ def formula(p: Problem, x: Tensor, *parameters: Tensor) -> Tensor:
     return F.linear(attended.transpose(1, 2).flatten(2), out_weight, out_bias)
 
 
-def expected(p: Problem, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+def expected(p: AttentionCase, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
     """Output and gradients in fp64, by the sequence: causality alone hides padding on the right from what is real."""
     x, *parameters = inputs
     rows = [fp64_results(partial(formula, p), [x[b : b + 1], *parameters], upstream[b : b + 1]) for b in range(p.batch)]
@@ -54,7 +54,7 @@ def expected(p: Problem, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]
     return [torch.cat(outputs), torch.cat(gradients), *(torch.stack(x).sum(0) for x in of_parameters)]
 
 
-def work(p: Problem, direction: Direction) -> Work:
+def work(p: AttentionCase, direction: Direction) -> Work:
     """Attention's operations and those of the projections; bytes of what is read and written once."""
     width, positions = p.heads * p.head_size, int(p.lengths.sum())
     times = {"forward": 1, "backward": 2, "both": 3}[direction]
@@ -74,7 +74,7 @@ def bench_multihead_attention(race: Race, shape: str, competitor: str, call: str
     require(competitor, race.device)
     if race.tiny and (direction != "both" or shape.startswith("full")):
         pytest.skip("another case proves it")
-    p = problem(race, SHAPES[shape])
+    p = attention_case(race, SHAPES[shape])
     width = p.heads * p.head_size
     settings: dict[str, Any] = {"batch_first": True, "device": race.device, "dtype": p.dtype}
     theirs = nn.MultiheadAttention(width, p.heads, **settings)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from benchmarks.lengths import typical_batch
-from benchmarks.race import Memory, Race, Side, flat_gradients
+from benchmarks.harness.lengths import typical_batch
+from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
 
 WIDTH, LAYERS, SEQUENCES, LONGEST = 512, 6, 32, 64  # of the encoder
 TINY_WIDTH, TINY_LONGEST = 64, 12
@@ -36,7 +36,7 @@ GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
-class Task:
+class PaddedCall:
     """A padded batch for a model: what it is called with, and which positions of its output are real."""
 
     call: Callable[[nn.Module], Tensor]
@@ -65,13 +65,13 @@ def _lengths(share: float, longest: int) -> Tensor:
     return lengths
 
 
-def _encoder_task(share: float, width: int, longest: int, device: torch.device) -> Task:
+def _encoder_call(share: float, width: int, longest: int, device: torch.device) -> PaddedCall:
     hidden = (torch.arange(longest) >= _lengths(share, longest)[:, None]).to(device)
     x = torch.randn(SEQUENCES, longest, width, device=device)
-    return Task(lambda m: m(x, src_key_padding_mask=hidden), ~hidden, float(hidden.float().mean()))
+    return PaddedCall(lambda m: m(x, src_key_padding_mask=hidden), ~hidden, float(hidden.float().mean()))
 
 
-def _transformer_task(batches: str, width: int, device: torch.device) -> Task:
+def _transformer_call(batches: str, width: int, device: torch.device) -> PaddedCall:
     batch, _, _ = typical_batch(batches)
     hidden, sides = [], []
     for lengths in (batch.source_lengths, batch.target_lengths):
@@ -93,11 +93,18 @@ def _transformer_task(batches: str, width: int, device: torch.device) -> Task:
         )
         return out
 
-    return Task(call, ~hidden[1], float(torch.cat([x.flatten() for x in hidden]).float().mean()))
+    return PaddedCall(call, ~hidden[1], float(torch.cat([x.flatten() for x in hidden]).float().mean()))
 
 
 def _race(
-    race: Race, case: str, theirs: nn.Module, task: Task, mode: str, dtype: torch.dtype, goal: float | None, rounds: int
+    race: Race,
+    case: str,
+    theirs: nn.Module,
+    padded: PaddedCall,
+    mode: str,
+    dtype: torch.dtype,
+    goal: float | None,
+    rounds: int,
 ) -> None:
     """Convert a copy of their model, compare outputs and gradients, then time both."""
     if dtype == torch.bfloat16 and race.device.type == "cpu" and not race.tiny:
@@ -108,11 +115,11 @@ def _race(
 
     def forward(model: nn.Module) -> Tensor:
         with torch.autocast(race.device.type, dtype, enabled=dtype != torch.float32):
-            return task.call(model)
+            return padded.call(model)
 
     with torch.no_grad():
         direction = torch.randn_like(forward(ours))
-    direction = direction * task.real[..., None] / task.tokens
+    direction = direction * padded.real[..., None] / padded.tokens
 
     def step(model: nn.Module) -> Tensor:
         model.zero_grad(set_to_none=True)
@@ -124,9 +131,9 @@ def _race(
     run = step if trains else infer
     for model in (ours, theirs):
         model.eval()
-    output = infer(ours)[task.real]
+    output = infer(ours)[padded.real]
     with race.competitor():
-        race.gate("output", output, infer(theirs)[task.real], TOLERANCE[dtype])
+        race.gate("output", output, infer(theirs)[padded.real], TOLERANCE[dtype])
     if trains:
         step(ours)
         with race.competitor():
@@ -135,15 +142,15 @@ def _race(
             race.gate("gradients", a, b, GRADIENT_TOLERANCE[dtype])
         models = [model.train() for model in (ours, theirs)]
         memory = race.memory(*(Memory(partial(forward, m), m.parameters(), partial(step, m)) for m in models))
-    race.note(padding_share=task.share)
+    race.note(padding_share=padded.share)
     race(
-        f"{case}, {mode}, {100 * task.share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
-        Side("fastformer.convert", lambda: run(ours), task.tokens),
-        Side(f"torch.nn.{type(theirs).__name__}", lambda: run(theirs), task.tokens),
+        f"{case}, {mode}, {100 * padded.share:.1f} % padding{'' if dtype == torch.float32 else ', bf16'}",
+        Contender("fastformer.convert", lambda: run(ours), padded.tokens),
+        Contender(f"torch.nn.{type(theirs).__name__}", lambda: run(theirs), padded.tokens),
         rounds=rounds,
         goal=goal,
         dtype=dtype,
-        at={"padding": task.share},
+        at={"padding": padded.share},
         **memory,
     )
 
@@ -167,10 +174,10 @@ def bench_encoder(race: Race, size: str, norm_first: bool, dtype: str, share: fl
         heads, hidden = width // HEAD, 4 * width
         layer = nn.TransformerEncoderLayer(width, heads, hidden, 0.1, batch_first=True, norm_first=norm_first)
         theirs = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width) if norm_first else None).to(race.device)
-        task = _encoder_task(share, width, longest, race.device)
+        padded = _encoder_call(share, width, longest, race.device)
         case = f"TransformerEncoder d{width} x{layers}, {'pre' if norm_first else 'post'}-norm"
         rounds = 5 if mode == "inference" else 3
-        _race(race, case, theirs, task, mode, DTYPES[dtype], None if size == "quick" else goal, rounds)
+        _race(race, case, theirs, padded, mode, DTYPES[dtype], None if size == "quick" else goal, rounds)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [("usual", "fp32"), ("full", "fp32"), ("full", "bf16")])
@@ -185,7 +192,7 @@ def bench_transformer(
     settings = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
     with _quiet():
         theirs = nn.Transformer(width, width // HEAD, layers, layers, 4 * width, **settings).to(race.device)  # type: ignore[arg-type]
-        task = _transformer_task(batches, width, race.device)
+        padded = _transformer_call(batches, width, race.device)
         case = f"Transformer d{width} {layers}+{layers}, {'pre' if norm_first else 'post'}-norm, {batches} batches"
         rounds = (5 if mode == "inference" else 3) if size == "usual" else 2
-        _race(race, case, theirs, task, mode, DTYPES[dtype], goal, rounds)
+        _race(race, case, theirs, padded, mode, DTYPES[dtype], goal, rounds)

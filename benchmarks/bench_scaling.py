@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.lengths import SPECIAL, VOCABULARY, random_pairs, random_sequences
-from benchmarks.race import Race
-from benchmarks.training import race_training
+from benchmarks.comparisons.training import race_training
+from benchmarks.harness.lengths import SPECIAL, VOCABULARY, random_pairs, random_sequences
+from benchmarks.harness.race import Race
 from fastformer.apps.text import EncodedPairs
 from fastformer.apps.translation.model import TranslationConfig
 

@@ -16,11 +16,11 @@ from typing import Literal
 import pytest
 import torch
 
-from benchmarks.competitors import require
-from benchmarks.lengths import VOCABULARY, first_pairs, random_pairs, typical_pairs
-from benchmarks.race import Race
-from benchmarks.training import race_training
-from benchmarks.training_graphs import race_graphs
+from benchmarks.comparisons.training import race_training
+from benchmarks.comparisons.training_graphs import race_graphs
+from benchmarks.competitors.known import require
+from benchmarks.harness.lengths import VOCABULARY, first_pairs, random_pairs, typical_pairs
+from benchmarks.harness.race import Race
 from fastformer.apps.translation.model import TranslationConfig
 
 Size = Literal["quick", "usual", "full"]

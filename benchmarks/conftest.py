@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import competitors, environment, stand_in, terminal
-from benchmarks.clock import Stopwatch
-from benchmarks.floors import Ceilings
-from benchmarks.race import Race
-from benchmarks.record import Record
+from benchmarks.competitors import known
+from benchmarks.harness import environment, stand_in, terminal
+from benchmarks.harness.clock import Stopwatch
+from benchmarks.harness.floors import Ceilings
+from benchmarks.harness.race import Race
+from benchmarks.harness.record import Record
 
 HERE = Path(__file__).parent
 _RECORD = pytest.StashKey[Record]()
@@ -33,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--full", action="store_true", help="the full sizes too, which take minutes on a CPU; a GPU has them"
     )
-    group.addoption("--competitor", metavar="NAMES", help="only these: " + ", ".join(competitors.COMPETITORS))
+    group.addoption("--competitor", metavar="NAMES", help="only these: " + ", ".join(known.COMPETITORS))
     group.addoption("--record", metavar="FILE", type=Path, help="write each result there (JSON lines) when it exists")
     group.addoption(
         "--dry-run", action="store_true", help="prove all code on a CPU with tiny shapes; needs TRITON_INTERPRET=1"
@@ -45,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     names = config.getoption("--competitor")
     if names is not None:
         try:
-            competitors.chosen(names)
+            known.chosen(names)
         except ValueError as error:
             raise pytest.UsageError(f"--competitor: {error}") from None
     if config.getoption("--record") is not None:
@@ -103,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu, dry = torch.cuda.is_available(), bool(config.getoption("--dry-run"))
     clock = time.perf_counter if gpu else time.process_time
     names = config.getoption("--competitor")
-    wanted = None if names is None else competitors.chosen(names)
+    wanted = None if names is None else known.chosen(names)
     ours = [item for item in items if item.path.is_relative_to(HERE)]
     left = [item for item in ours if wanted is not None and _parameter(item, "competitor") not in wanted]
     if gpu or dry:
@@ -119,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if gpu or dry:
             item.extra_keyword_matches |= {"quick"} if _parameter(item, "size") == "usual" else set()
         elif item.get_closest_marker("gpu") and not item.get_closest_marker("cpu"):
-            item.add_marker(pytest.mark.skip(reason=competitors.NEEDS_GPU))
+            item.add_marker(pytest.mark.skip(reason=known.NEEDS_GPU))
         elif _parameter(item, "size") == "full" and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="the full size takes minutes on a CPU: pass --full"))
 
@@ -153,4 +154,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def _needs_gpu(report: pytest.TestReport) -> bool:
     """Whether a skipped case, or its competitor, was skipped for want of a GPU."""
-    return isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(competitors.NEEDS_GPU)
+    return isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(known.NEEDS_GPU)

@@ -14,8 +14,8 @@ from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 import fastformer
-from benchmarks.codegen import BUDGET
-from benchmarks.report import BEGIN, END
+from benchmarks.codegen.command import BUDGET
+from benchmarks.report.pages import BEGIN, END
 from fastformer.settings import Settings, declared, explained
 
 DOCS = Path(__file__).resolve().parent

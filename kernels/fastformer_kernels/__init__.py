@@ -6,5 +6,5 @@ measurement behind them, and runs under its tensor's device guard. What kernels 
 what launchers share in `host`.
 
 With `TRITON_INTERPRET=1`, set before this package is imported, every kernel runs on CPU tensors. Without a GPU the
-launchers also accept meta tensors: nothing runs, but what would be compiled can be recorded (`benchmarks/codegen.py`).
+launchers also accept meta tensors: nothing runs, but what would be compiled can be recorded (`benchmarks/codegen`).
 """

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from codegen_faults import faults
 
-from benchmarks import codegen_compile
-from benchmarks.codegen_compile import find_cases, fingerprint, record
+from benchmarks.codegen import compilation
+from benchmarks.codegen.compilation import find_cases, fingerprint, record
 
 cases = [(name, call) for name, call in find_cases("codegen_faults")[0] if name == "faults/sound attention"]
 (row,), _ = record(cases, 90)
@@ -16,7 +16,7 @@ job, found = row.job, {}
 
 
 def note(name, **changed):
-    codegen_compile._text_key.cache_clear()
+    compilation._text_key.cache_clear()
     found[name] = fingerprint(job._replace(**changed))
 
 
@@ -49,9 +49,9 @@ del os.environ["DISABLE_LLVM_OPT"]
 version, triton.__version__ = triton.__version__, "another"
 note("Triton")
 triton.__version__ = version
-reader, codegen_compile.codegen_read = codegen_compile.codegen_read, faults  # another file
+reader, compilation.reader = compilation.reader, faults  # another file
 note("what reads the result")
-codegen_compile.codegen_read = reader
+compilation.reader = reader
 faults.scaled.starting_line_number += 7
 faults.attention_kernel.starting_line_number += 7
 note("the lines")

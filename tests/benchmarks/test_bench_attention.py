@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import attention_competitors as rivals
-from benchmarks.attention_problem import Problem, Shape, case_name
 from benchmarks.bench_multihead_attention import expected as expected_of_module
-from benchmarks.lengths import lognormal_lengths, multi30k_lengths, uniform_lengths
-from benchmarks.race import DIRECTIONS
+from benchmarks.competitors import attention as rivals
+from benchmarks.harness.attention_case import AttentionCase, AttentionShape, case_name
+from benchmarks.harness.lengths import lognormal_lengths, multi30k_lengths, uniform_lengths
+from benchmarks.harness.race import DIRECTIONS
 from fastformer import functional
 from tests.support.closeness import assert_close
 
@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 LENGTHS = np.array([5, 2, 0, 7])
 
 
-def problem(causal, lengths=LENGTHS, **settings):
-    return Problem(lengths, 3, 8, CPU, causal, dtype=torch.float64, **settings)
+def attention_case(causal, lengths=LENGTHS, **settings):
+    return AttentionCase(lengths, 3, 8, CPU, causal, dtype=torch.float64, **settings)
 
 
 def attended(p, inputs):
@@ -28,13 +28,13 @@ def attended(p, inputs):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_useful_pairs_are_those_that_the_mask_allows_to_real_queries(causal):
-    p = problem(causal)
+    p = attention_case(causal)
     allowed = p.allowed().expand(-1, p.heads, p.length, -1) & p.real[:, None, :, None]
     assert p.pairs == int(allowed.sum())
 
 
 def test_work_is_that_of_the_formula():
-    p = problem(True, np.array([2]))  # 3 pairs in each of 3 heads, of 8 channels
+    p = attention_case(True, np.array([2]))  # 3 pairs in each of 3 heads, of 8 channels
     found = {direction: p.work(direction) for direction in DIRECTIONS}
     assert [found[d].operations for d in DIRECTIONS] == [4 * 9 * 8, 10 * 9 * 8, 14 * 9 * 8]
     tensor = 2 * 3 * 8 * 8  # bytes of fp64
@@ -89,7 +89,7 @@ def test_multi30k_lengths_have_its_share_of_padding():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal):
-    p = problem(causal)
+    p = attention_case(causal)
     inputs, upstream = p.leaves(), p.random()
     out, *grads = p.expected(inputs, upstream)
     rows, heads = p.compared_heads
@@ -104,20 +104,20 @@ def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal):
 
 
 def test_long_sequences_are_compared_in_some_heads_of_the_first_and_the_last_row(monkeypatch):
-    monkeypatch.setattr("benchmarks.attention_problem._COMPARED_SCORES", 2 * 49)
-    p = problem(True)
+    monkeypatch.setattr("benchmarks.harness.attention_case._COMPARED_SCORES", 2 * 49)
+    p = attention_case(True)
     rows, heads = p.compared_heads
     assert (rows.tolist(), heads.tolist()) == ([0, 3], [0, 2])
     inputs, upstream = p.leaves(), p.random()
     some = p.expected(inputs, upstream)
     monkeypatch.undo()
-    whole = problem(True).expected(inputs, upstream)
+    whole = attention_case(True).expected(inputs, upstream)
     for a, b in zip(some, whole, strict=True):
         assert_close(a, b[[0, -1]])
 
 
 def test_what_dropout_adds_is_its_mean_square():
-    p = problem(False, np.array([6]), dropout=0.3)
+    p = attention_case(False, np.array([6]), dropout=0.3)
     torch.manual_seed(0)
     inputs = [x.detach() for x in p.leaves()]
     exact = F.scaled_dot_product_attention(*inputs)
@@ -138,7 +138,7 @@ def test_what_dropout_adds_is_its_mean_square():
     ],
 )
 def test_sdpa_is_told_the_same_in_each_way(name, way, causal):
-    p = problem(causal, np.array([5, 2, 7]))
+    p = attention_case(causal, np.array([5, 2, 7]))
     inputs = p.leaves()
     run = rivals.rival(p, name, way)
     if name == "sdpa-math" and way == rivals.KEY_MASK and causal:
@@ -153,7 +153,7 @@ def test_sdpa_is_told_the_same_in_each_way(name, way, causal):
 @pytest.mark.parametrize("name", ["flex", "flex-per-batch"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_told_the_same(name, causal):
-    p = problem(causal, np.array([5, 2, 7]))
+    p = attention_case(causal, np.array([5, 2, 7]))
     with torch.no_grad():
         inputs = [x.detach().float() for x in p.leaves()]
         found = rivals.rival(p, name)(*inputs) * p.real[:, None, :, None]
@@ -161,13 +161,13 @@ def test_flex_attention_is_told_the_same(name, causal):
 
 
 def test_the_tutorials_attention_is_causal():
-    p = problem(True, np.array([7, 7]))
+    p = attention_case(True, np.array([7, 7]))
     inputs = p.leaves()
     assert_close(rivals.rival(p, "tutorial")(*inputs), attended(p, inputs))
 
 
 def test_unpadding_and_padding_again_loses_no_position():
-    p = problem(True)
+    p = attention_case(True)
     inputs, upstream = p.leaves(), p.random()
     run = rivals.unpadded(p, lambda q, k, v: functional.packed_attention(q, k, v, p.layout, causal=True))
     ours, theirs = attended(p, inputs), run(*inputs)
@@ -192,7 +192,7 @@ def test_varlen_is_told_of_causality_in_either_signature():
 
 
 def test_fp64_results_of_the_module_are_those_of_torch():
-    p = problem(True, np.array([5, 2, 7]))
+    p = attention_case(True, np.array([5, 2, 7]))
     module = torch.nn.MultiheadAttention(24, 3, batch_first=True, dtype=torch.float64)
     x = torch.randn(3, 7, 24, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x) * p.real[..., None]
@@ -207,8 +207,8 @@ def test_fp64_results_of_the_module_are_those_of_torch():
 def test_names_differ_in_length_and_padding_alone():
     names = []
     for lengths in ([8, 8, 3], [4, 2, 4, 2, 4, 2]):
-        p = problem(True, np.array(lengths))
-        names.append(case_name("attention", Shape(1, 3, 1, kind="uniform"), p))
+        p = attention_case(True, np.array(lengths))
+        names.append(case_name("attention", AttentionShape(1, 3, 1, kind="uniform"), p))
     assert names == [
         "attention, 24 positions, length 8, 3 heads of 8, causal, padding 21 %, uniform lengths",
         "attention, 24 positions, length 4, 3 heads of 8, causal, padding 25 %, uniform lengths",

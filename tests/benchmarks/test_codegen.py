@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import codegen
-from benchmarks.codegen_compile import Job, Row
-from benchmarks.codegen_read import Resources, blocks_per_multiprocessor, followers, is_serialised
+from benchmarks.codegen import command
+from benchmarks.codegen.compilation import Job, Row
+from benchmarks.codegen.reader import Resources, blocks_per_multiprocessor, followers, is_serialised
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -110,7 +110,7 @@ def test_the_kernels_keep_to_the_budget():
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert " 0 broken limits" in ran.stdout
     version = importlib.metadata.version("triton")
-    if version in json.loads(codegen.BUDGET.read_text())["triton"]:
+    if version in json.loads(command.BUDGET.read_text())["triton"]:
         assert " 0 broken limits, 0 differences to the budget" in ran.stdout
         assert "compiled," not in ran.stderr
 
@@ -164,11 +164,11 @@ def test_budget_has_every_kernel():
                 case ast.Call(func=ast.Name(id="launch"), args=[ast.Name(id=kernel), *_]):
                     launched.add(kernel)
     assert len(launched) > 20
-    rows = json.loads(codegen.BUDGET.read_text())["triton"]
+    rows = json.loads(command.BUDGET.read_text())["triton"]
     for version in rows:
         assert configurations(rows[version]) == configurations(next(iter(rows.values())))
         listed = {name.split(" | ")[1].rsplit(".", 1)[1] for name in rows[version]}
-        assert launched <= listed, f"no case of benchmarks/codegen_cases launches {sorted(launched - listed)}"
+        assert launched <= listed, f"no case of benchmarks/codegen/cases launches {sorted(launched - listed)}"
 
 
 # --- what it makes of what it finds --------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def report(folder: Path, results: dict[str, Resources | str], capsys, **changed)
     rows = [row(case, given["configuration"])._replace(key=given["key"]) for case in results]
     options = argparse.Namespace(budget=folder / "budget.json", arch=[90], only=given["only"], update=given["update"])
     found = {each.name: result for each, result in zip(rows, results.values(), strict=True)}
-    status = codegen.report(rows, found, [], given["version"], options)
+    status = command.report(rows, found, [], given["version"], options)
     return status, capsys.readouterr().out
 
 
@@ -255,8 +255,8 @@ def test_only_rows_with_their_fingerprint_are_recorded(budget):
     entries = json.loads((budget / "budget.json").read_text())["triton"]["3.7.1"]
     assert [entry.pop("key") for entry in entries.values()] == ["1a", "1a"]
     renamed, changed = row("c")._replace(key="1a"), row("a")._replace(key="2b")
-    assert codegen.recorded([renamed, changed], entries) == {}  # a file of before there were fingerprints
-    assert codegen.recorded([renamed, changed], {"a": entries["a | norm.kernel | sm_90"] | {"key": "1a"}}) == {
+    assert command.recorded([renamed, changed], entries) == {}  # a file of before there were fingerprints
+    assert command.recorded([renamed, changed], {"a": entries["a | norm.kernel | sm_90"] | {"key": "1a"}}) == {
         renamed.name: GOOD
     }
 
@@ -282,7 +282,7 @@ def test_limits_fail_whatever_the_triton_unless_exempt(budget, capsys):
     file = budget / "budget.json"
     contents = json.loads(file.read_text())
     contents["exceptions"] = [{"rows": "b | *", "limit": "stack", "reason": "a known fault", "triton": "3.9.*"}]
-    file.write_text(codegen.dump(contents))
+    file.write_text(command.dump(contents))
     status, text = report(budget, found, capsys, version="3.9.0")
     assert status == 0
     assert "8 bytes of stack: it spills (a known fault)" in text

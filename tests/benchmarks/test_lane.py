@@ -1,69 +1,48 @@
 """The GPU lane keeps its time limit, its results and its promises, on any machine."""
 
 import json
-import os
 import re
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import lane, lane_plan, lane_process, lane_steps
-from benchmarks.environment import COMMIT
-from benchmarks.lane_process import Gathered, Outcome, Step
-from tests.benchmarks.test_benchmark_report import CEILINGS, MEASURED, SLOW, record
-from tests.support.processes import ends
-
-ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
+from benchmarks.harness.environment import COMMIT
+from benchmarks.harness.processes import ROOT, Outcome, variables
+from benchmarks.lane import command as lane
+from benchmarks.lane import plan, step
+from benchmarks.lane import steps as lane_steps
+from benchmarks.lane.step import Gathered, LaneStep
+from tests.benchmarks.test_report import CEILINGS, MEASURED, SLOW, record
 
 
 def python(name, code, seconds=0.0, proves=True):
-    return Step(name, (sys.executable, "-S", "-c", code), seconds, proves)
+    return LaneStep(name, (sys.executable, "-S", "-c", code), seconds, proves=proves)
 
 
 def run(steps, seconds, out):
     gathered = Gathered(out / "benchmarks.jsonl", out / "part.jsonl")
-    return lane.run_all(steps, seconds, out, ENVIRONMENT, gathered), gathered
+    return lane.run_all(steps, seconds, out, variables(), gathered), gathered
 
 
 @pytest.fixture
 def hurry(monkeypatch):
     """The same with shorter waits."""
-    for module in (lane, lane_process):
+    for module in (lane, step):
         monkeypatch.setattr(module, "GRACE", 0.5)
-
-
-@pytest.mark.slow
-def test_a_step_that_hangs_is_killed_with_all_it_started_and_the_rest_runs(tmp_path, hurry):
-    child = "import time; time.sleep(60)"
-    hang = (
-        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        f"print('child', subprocess.Popen([sys.executable, '-S', '-c', {child!r}]).pid); time.sleep(60)"
-    )
-    begin = time.monotonic()
-    (hung, rest), _ = run([python("hangs", hang), python("rest", "print('here')", 15.5)], 20.0, tmp_path)
-    assert time.monotonic() - begin < 5
-    assert hung.state.startswith("cut after ")
-    assert not hung.wrong
-    assert not hung.ended
-    assert rest.state == "done"
-    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert "here" in log
-    assert ends(int(log.partition("child ")[2].split()[0]))
 
 
 @pytest.mark.slow
 def test_failures_of_ours_are_told_from_others_and_failed_tests_end_the_measurements(tmp_path, hurry):
     interrupted = "trap 'kill $!; echo 1 failed in 0.1s; exit 1' INT; sleep 60 & wait"
     steps = [
-        Step("attention", ("sh", "-c", interrupted, "--record"), 1.0, True),
+        LaneStep("attention", ("sh", "-c", interrupted, "--record"), 1.0, proves=True),
         python("none", "raise SystemExit(5)", 10.0),
         python("profile", "raise SystemExit(4)", 10.0, proves=False),
-        Step("tuning", ("nothing",), 0.0, needs=("no_such_module",)),
+        LaneStep("tuning", ("nothing",), 0.0, needs=("no_such_module",)),
         python("tests", "import sys; print('3 failed, 5 passed in 1.20s'); sys.exit(1)", 10.0),
-        Step("packing", ("nothing", "--record"), 10.0, True),
+        LaneStep("packing", ("nothing", "--record"), 10.0, proves=True),
     ]
     (cut, *outcomes), _ = run(steps, 47.0, tmp_path)
     assert cut.state.startswith("cut after ")
@@ -88,11 +67,10 @@ def test_rows_are_gathered_while_steps_run(tmp_path, hurry):
         "time.sleep(float(sys.argv[2]))"
     )
     steps = [
-        Step(
+        LaneStep(
             name,
             (sys.executable, "-S", "-c", copy, str(path), wait, str(tmp_path / "part.jsonl"), "--record"),
-            0.0,
-            True,
+            proves=True,
         )
         for name, path, wait in (("layer_norm", runs[0], "0"), ("attention", runs[1], "60"))
     ]
@@ -155,27 +133,27 @@ def test_bad_arguments_are_named_before_anything_runs(arguments, commit, message
 
 
 def test_every_benchmark_is_in_a_run_and_every_run_fits_into_its_time(tmp_path):
-    files = {path.stem.removeprefix("bench_"): path for path in (lane.ROOT / "benchmarks").glob("bench_*.py")}
-    names = [name for steps in lane_plan.PLAN.values() for name in steps]
-    assert len(names) + len(lane_plan.PLAN) == len({*names, *lane_plan.PLAN})
+    files = {path.stem.removeprefix("bench_"): path for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    names = [name for steps in plan.PLAN.values() for name in steps]
+    assert len(names) + len(plan.PLAN) == len({*names, *plan.PLAN})
     assert {name for name in names if name in files} == set(files)
 
     def left_to(words):
-        steps = [lane_plan.step_of(name, 0.0, tmp_path, tmp_path / "part", False).command for name in names]
+        steps = [plan.step_of(name, 0.0, tmp_path, tmp_path / "part", False).arguments for name in names]
         return {part for command in steps if words in command for part in command if part.startswith("benchmarks/")}
 
     assert left_to("not (compile or flex)") == {f"benchmarks/{path.name}" for path in files.values()}
     compiled = {p for p in files.values() if re.search(r'"(torch\.nn-)?compile"|"flex"', p.read_text(encoding="utf-8"))}
     assert left_to("compile or flex") == {f"benchmarks/{path.name}" for path in compiled}
     for run, minutes in {"tests": 5.0, "ops": 9.0, "training": 9.0, "models": 9.0, "compiled": 9.0}.items():
-        asked = lane_plan.chosen(run, dry=False)
-        assert list(asked) == ["facts", *lane_plan.PLAN[run]]
+        asked = plan.chosen(run, dry=False)
+        assert list(asked) == ["facts", *plan.PLAN[run]]
         assert sum(asked.values()) <= lane._without_summary(60 * minutes)
 
 
 def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_path, monkeypatch):
     steps = [python(name, "", seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 2.0), ("d", 1.0))]
-    assert [step.name for step in lane_plan.fitting(steps, 5.0)] == ["a", "c"]
+    assert [step.name for step in plan.fitting(steps, 5.0)] == ["a", "c"]
     ran = []
 
     def run_all(steps, seconds, out, variables, gathered):
@@ -188,7 +166,7 @@ def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_
     monkeypatch.setattr(lane, "run_all", run_all)
     assert lane.main(["--only", "ops", "--minutes", "3", "--out", str(tmp_path)]) == 0
     last = json.loads((tmp_path / "ops" / "benchmarks.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    assert last["cut"] == [name for name in lane_plan.PLAN["ops"] if name not in ran]
+    assert last["cut"] == [name for name in plan.PLAN["ops"] if name not in ran]
     assert ran[:2] == ["facts", "layer_norm"]
     assert last["cut"][-1] == "ops-compiled"
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,15 +17,18 @@ for needed in ("sacrebleu", "safetensors", "tomli_w"):
 import torch
 from torch import nn
 
-from benchmarks import bench_language, recipe_plan, recipe_run, recipe_table, recipes
-from benchmarks.recipe_plan import Task, tasks_of, with_changes
-from benchmarks.recipe_run import Job, lowercase_tokenised, train_and_evaluate
-from benchmarks.recipe_table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
+from benchmarks import bench_language
+from benchmarks.recipes import command as recipes
+from benchmarks.recipes import plan, seed
+from benchmarks.recipes import table as recipe_table
+from benchmarks.recipes.plan import steps_of, with_changes
+from benchmarks.recipes.seed import Training, lowercase_tokenised, train_and_evaluate
+from benchmarks.recipes.table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, read_rows, table
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageRun, evaluate_text
 from fastformer.apps.translation.run import evaluate, load_translator, number_corpus
 from fastformer.apps.translation.search import SearchOptions
-from tests.support.processes import ends
+from tests.benchmarks.test_processes import SLEEPS, python
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TINY = """
@@ -102,10 +104,6 @@ def write(record, *rows):
     record.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
 
 
-def python(name, code, seconds=0.0, alone=False):
-    return Task(name, (sys.executable, "-S", "-c", code), seconds, alone)
-
-
 # The recipes.
 
 
@@ -113,7 +111,7 @@ def python(name, code, seconds=0.0, alone=False):
 def test_every_recipe_is_one_that_training_takes(path, tmp_path):
     stated = with_changes(path, [], tmp_path / "config.toml")
     assert stated["train"]["minutes"] > 0
-    assert with_changes(path, [recipe_plan.tiny(stated["run"]["kind"])], tmp_path / "tiny.toml")["train"]["steps"] == 4
+    assert with_changes(path, [plan.tiny(stated["run"]["kind"])], tmp_path / "tiny.toml")["train"]["steps"] == 4
 
 
 def test_every_goal_has_its_recipe_which_leaves_time_for_all_that_the_goal_counts(tmp_path):
@@ -133,7 +131,7 @@ def test_every_goal_has_its_recipe_which_leaves_time_for_all_that_the_goal_count
 
 def job_of(config, folder, **changes):
     given = {"facts": {"recipe": "tiny", "variant": "", "seed": 1}, "beam": 2}
-    return Job(str(config), str(folder / "run"), "cpu", str(folder / RECORD), **{**given, **changes})
+    return Training(str(config), str(folder / "run"), "cpu", str(folder / RECORD), **{**given, **changes})
 
 
 def test_a_translation_is_trained_scored_and_recorded(recipe, tmp_path):
@@ -178,10 +176,8 @@ def test_a_language_model_is_recorded_with_the_tokens_its_perplexity_is_of(tmp_p
 
 
 def test_what_is_interrupted_is_evaluated_and_called_cut(recipe, tmp_path, monkeypatch):
-    fit = recipe_run.TranslationRun.fit
-    monkeypatch.setattr(
-        recipe_run.TranslationRun, "fit", lambda run: dataclasses.replace(fit(run), reason="interrupted")
-    )
+    fit = seed.TranslationRun.fit
+    monkeypatch.setattr(seed.TranslationRun, "fit", lambda run: dataclasses.replace(fit(run), reason="interrupted"))
     assert train_and_evaluate(job_of(recipe, tmp_path, test=3))["status"] == CUT
     assert read_rows(tmp_path / RECORD)[0]["test_sentences"] == 3
 
@@ -222,79 +218,61 @@ def test_tokens_of_moses_where_they_are_to_be_had(monkeypatch):
 def test_seeds_that_are_done_are_not_trained_again(recipe, tmp_path):
     record = tmp_path / RECORD
     write(record, row(1, TRAINED), row(1), row(2, TRAINED), row(3, CUT), row(4) | {"variant": "dry run"})
-    names = [task.name for task in tasks_of(options(recipe, seeds=[1, 2, 3, 4]), tmp_path, tmp_path)]
+    names = [step.name for step in steps_of(options(recipe, seeds=[1, 2, 3, 4]), tmp_path, tmp_path)]
     assert names == ["tiny, seed 2", "tiny, seed 3", "tiny, seed 4"]
     change = {"train": {"lr": 0.5}}
-    (task, *_) = tasks_of(options(recipe, change=change), tmp_path, tmp_path)
-    assert task.name == "tiny, train.lr=0.5, seed 1"
-    job = Job.load(Path(task.command[-1]))
+    (step, *_) = steps_of(options(recipe, change=change), tmp_path, tmp_path)
+    assert step.name == "tiny, train.lr=0.5, seed 1"
+    job = Training.load(Path(step.arguments[-1]))
     assert job.facts["settings"]["train"]["lr"] == 0.5
     assert "lr = 0.5" in Path(job.config).read_text(encoding="utf-8")
 
 
 def test_on_a_gpu_compilation_comes_first_and_alone(recipe, tmp_path):
     timed = {"train": {"minutes": 2.0}}
-    tasks = tasks_of(options(recipe, recipe, device="cuda", change=timed, seeds=[5]), tmp_path, tmp_path)
-    assert [task.alone for task in tasks] == [True, True, False, False]
-    first, last = (Job.load(Path(tasks[i].command[-1])) for i in (0, -1))
+    steps = steps_of(options(recipe, recipe, device="cuda", change=timed, seeds=[5]), tmp_path, tmp_path)
+    assert [step.alone for step in steps] == [True, True, False, False]
+    first, last = (Training.load(Path(steps[i].arguments[-1])) for i in (0, -1))
     assert first.record is None
     assert "steps = 30" in Path(first.config).read_text(encoding="utf-8")
     assert "seed = 5" in Path(last.config).read_text(encoding="utf-8")
-    assert (tasks[0].seconds, tasks[-1].seconds) == (0.0, 145.0)
-    assert not any(task.alone for task in tasks_of(options(recipe, device="cuda", warm_up=False), tmp_path, tmp_path))
-    assert len({Job.load(Path(task.command[-1])).folder for task in tasks}) == 4
+    assert (steps[0].seconds, steps[-1].seconds) == (0.0, 145.0)
+    assert not any(step.alone for step in steps_of(options(recipe, device="cuda", warm_up=False), tmp_path, tmp_path))
+    assert len({Training.load(Path(step.arguments[-1])).folder for step in steps}) == 4
 
 
 def test_published_files_are_prepared_once(tmp_path, monkeypatch):
     prepared = []
-    monkeypatch.setattr(recipe_plan, "prepare", lambda name, source, to: prepared.append((name, source, to)))
+    monkeypatch.setattr(plan, "prepare", lambda name, source, to: prepared.append((name, source, to)))
     (tmp_path / "files" / "wikitext-2").mkdir(parents=True)
-    found = recipe_plan.prepared("data/wikitext2", tmp_path / "files", tmp_path)
+    found = plan.prepared("data/wikitext2", tmp_path / "files", tmp_path)
     assert prepared == [("wikitext2", tmp_path / "files" / "wikitext-2", Path(found))]
     Path(found).mkdir(parents=True)
     (Path(found) / "dataset.json").touch()
-    assert recipe_plan.prepared("data/wikitext2", tmp_path / "files", tmp_path) == found
-    assert recipe_plan.prepared("data/multi30k", tmp_path / "files", tmp_path).endswith("multi30k")
+    assert plan.prepared("data/wikitext2", tmp_path / "files", tmp_path) == found
+    assert plan.prepared("data/multi30k", tmp_path / "files", tmp_path).endswith("multi30k")
     assert prepared[1:] == [("multi30k", tmp_path / "files", tmp_path / "data" / "multi30k")]
     with pytest.raises(ValueError, match=r"--data: the dataset multi30k of the recipe needs the folder"):
-        recipe_plan.prepared("data/multi30k", None, tmp_path)
+        plan.prepared("data/multi30k", None, tmp_path)
 
 
 # Processes and their time.
 
 
-@pytest.mark.slow
-def test_time_is_kept_and_nothing_is_left_running(tmp_path):
-    child = "import time; time.sleep(60)"
-    hangs = (
-        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        f"print(subprocess.Popen([sys.executable, '-S', '-c', {child!r}]).pid, flush=True); time.sleep(60)"
-    )
-    begin = time.monotonic()
-    tasks = [python("hangs", hangs), python("never", "print('never')")]
-    troubles = recipes.run_all(tasks, 2.0, 1, tmp_path / "log.txt")
-    assert time.monotonic() - begin < 4
-    assert troubles == ["hangs: cut, the time was up", "never: left out, no time was left"]
-    assert ends(int((tmp_path / "log.txt").read_text(encoding="utf-8")))
-
-
-@pytest.mark.slow
-def test_what_is_interrupted_may_end_its_work(tmp_path):
-    shell = (
-        "trap 'kill $!; echo evaluated; exit' INT; sleep 60 & wait"  # begins and ends at once on a busy machine, too
-    )
-    troubles = recipes.run_all([Task("long", ("sh", "-c", shell))], 2.0, 1, tmp_path / "log.txt")
-    assert troubles == ["long: cut, the time was up"]
-    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "evaluated\n"
-
-
 def test_a_seed_without_time_is_left_out_and_a_failed_one_stops_nothing(tmp_path):
-    tasks = [python("fails", "raise SystemExit(7)"), python("long", "print('x')", 100.0), python("last", "print('y')")]
-    troubles = recipes.run_all(tasks, 20.0, 1, tmp_path / "log.txt")
-    assert troubles[0].startswith("fails: failed, exit code 7; see ")
-    assert troubles[1].startswith("long: left out, ")
-    assert len(troubles) == 2
-    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "y\n"
+    steps = [python("fails", "raise SystemExit(7)"), python("long", "", seconds=100.0), python("last", "print('y')")]
+    found = {outcome.name: outcome.state for outcome in recipes.run_all(steps, 20.0, 1, tmp_path / "log.txt")}
+    assert (found["fails"], found["last"]) == ("failed, exit code 7", "done")
+    assert found["long"].startswith("left out: ")
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("\ny\n")
+
+
+@pytest.mark.slow
+def test_when_the_time_is_up_nothing_begins_any_more(tmp_path):
+    begin = time.monotonic()
+    outcomes = recipes.run_all([python("hangs", SLEEPS), python("never", "")], 2.0, 1, tmp_path / "log.txt")
+    assert time.monotonic() - begin < 4
+    assert [outcome.state[:8] for outcome in outcomes] == ["cut afte", "left out"]
 
 
 @pytest.mark.slow
@@ -308,7 +286,7 @@ def test_several_at_once_but_compilation_alone(tmp_path):
             f"time.sleep(0.1); print('-{name}', flush=True)"
         )
 
-    tasks = [
+    steps = [
         python(name, marks(name, other), alone=alone)
         for name, other, alone in (
             ("a", "a", True),
@@ -318,8 +296,9 @@ def test_several_at_once_but_compilation_alone(tmp_path):
             ("e", "e", False),
         )
     ]
-    assert recipes.run_all(tasks, 30.0, 2, tmp_path / "log.txt") == []
-    marks_of = (tmp_path / "log.txt").read_text(encoding="utf-8").split()
+    assert {outcome.state for outcome in recipes.run_all(steps, 30.0, 2, tmp_path / "log.txt")} == {"done"}
+    printed = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
+    marks_of = [line for line in printed if line.startswith(("+", "-"))]
     assert marks_of[:2] == ["+a", "-a"]
     assert {mark[0] for mark in marks_of[2:4]} == {"+"}
     assert marks_of[6:] == ["+d", "-d", "+e", "-e"]
@@ -379,34 +358,13 @@ def command(tmp_path, monkeypatch, recipe):
 def test_the_command_from_recipe_to_table(command, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert command("--seeds", "3") == 0, (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")
-    assert command.handlers[signal.SIGTERM] is recipes._terminated
+    assert signal.SIGTERM in command.handlers
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "log.txt", "record.jsonl", "summary.txt", "translations.jsonl",
     ]  # fmt: skip
     (found,) = read_rows(tmp_path / "out" / RECORD)
     assert (found["status"], found["machine"]["commit"], found["settings"]["train"]["seed"]) == (DONE, "0123456", 3)
     assert (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8") in capsys.readouterr().out
-
-
-def test_a_killed_command_ends_its_runs(tmp_path):
-    pid = tmp_path / "pid"
-    hangs = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = (
-        "import sys; from pathlib import Path; from benchmarks import recipes\n"
-        "import signal; signal.signal(signal.SIGTERM, recipes._terminated)\n"
-        "class Task:\n name, seconds, alone = 'x', 0.0, False\n"
-        f" command = (sys.executable, '-S', '-c', {hangs!r})\n"
-        f"recipes.run_all([Task()], 60.0, 1, Path({str(tmp_path / 'log.txt')!r}))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=recipes.ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "x: begun" in process.stdout.readline()  # from here on the command knows of its run
-    while not (pid.is_file() and pid.read_text()):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
-    process.stdout.close()
-    assert ends(int(pid.read_text()), 30.0)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +405,7 @@ def test_what_is_missing_is_named(command, monkeypatch, capsys):
 
 def test_the_columns_name_values_of_the_rows():
     values = {value for value, _, _ in recipe_table._COLUMNS.values()} | {g.value for gs in GOALS.values() for g in gs}
-    source = Path(recipe_run.__file__).read_text(encoding="utf-8")
+    source = Path(seed.__file__).read_text(encoding="utf-8")
     assert all(f'"{value}"' in source for value in values)
 
 

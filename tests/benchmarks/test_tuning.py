@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tuning
-from benchmarks.clock import Stopwatch
-from benchmarks.tuning_cases import Axis, Case, Site, _grid, find_cases, neighbours
+from benchmarks.harness.clock import Stopwatch
+from benchmarks.tuning import sweep as tuning
+from benchmarks.tuning.cases import Axis, Site, Tuned, _grid, find_cases, neighbours
 from fastformer_kernels.embedding import kernels as embedding
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def sweep(minutes=1.0, tiny=False):
 
 def results(options, call, **settings):
     """The results of a case whose configurations are the call's arguments."""
-    case = Case("kernel", "shape", lambda device: call, options=options)
+    case = Tuned("kernel", "shape", lambda device: call, options=options)
     return list(sweep(**settings).case(case, call, case.chosen(call), case.others(options[0])))
 
 
@@ -133,8 +133,8 @@ def test_a_case_whose_own_configuration_fails_does_not_end_the_sweep():
     def prepare(device):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried")
 
-    good = Case("good", "shape", lambda device: lambda n: [torch.ones(1)], options=({"n": 1}, {"n": 2}))
-    bad = Case("bad", "shape", prepare, options=good.options)
+    good = Tuned("good", "shape", lambda device: lambda n: [torch.ones(1)], options=({"n": 1}, {"n": 2}))
+    bad = Tuned("bad", "shape", prepare, options=good.options)
     found = list(tuning.sweep_all(sweep(tiny=True), [(0, bad), (1, good)]))
     assert {(result.kernel, result.status) for result in found} == {
         ("bad", "fails: OutOfMemoryError: CUDA out of memory. Tried"),
@@ -154,11 +154,11 @@ def test_late_and_dry_configurations_have_no_figures():
 def test_the_table_names_what_is_faster_than_the_choice():
     chosen = {"BLOCK": 32, "num_warps": 4}
     rows = [
-        tuning.Result("a", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "measured", 1e-3, 1.25),
-        tuning.Result("a", "x", chosen, {"BLOCK": 16, "num_warps": 4}, "measured", 1e-3, 1.10),
-        tuning.Result("a", "x", chosen, {"BLOCK": 32, "num_warps": 8}, "fails: no", None, None),
-        tuning.Result("b", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "measured", 1e-3, 0.9),
-        tuning.Result("c", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "dry run", None, None),
+        tuning.Trial("a", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "measured", 1e-3, 1.25),
+        tuning.Trial("a", "x", chosen, {"BLOCK": 16, "num_warps": 4}, "measured", 1e-3, 1.10),
+        tuning.Trial("a", "x", chosen, {"BLOCK": 32, "num_warps": 8}, "fails: no", None, None),
+        tuning.Trial("b", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "measured", 1e-3, 0.9),
+        tuning.Trial("c", "x", chosen, {"BLOCK": 64, "num_warps": 4}, "dry run", None, None),
     ]
     cells = [[cell for cell in line.split("  ") if cell] for line in tuning.table(rows)[1:]]
     cells = [[cell.strip() for cell in line] for line in cells]

@@ -22,7 +22,7 @@ LAYOUTS = ("heads first", "heads second", "strided", "expanded")
 
 
 @dataclass(frozen=True)
-class Problem:
+class DrawnCall:
     """One call; tensors are made from the seed."""
 
     batch: int
@@ -75,9 +75,9 @@ class Problem:
 
 
 @st.composite
-def problems(draw: st.DrawFn, largest: int = 7) -> Problem:
+def calls(draw: st.DrawFn, largest: int = 7) -> DrawnCall:
     side = st.none() | st.integers(0, 4)
-    return Problem(
+    return DrawnCall(
         batch=draw(st.integers(1, 3)),
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.integers(1, 3)),
@@ -131,9 +131,9 @@ def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **rules
     return torch.stack(rows).view(B, H, T, -1)
 
 
-def call(problem: Problem, rules: dict[str, Any], inputs: tuple[Tensor, ...], op: Any) -> Tensor:
-    """Run `attention`, or the formula, on tensors laid out as the problem says."""
-    q, k, v = (problem.laid_out(x) for x in inputs[:3])
+def call(drawn: DrawnCall, rules: dict[str, Any], inputs: tuple[Tensor, ...], op: Any) -> Tensor:
+    """Run `attention`, or the formula, on tensors laid out as drawn."""
+    q, k, v = (drawn.laid_out(x) for x in inputs[:3])
     rules = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in rules.items()}
     if op is formula:
         return formula(q, k, v, *inputs[3:], **rules)
@@ -144,12 +144,12 @@ def call(problem: Problem, rules: dict[str, Any], inputs: tuple[Tensor, ...], op
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True)
-@given(problems())
-def test_the_reference_is_the_formula(problem: Problem) -> None:
-    inputs, rules = problem.tensors()
+@given(calls())
+def test_the_reference_is_the_formula(drawn: DrawnCall) -> None:
+    inputs, rules = drawn.tensors()
     with fastformer.backend("reference"):
-        found = call(problem, rules, tuple(inputs), attention)
-    expected = call(problem, rules, tuple(inputs), formula)
+        found = call(drawn, rules, tuple(inputs), attention)
+    expected = call(drawn, rules, tuple(inputs), formula)
     assert_close(found, expected)
     for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert_close(a, b)
@@ -158,12 +158,12 @@ def test_the_reference_is_the_formula(problem: Problem) -> None:
 @pytest.mark.slow
 @fused_op.needs_kernels
 @settings(deadline=None, max_examples=8, derandomize=True)
-@given(problems())
-def test_the_kernels_are_the_reference(problem: Problem) -> None:
-    problem = replace(problem, value_width=problem.width)  # what the kernels take
-    inputs, rules = problem.tensors()
+@given(calls())
+def test_the_kernels_are_the_reference(drawn: DrawnCall) -> None:
+    drawn = replace(drawn, value_width=drawn.width)  # what the kernels take
+    inputs, rules = drawn.tensors()
     fused_op.assert_as_accurate_as_reference(
-        lambda *given: call(problem, dict(rules), given, attention), inputs, torch.float32
+        lambda *given: call(drawn, dict(rules), given, attention), inputs, torch.float32
     )
 
 

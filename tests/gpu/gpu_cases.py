@@ -18,7 +18,7 @@ B, H, T, K = 4, 8, 1000, 64
 M, D, FF, V = 4100, 512, 2048, 32_000
 MANY = 32_768  # rows, so that memory for partial sums is small against what they are sums of
 
-Case = tuple[Op, list[Tensor]]
+GpuCase = tuple[Op, list[Tensor]]
 
 
 def normal(*shape: int, std: float = 1.0) -> Tensor:
@@ -35,62 +35,62 @@ def heads(length: int = 0, kv_heads: int = 0, size: int = 0) -> list[Tensor]:
     return [normal(B, h, length, size) for h in (H, kv_heads, kv_heads)]
 
 
-def attention(device: str, p: float) -> Case:
+def attention(device: str, p: float) -> GpuCase:
     given = lengths(device)
     return lambda q, k, v: functional.attention(q, k, v, causal=True, key_lengths=given, dropout_p=p), heads()
 
 
-def attention_gaps(device: str, p: float) -> Case:
+def attention_gaps(device: str, p: float) -> GpuCase:
     mask = (torch.rand(B, T) < 0.7).to(device)
     return lambda q, k, v: functional.attention(q, k, v, key_mask=mask, dropout_p=p), heads(size=2 * K)
 
 
-def attention_grouped(device: str, p: float) -> Case:
+def attention_grouped(device: str, p: float) -> GpuCase:
     rules = {"causal": True, "window": (T // 4, None), "softcap": 30.0}
     return lambda q, k, v: functional.attention(q, k, v, **rules, dropout_p=p), heads(kv_heads=H // 4)
 
 
-def attention_additive(device: str, p: float) -> Case:
+def attention_additive(device: str, p: float) -> GpuCase:
     return lambda q, k, v, mask: functional.attention(q, k, v, mask, dropout_p=p), [*heads(), normal(1, H, T, T)]
 
 
-def attention_with_weights(device: str, p: float) -> Case:
+def attention_with_weights(device: str, p: float) -> GpuCase:
     given = lengths(device)
     return lambda q, k, v: functional.attention_with_weights(q, k, v, key_lengths=given, dropout_p=p), heads()
 
 
-def packed_attention(device: str, p: float) -> Case:
+def packed_attention(device: str, p: float) -> GpuCase:
     layout = Layout.from_lengths([T, 1, T // 3, T - 1], device)
     inputs = [normal(layout.total, H, K) for _ in range(3)]
     return lambda q, k, v: functional.packed_attention(q, k, v, layout, causal=True, dropout_p=p), inputs
 
 
-def layer_norm(rows: int, width: int) -> Case:
+def layer_norm(rows: int, width: int) -> GpuCase:
     return lambda x, w, b: functional.layer_norm(x, width, w, b), [normal(rows, width), normal(width), normal(width)]
 
 
-def rms_norm(rows: int, width: int) -> Case:
+def rms_norm(rows: int, width: int) -> GpuCase:
     return lambda x, w: functional.rms_norm(x, width, w), [normal(rows, width), normal(width)]
 
 
-def dropout_add_layer_norm(device: str, p: float) -> Case:
+def dropout_add_layer_norm(device: str, p: float) -> GpuCase:
     inputs = [normal(MANY, D), normal(MANY, D), normal(D), normal(D)]
     return lambda x, y, w, b: functional.dropout_add_layer_norm(x, y, D, w, b, dropout_p=p), inputs
 
 
-def feed_forward(activation: str, gates: int, p: float) -> Case:
+def feed_forward(activation: str, gates: int, p: float) -> GpuCase:
     shapes = [(M, D), (gates * FF, D), (gates * FF,), (D, FF), (D,)]
     inputs = [normal(*shape, std=1.0 if i == 0 else D**-0.5) for i, shape in enumerate(shapes)]
     return lambda *x: functional.feed_forward(*x, activation=activation, dropout_p=p), inputs
 
 
-def embedding(device: str, p: float) -> Case:
+def embedding(device: str, p: float) -> GpuCase:
     ids, positions = torch.randint(V, (M,), device=device), (torch.arange(M) % T).to(device)
     inputs = [normal(V, D), normal(T, D)]
     return lambda w, t: functional.embedding(ids, w, t, positions, scale=D**0.5, dropout_p=p), inputs
 
 
-def linear_cross_entropy(device: str, reduction: str) -> Case:
+def linear_cross_entropy(device: str, reduction: str) -> GpuCase:
     target = torch.randint(V, (M,), device=device)
     target[::7] = -100
 
@@ -100,7 +100,7 @@ def linear_cross_entropy(device: str, reduction: str) -> Case:
     return op, [normal(M, D), normal(V, D, std=D**-0.5), normal(V)]
 
 
-CASES: dict[str, Callable[[str, float], Case]] = {
+CASES: dict[str, Callable[[str, float], GpuCase]] = {
     "attention": attention,
     "attention, gaps": attention_gaps,
     "attention, grouped": attention_grouped,

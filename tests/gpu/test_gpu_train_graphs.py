@@ -206,7 +206,7 @@ def test_validation_between_steps_harms_nothing():
 
 def test_the_benchmark_batches(captures):
     """Multi30k's lengths at the size of a base model's width, both kinds of batches."""
-    from benchmarks.lengths import VOCABULARY, typical_pairs
+    from benchmarks.harness.lengths import VOCABULARY, typical_pairs
 
     model = random_model(
         1, source_vocabulary=VOCABULARY, target_vocabulary=VOCABULARY, d_model=64, heads=2, dropout=0.1

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import fastformer
-from benchmarks import null_driver
-from benchmarks.lengths import VOCABULARY, random_pairs
+from benchmarks.harness.lengths import VOCABULARY, random_pairs
+from benchmarks.host import null_driver
 from fastformer import functional
 from fastformer.apps.text import collate
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss

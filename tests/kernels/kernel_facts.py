@@ -140,7 +140,7 @@ def ttir(job) -> str:
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from benchmarks.codegen_compile import source_of
+    from benchmarks.codegen.compilation import source_of
 
     class Done(Exception):
         pass
@@ -159,9 +159,9 @@ def ttir(job) -> str:
         CUDABackend.make_ttgir = before
 
 
-def offsets(package: str = "benchmarks.codegen_cases") -> dict[str, list[str]]:
+def offsets(package: str = "benchmarks.codegen.cases") -> dict[str, list[str]]:
     """Check every launch that the launchers can choose; for each kernel, what breaks the rule."""
-    from benchmarks.codegen_compile import find_cases, record
+    from benchmarks.codegen.compilation import find_cases, record
 
     cases, faults = find_cases(package)
     rows, raised = record(cases, ARCH)

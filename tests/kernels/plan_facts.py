@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 
 import fastformer.functional  # noqa: F401  defines the ops
-from benchmarks.codegen_compile import find_cases
+from benchmarks.codegen.compilation import find_cases
 from fastformer.host.autograd_function import LAUNCHERS
 
 sys.setrecursionlimit(10_000)
@@ -151,7 +151,7 @@ def hooks(call: Callable[[], object]) -> dict[str, Any]:
 def main() -> None:
     import triton
 
-    from benchmarks import null_driver
+    from benchmarks.host import null_driver
     from fastformer_kernels.attention.settings import Settings
     from fastformer_kernels.host import launch, plan
 
@@ -222,7 +222,7 @@ def main() -> None:
 
     for name, (module, function) in modules.items():
         setattr(module, function, varied(name))
-    cases, faults = find_cases("benchmarks.codegen_cases")
+    cases, faults = find_cases("benchmarks.codegen.cases")
     if faults:
         raise RuntimeError(faults)
     for package in sorted({name.split("/")[0] for name, _ in cases}):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 2  # a launcher, of benchmarks/codegen_cases, each with dozens of variants
+CASES = 2  # a launcher, of benchmarks/codegen/cases, each with dozens of variants
 # Their chunks are matrix products.
 UNPLANNED = {"linear_cross_entropy.kernels.forward", "linear_cross_entropy.kernels.backward"}
 

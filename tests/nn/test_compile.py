@@ -21,7 +21,7 @@ from tests.support.fused_calls import CALLS
 from tests.support.fused_calls import leaves as op_leaves
 from tests.support.fused_calls import tensors as op_tensors
 from tests.support.fused_op import DEVICE, needs_kernels
-from tests.support.protocol_cases import CASES, Case, ahead, leaves, padding
+from tests.support.protocol_cases import CASES, Subject, ahead, leaves, padding
 
 # All sizes change at the second call, or dynamo would keep one for a constant until it does; none of the first is a
 # width of the modules, or it would take the two for one. Sequences of up to 40 tokens are beyond the first table of
@@ -53,7 +53,7 @@ def compilations() -> list[str]:
     return [metric.recompile_reason or "the first" for metric in get_compilation_metrics() if metric.is_forward]
 
 
-def check(case: Case, backend: str, dynamic: bool | None) -> None:
+def check(case: Subject, backend: str, dynamic: bool | None) -> None:
     """Compare outputs over all shapes, gradients for the first two: the graph of one shape, and that of all."""
     module, _ = case.pair()
     call = case.function(module)

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.closeness import assert_close, gradients
-from tests.support.protocol_cases import CASES, DROP_INS, Case, leaves
+from tests.support.protocol_cases import CASES, DROP_INS, Subject, leaves
 
 pytestmark = [pytest.mark.usefixtures("slow_path"), pytest.mark.filterwarnings("ignore:There is a performance drop")]
 HALVES = [torch.float16, torch.bfloat16]
@@ -117,7 +117,7 @@ def test_activation_checkpointing(name, reentrant):
             assert_close(x.grad, w, roundings=4 if reentrant else 0)
 
 
-def as_function(case: Case, module: nn.Module) -> Callable[..., Tensor]:
+def as_function(case: Subject, module: nn.Module) -> Callable[..., Tensor]:
     """The module as a function of its parameters; functional_call calls forward only."""
 
     class Called(nn.Module):

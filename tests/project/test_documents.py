@@ -18,7 +18,7 @@ from tests.project.documents import DOCUMENTS, ROOT, Block, anchors, blocks, com
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from benchmarks import report
+from benchmarks.report.pages import BEGIN, END
 from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
@@ -37,7 +37,7 @@ ELSEWHERE = {
     "benchmarks.codegen": "test_codegen.py",
     "benchmarks.lane": "test_lane.py",
     "benchmarks.recipes": "test_recipes.py",
-    "benchmarks.report": "test_benchmark_report.py",
+    "benchmarks.report": "test_report.py",
     "benchmarks.tuning": "test_tuning.py",
 }
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -298,5 +298,5 @@ def test_commands_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     """150 lines with the table of one machine, which `benchmarks.report` writes; tables of others may come."""
-    before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(report.BEGIN)
-    assert len((before + rest.partition(report.END)[2]).splitlines()) <= 120
+    before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)
+    assert len((before + rest.partition(END)[2]).splitlines()) <= 120

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.tutorials import FixedLengthTranslation
+from benchmarks.competitors.tutorials import FixedLengthTranslation
 from fastformer.apps.models import sinusoidal_positions
 from fastformer.apps.translation import TranslationModel
 from tests.support.closeness import assert_close

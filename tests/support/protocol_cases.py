@@ -19,7 +19,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one call
 
 
 @dataclass(frozen=True)
-class Case:
+class Subject:
     """How to make a module, and a call of it for a batch of B sequences, the longest of L tokens.
 
     Attributes:
@@ -168,28 +168,32 @@ def _classifier(kind: type[nn.Module], pooling: str = "mean") -> Callable[[Any, 
 
 
 DROP_INS = {
-    "LayerNorm": Case(lambda library, p: library.LayerNorm(D), _alone),
-    "RMSNorm": Case(lambda library, p: library.RMSNorm(D), _alone),
-    "MultiheadAttention": Case(lambda library, p: library.MultiheadAttention(D, H, p, batch_first=True), _self),
-    "MultiheadAttention, cross": Case(lambda library, p: library.MultiheadAttention(D, H, p, batch_first=True), _cross),
-    "TransformerEncoderLayer": Case(_layer("Encoder", False), _encode),
-    "TransformerEncoderLayer, pre-norm": Case(_layer("Encoder", True), _encode),
-    "TransformerDecoderLayer": Case(_layer("Decoder", False), _decode),
-    "TransformerDecoderLayer, pre-norm": Case(_layer("Decoder", True), _decode),
-    "TransformerEncoder": Case(_stack("Encoder"), _encode_causal),
-    "TransformerDecoder": Case(_stack("Decoder", True), _decode),
-    "Transformer": Case(_transformer, _transform),
+    "LayerNorm": Subject(lambda library, p: library.LayerNorm(D), _alone),
+    "RMSNorm": Subject(lambda library, p: library.RMSNorm(D), _alone),
+    "MultiheadAttention": Subject(lambda library, p: library.MultiheadAttention(D, H, p, batch_first=True), _self),
+    "MultiheadAttention, cross": Subject(
+        lambda library, p: library.MultiheadAttention(D, H, p, batch_first=True), _cross
+    ),
+    "TransformerEncoderLayer": Subject(_layer("Encoder", False), _encode),
+    "TransformerEncoderLayer, pre-norm": Subject(_layer("Encoder", True), _encode),
+    "TransformerDecoderLayer": Subject(_layer("Decoder", False), _decode),
+    "TransformerDecoderLayer, pre-norm": Subject(_layer("Decoder", True), _decode),
+    "TransformerEncoder": Subject(_stack("Encoder"), _encode_causal),
+    "TransformerDecoder": Subject(_stack("Decoder", True), _decode),
+    "Transformer": Subject(_transformer, _transform),
 }
 OWN = {
-    "FeedForward": Case(lambda _, p: fastformer.FeedForward(D, FF, p, "swiglu"), _alone, False),
-    "LinearCrossEntropy": Case(lambda _, p: fastformer.LinearCrossEntropy(D, V, label_smoothing=0.1), _classes, False),
-    "TransformerEncoder.packed": Case(lambda _, p: _stack("Encoder")(fastformer, p), _packed, False, "packed"),
-    "TransformerDecoder.packed": Case(lambda _, p: _stack("Decoder")(fastformer, p), _packed_pair, False, "packed"),
-    "LanguageModel": Case(lambda _, p: LanguageModel(LanguageConfig(dropout=p, **_ONE)), _ids, False),
-    "LanguageModel, padded": Case(lambda _, p: LanguageModel(LanguageConfig(dropout=p, **_ONE)), _padded_ids, False),
-    "TranslationModel": Case(lambda _, p: TranslationModel(TranslationConfig(dropout=p, **_TWO)), _pairs, False),
-    "TokenClassifier": Case(_classifier(TokenClassifier), _ids, False),
-    "SequenceClassifier": Case(_classifier(SequenceClassifier), _ids, False),
-    "SequenceClassifier, max": Case(_classifier(SequenceClassifier, "max"), _ids, False),
+    "FeedForward": Subject(lambda _, p: fastformer.FeedForward(D, FF, p, "swiglu"), _alone, False),
+    "LinearCrossEntropy": Subject(
+        lambda _, p: fastformer.LinearCrossEntropy(D, V, label_smoothing=0.1), _classes, False
+    ),
+    "TransformerEncoder.packed": Subject(lambda _, p: _stack("Encoder")(fastformer, p), _packed, False, "packed"),
+    "TransformerDecoder.packed": Subject(lambda _, p: _stack("Decoder")(fastformer, p), _packed_pair, False, "packed"),
+    "LanguageModel": Subject(lambda _, p: LanguageModel(LanguageConfig(dropout=p, **_ONE)), _ids, False),
+    "LanguageModel, padded": Subject(lambda _, p: LanguageModel(LanguageConfig(dropout=p, **_ONE)), _padded_ids, False),
+    "TranslationModel": Subject(lambda _, p: TranslationModel(TranslationConfig(dropout=p, **_TWO)), _pairs, False),
+    "TokenClassifier": Subject(_classifier(TokenClassifier), _ids, False),
+    "SequenceClassifier": Subject(_classifier(SequenceClassifier), _ids, False),
+    "SequenceClassifier, max": Subject(_classifier(SequenceClassifier, "max"), _ids, False),
 }
 CASES = {**DROP_INS, **OWN}

@@ -1,0 +1,259 @@
+"""What the kernels compile to, without a GPU: registers, spills, shared memory, tensor core instructions.
+
+python -m benchmarks.codegen                                 # all cases on sm_80, sm_90, sm_100; a table; exit 1 if bad
+python -m benchmarks.codegen --arch 90 --only attention      # some of them
+python -m benchmarks.codegen --update                        # write what was found to budget.json
+python -m benchmarks.codegen --fresh                         # believe no record: compile all (`make codegen`)
+
+How it is found is in `compilation.py`. What this Triton version has compiled before, by the fingerprint that the
+budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
+into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs.
+
+**Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
+get; at least one block on a multiprocessor; on sm_90 products of 16 bits or tf32 are wgmma, and these not serialised.
+What is exempt stands in the budget file under "exceptions": {"rows": pattern of row names, "limit": compiles | stack |
+shared | registers | wgmma | serialised, "reason": why, "triton": pattern of versions, if not all}.
+
+**The budget** is what a Triton version made of each row when the file was written. With that version, a tenth more
+registers, fewer blocks per multiprocessor, more shared memory, or asynchronous copies gone, fail, and so do rows that
+are new, gone, configured otherwise, or recorded from other sources; with another version, all that is printed only. So
+a new Triton that makes a kernel worse shows up as a difference.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.codegen.compilation import Row, compile_all, find_cases, fingerprint, record
+from benchmarks.codegen.reader import ARCHITECTURES, Resources
+
+BUDGET = Path(__file__).resolve().with_name("budget.json")
+DEFAULT = (80, 90, 100)
+MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing else does
+
+
+def broken_limits(arch: int, result: Resources | str) -> Iterator[tuple[str, str]]:
+    """Yield the limits that a result breaks: the limit's name, and a sentence."""
+    if isinstance(result, str):
+        yield "compiles", f"does not compile: {result}"
+        return
+    if result.stack:
+        yield "stack", f"{result.stack} bytes of stack: it spills"
+    if result.shared > (limit := ARCHITECTURES[arch].shared_of_block):
+        yield "shared", f"{result.shared} bytes of shared memory, and a block gets at most {limit}"
+    if result.ctas == 0 and result.shared <= limit:
+        yield "registers", f"no block fits on a multiprocessor with {result.registers} registers a thread"
+    if result.other_dots:
+        yield "wgmma", f"{result.other_dots} products of 16 bits or tf32 are not wgmma"
+    if result.serialised:
+        yield "serialised", f"its {result.wgmma} wgmma are serialised"
+
+
+def worse(found: Resources, budget: dict[str, Any]) -> Iterator[str]:
+    """Yield what is worse than in the budget."""
+    if found.registers > MORE_REGISTERS * budget["registers"]:
+        yield f"registers {budget['registers']} -> {found.registers}"
+    if found.ctas < budget["ctas"]:
+        yield f"CTAs/SM {budget['ctas']} -> {found.ctas}"
+    if found.shared > budget["shared"]:
+        yield f"shared memory {budget['shared']} -> {found.shared}"
+    if budget["async_copies"] and not found.async_copies:
+        yield f"asynchronous copies {budget['async_copies']} -> 0: loads are no longer pipelined"
+
+
+def entry(row: Row, result: Resources) -> dict[str, Any]:
+    """Return the row's entry in the budget file."""
+    return result._asdict() | {"configuration": row.configuration, "key": row.key}
+
+
+def recorded(rows: list[Row], budget: dict[str, Any]) -> dict[str, Resources]:
+    """Return what the budget knows of the rows, whatever their names were then."""
+    entries = [each for each in budget.values() if "key" in each]
+    known = {each["key"]: Resources(*(each[name] for name in Resources._fields)) for each in entries}
+    return {row.name: known[row.key] for row in rows if row.key in known}
+
+
+def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[str, Any]) -> Iterator[str]:
+    """Yield what is worse than in the budget, configured otherwise, or new."""
+    for row in rows:
+        result = results[row.name]
+        if isinstance(result, str):
+            continue
+        if row.name not in budget:
+            yield f"{row.name}: not in the budget"
+            continue
+        if (before := budget[row.name]["configuration"]) != row.configuration:
+            yield f"{row.name}: was configured as {before}, now as {row.configuration}"
+        yield from (f"{row.name}: {text}" for text in worse(result, budget[row.name]))
+
+
+def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
+    """Write the rows as an aligned table."""
+    lines: list[tuple[str, ...]] = [
+        ("kernel", "case", "arch", "regs", "stack", "shared", "CTAs/SM", "wgmma", "serialised", "async", "options")
+    ]
+    for row in rows:
+        result = results[row.name]
+        numbers: tuple[str, ...] = ("-",) * 7
+        if not isinstance(result, str):
+            serialised = ("SERIALISED" if result.serialised else "no") if result.wgmma and row.job.arch == 90 else "-"
+            numbers = (
+                *map(str, (result.registers, result.stack, result.shared, result.ctas)),
+                str(result.wgmma) if result.wgmma or result.other_dots else "-",
+                serialised,
+                str(result.async_copies),
+            )
+        lines.append((row.kernel, row.case, f"sm_{row.job.arch}", *numbers, row.configuration))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
+
+
+def read_budget(file: Path) -> dict[str, Any]:
+    """Read the budget file, or begin one."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
+    return found
+
+
+def dump(budget: dict[str, Any]) -> str:
+    """Write the budget file: one line an entry, so that a change is readable as a diff."""
+    lines = ",\n".join(f"  {json.dumps(exception)}" for exception in budget["exceptions"])
+    exceptions = f"[\n{lines}\n ]" if lines else "[]"
+    versions = []
+    for version, rows in sorted(budget["triton"].items()):
+        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(rows.items()))
+        versions.append(f"  {json.dumps(version)}: {{\n{lines}\n  }}")
+    body = ",\n".join(versions)
+    return f'{{\n "exceptions": {exceptions},\n "triton": {{\n{body}\n }}\n}}\n'
+
+
+def judge(
+    rows: list[Row], results: dict[str, Resources | str], exceptions: list[dict[str, str]]
+) -> tuple[list[str], list[str]]:
+    """Return the broken limits that no exception covers, and those that one does, with its reason."""
+    broken, exempt = [], []
+    for row in rows:
+        for limit, text in broken_limits(row.job.arch, results[row.name]):
+            covering = [e for e in exceptions if e["limit"] == limit and fnmatch.fnmatchcase(row.name, e["rows"])]
+            if covering:
+                exempt.append(f"{row.name}: {text} ({covering[0]['reason']})")
+            else:
+                broken.append(f"{row.name}: {text}")
+    return broken, exempt
+
+
+def stop(message: str) -> NoReturn:
+    """End with the message, as `argparse` does for a bad argument."""
+    print(f"benchmarks.codegen: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def section(title: str, lines: list[str]) -> None:
+    """Print lines under a title, or nothing if there are none."""
+    if lines:
+        print(f"\n{title}:", *lines, sep="\n  ")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.codegen", description="Compile the kernels without a GPU.")
+    parser.add_argument("--arch", type=int, nargs="+", default=DEFAULT, help="80 86 89 90 100 120")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
+    parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
+    parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
+    parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
+    options = parser.parse_args(argv)
+    if unknown := [arch for arch in options.arch if arch not in ARCHITECTURES]:
+        parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, ARCHITECTURES))}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least one process is needed")
+    return options
+
+
+def report(
+    rows: list[Row],
+    results: dict[str, Resources | str],
+    faults: list[str],
+    version: str,
+    options: argparse.Namespace,
+) -> int:
+    """Print the table and what is wrong, against the budget file, or write that; return the exit status."""
+    budget = read_budget(options.budget)
+    versions: dict[str, Any] = budget["triton"]
+    newest = max(versions, key=lambda name: [int(part) for part in name.split(".")], default=version)
+    against = version if version in versions else newest
+    here = {row.name for row in rows}
+    archs = [f"sm_{arch}" for arch in options.arch]
+    gone = [
+        name
+        for name in versions.get(against, {})
+        if options.only in name and name not in here and name.split(" | ")[-1] in archs
+    ]
+    exceptions = [e for e in budget["exceptions"] if fnmatch.fnmatchcase(version, e.get("triton", "*"))]
+    broken, exempt = judge(rows, results, exceptions)
+    broken = faults + broken
+    differences = [f"{name}: in the budget, and no case asks for it" for name in gone]
+    differences += compare(rows, results, versions.get(against, {}))
+    listed = versions.get(version, {})
+    if stale := [row.name for row in rows if row.name in listed and row.key != listed[row.name].get("key")]:
+        differences.append(
+            f"{len(stale)} rows were recorded from other sources or by another ptxas, {stale[0]} for one"
+        )
+    print(table(rows, results))
+    if options.update:
+        kept = {name: value for name, value in versions.get(version, {}).items() if name not in gone}
+        found = {row.name: entry(row, result) for row in rows if isinstance(result := results[row.name], Resources)}
+        versions[version] = kept | found
+        options.budget.write_text(dump(budget))
+        print(f"\nWrote {len(found)} rows to {options.budget}")
+        differences = []
+    section("Exempt", exempt)
+    other = "" if against == version else ", which is another version: no failure"
+    section(f"Differences to the budget of Triton {against}{other}", differences)
+    section("Broken limits", broken)
+    print(f"\n{len(rows)} compilations: {len(broken)} broken limits, {len(differences)} differences to the budget")
+    if differences and not other:
+        print("If the differences are meant: python -m benchmarks.codegen --update")
+    return int(bool(broken) or bool(differences and not other))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status: 0, 1 for a broken limit or a worse budget."""
+    options = arguments(argv)
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") != "0":
+        stop("Triton was imported with TRITON_INTERPRET set; this needs a process of its own")
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined: the interpreter's do not compile
+    try:
+        import triton
+    except ImportError:
+        stop("it needs Triton: pip install 'fastformer[triton]' on Linux")
+    version = triton.__version__.split("+")[0]
+
+    cases, faults = find_cases(options.cases)
+    rows: list[Row] = []
+    for arch in dict.fromkeys(options.arch):
+        rows_of_arch, raised = record(cases, arch)
+        rows, faults = rows + rows_of_arch, faults + raised
+    rows = [row for row in rows if any(options.only in text for text in (row.name, *row.cases))]
+    rows = [row._replace(key=fingerprint(row.job)) for row in rows]
+    faults = [fault for fault in faults if options.only in fault]
+    if not rows and not faults:
+        stop(f"no kernel and no case contains {options.only!r}; {options.cases} has {len(cases)} cases")
+    known = {} if options.fresh else recorded(rows, read_budget(options.budget)["triton"].get(version, {}))
+    rows.sort(key=lambda row: (row.kernel, row.case, row.job.arch))
+    new = [row for row in rows if row.name not in known]
+    told = f"Triton {version}: {len(rows)} compilations for {len(cases)} cases, {len(known)} of them recorded"
+    print(told, file=sys.stderr, flush=True)
+
+    def tell(row: Row, result: Resources | str) -> None:
+        """Show a broken limit before the end, which may be minutes away."""
+        for _, text in broken_limits(row.job.arch, result):
+            print(f"{row.name}: {text}", file=sys.stderr, flush=True)
+
+    results = {**known, **compile_all(new, options.jobs, tell)}
+    return report(rows, results, faults, version, options)

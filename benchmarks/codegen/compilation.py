@@ -1,0 +1,258 @@
+"""Record what launchers would launch on a GPU that is not there, compile it, and read the result; for `codegen`.
+
+The launchers run on meta tensors, with the facts of the other GPU in `launch.assumed` and a driver that knows only its
+architecture. Triton's hook before a compilation records it and stops it. Each distinct compilation then goes to one of
+a few processes, where Triton compiles it for that architecture; `reader.py` takes the result apart.
+
+A compilation's **fingerprint** is the key of Triton's own cache on disk (the text of the kernel and of all that it
+calls, its constants and specialisation, options, the settings in the environment, ptxas's version), with Triton's
+version for the bytes of its wheel and without line numbers: a kernel that has only moved compiles to the same code.
+What reads the result is in it too. Equal fingerprints, equal resources: `codegen` compiles what it has no record of.
+"""
+
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.codegen import reader
+from benchmarks.codegen.reader import ARCHITECTURES, Resources, read
+
+Cases = list[tuple[str, Callable[[], object]]]
+
+
+class Job(NamedTuple):
+    """One compilation, in a form that goes to another process."""
+
+    arch: int
+    module: str
+    function: str
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A compilation with its place in the table: the first case that asks for it names it."""
+
+    kernel: str
+    case: str
+    configuration: str
+    job: Job
+    cases: set[str]  # all that ask for it
+    key: str = ""  # its fingerprint; empty: none is known
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} | {self.kernel} | sm_{self.job.arch}"
+
+
+class Driver:
+    """Stands in for a GPU's driver: enough for a launcher to bind arguments and options."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton keeps what it knows by device: each architecture is one
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def find_cases(package: str) -> tuple[Cases, list[str]]:
+    """Return the cases of all modules of a package, named `module/case`, and what went wrong."""
+    cases: dict[str, Callable[[], object]] = {}
+    faults: list[str] = []
+    for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        try:
+            for name, call in importlib.import_module(f"{package}.{info.name}").cases():
+                if (full := f"{info.name}/{name}") in cases:
+                    faults.append(f"{full}: two cases have this name")
+                cases[full] = call
+        except Exception as error:
+            faults.append(f"{info.name}: its cases cannot be listed: {type(error).__name__}: {error}")
+    return list(cases.items()), faults
+
+
+def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
+    """Run the launchers as on a GPU of that architecture; return the distinct compilations, and what went wrong."""
+    import triton
+
+    from fastformer_kernels.host import launch
+
+    rows: dict[str, Row] = {}
+    names: set[str] = set()
+    faults: list[str] = []
+    case = ""
+
+    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Take the place of a compilation (`triton.knobs.runtime.jit_cache_hook`): True stops it."""
+        if compile["specialization_data"] in rows:
+            rows[compile["specialization_data"]].cases.add(case)
+            return True
+        options = json.loads(compile["specialization_data"])["options"]
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        job = Job(arch, fn.module, fn.name, compile["signature"], compile["constants"], compile["configs"][0], options)
+        parameters = fn.jit_function.params
+        chosen = {p.name: compile["constants"].get((p.num,)) for p in parameters if p.is_constexpr}
+        chosen |= {name: options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        configuration = " ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+        kernel = f"{fn.module.removeprefix('fastformer_kernels.')}.{fn.name}"
+        row = Row(kernel, case, configuration, job, {case})
+        number = 1
+        while row.name in names:  # a case may launch a kernel in several configurations
+            number += 1
+            row = row._replace(case=f"{case} ({number})")
+        names.add(row.name)
+        rows[compile["specialization_data"]] = row
+        return True
+
+    found = ARCHITECTURES[arch]
+    launch.assumed = launch.Device(arch, found.multiprocessors, found.shared_of_block)
+    triton.runtime.driver.set_active(Driver(arch))
+    triton.knobs.runtime.jit_cache_hook = hook
+    for case, call in cases:
+        try:
+            call()
+        except Exception as error:
+            faults.append(f"{case} on sm_{arch}: the launcher raised {type(error).__name__}: {error}")
+    triton.knobs.runtime.jit_cache_hook = None
+    return list(rows.values()), faults
+
+
+def _function(module: str, name: str) -> Any:
+    """Return the function itself, out of what decorates it."""
+    import triton
+
+    function = getattr(importlib.import_module(module), name)
+    while not isinstance(function, triton.JITFunction):
+        function = function.fn
+    return function
+
+
+def source_of(job: Job) -> tuple[Any, Any]:
+    """Return what Triton compiles, and for what."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(_function(job.module, job.function), job.signature, job.constants, job.attributes)
+    return source, GPUTarget("cuda", job.arch, 32)
+
+
+@cache
+def _functions() -> list[Any]:
+    """Return all functions for the GPU that are imported, Triton's own too."""
+    from triton.runtime.jit import JITCallable
+
+    of_modules = [value for module in list(sys.modules.values()) for value in list(vars(module).values())]
+    return [value for value in of_modules if issubclass(type(value), JITCallable)]  # without asking what a proxy is
+
+
+@cache
+def _text_key(module: str, function: str) -> str:
+    """Return Triton's key of a function's text and of all that it calls; for a process that compiles nothing.
+
+    Where functions stand is kept from it, and so is what was asked before: of the constants that a function takes from
+    its module, the key of its caller has those that happen to be known already.
+    """
+    for each in _functions():
+        each.starting_line_number, each.hash, each.used_global_vals = 0, None, {}
+    key: str = _function(module, function).cache_key
+    return key
+
+
+def fingerprint(job: Job) -> str:
+    """Return what the resources depend on, hashed, as the top of this file says."""
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import make_backend
+
+    source, target = source_of(job)
+    source.fn.hash = _text_key(job.module, job.function)
+    backend = make_backend(target)
+    options = backend.parse_options(dict(job.options))
+    settings = sorted(get_cache_invalidating_env_vars().items())
+    reading = Path(reader.__file__).read_text()
+    facts = (triton.__version__, source.hash(), backend.hash(), options.hash(), settings, reading)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def compile_job(job: Job) -> Resources:
+    """Compile and read the result; raises what Triton raises."""
+    import triton
+
+    source, target = source_of(job)
+    return read(triton.compile(source, target=target, options=job.options), job.arch)
+
+
+def end_with_parent() -> None:
+    """Let this process end when the one that started it has: killed, that one cannot say so."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def compile_all(
+    rows: list[Row], processes: int, tell: Callable[[Row, Resources | str], None]
+) -> dict[str, Resources | str]:
+    """Compile every row; for each the resources, or why there are none.
+
+    `tell` gets each result as soon as it is there; how far it is goes to stderr.
+    """
+    start = shown = time.monotonic()
+    done = 0
+    lock = threading.Lock()
+    own = threading.local()
+    pools: list[ProcessPoolExecutor] = []
+
+    def compile_row(row: Row) -> tuple[str, Resources | str]:
+        nonlocal shown, done
+        if getattr(own, "pool", None) is None:
+            # One process to a thread: if the compiler crashes, that is this row's result, and no other row's.
+            own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+            pools.append(own.pool)
+        result: Resources | str
+        try:
+            result = own.pool.submit(compile_job, row.job).result()
+        except BrokenProcessPool:
+            own.pool, result = None, "the compiler crashed"
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            result = f"{type(error).__name__}: {' '.join(lines[-1].split())[:300]}"
+        with lock:
+            done += 1
+            tell(row, result)
+            if time.monotonic() - shown > 5 or done == len(rows):
+                shown = time.monotonic()
+                print(f"{done}/{len(rows)} compiled, {shown - start:.0f} s: {row.name}", file=sys.stderr, flush=True)
+        return row.name, result
+
+    with ThreadPoolExecutor(processes) as threads:
+        results = dict(threads.map(compile_row, rows))
+    for pool in pools:
+        pool.shutdown()
+    return results

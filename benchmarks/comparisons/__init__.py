@@ -1,0 +1,1 @@
+"""Whole comparisons that several benchmarks share: of two functions, of training steps."""

@@ -1,0 +1,1 @@
+"""What people would use instead of fastformer, each behind the arguments that ours take."""

@@ -1,0 +1,204 @@
+"""A case of self-attention: its tensors, masks and lengths, what it costs at least, and its results in fp64.
+
+Tensors are `[B, H, L, D]` as projections leave them, D next to H in memory; padding is on the right.
+
+Letters: B batch, H heads, L positions, D head size; n heads that are compared, of all B * H.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness.floors import Work
+from benchmarks.harness.lengths import Lengths, lognormal_lengths, multi30k_lengths, uniform_lengths
+from benchmarks.harness.race import Direction, Race
+from fastformer.packing import Layout
+
+_COMPARED_SCORES = 1 << 26  # of all heads that are compared with fp64, 0.5 GiB; autograd keeps a few such tensors
+_OPERATIONS = {"forward": 4, "backward": 10, "both": 14}  # of matrix products, for each pair and channel
+_TENSORS = {"forward": 4, "backward": 8, "both": 12}  # q k v o; those, do, dq, dk and dv
+_TINY = {"batch": 3, "heads": 2, "length": 9, "head_size": 16, "share": 0.3}
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """B x H x L of head size D; `kind` of lengths, None: all are L; `share` of padding."""
+
+    batch: int
+    heads: int
+    length: int
+    head_size: int = 64
+    causal: bool = True
+    kind: str | None = None
+    share: float = 0.45
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.batch}x{self.heads}x{self.length}", f"d{self.head_size}"]
+        parts += [] if self.kind is None else [f"{self.share:.0%}-{self.kind}"]
+        return "-".join([*parts, "causal" if self.causal else "not_causal"])
+
+    def lengths(self) -> Lengths:
+        if self.kind is None:
+            return np.full(self.batch, self.length)
+        if self.kind == "multi30k":
+            return multi30k_lengths(self.batch)
+        if self.kind == "empty":
+            return np.append(uniform_lengths(self.batch - 1, self.length, self.share), 0)
+        make = uniform_lengths if self.kind == "uniform" else lognormal_lengths
+        return make(self.batch, self.length, self.share)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCase:
+    """Self-attention of B sequences, of H heads of D channels.
+
+    Args:
+        lengths: of the sequences; L is the longest.
+        padded: whether anybody must reckon with padding.
+        dropout: of the weights.
+    """
+
+    lengths: Lengths
+    heads: int
+    head_size: int
+    device: torch.device
+    causal: bool = True
+    padded: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    dropout: float = 0.0
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def length(self) -> int:
+        return int(self.lengths.max())
+
+    @property
+    def share(self) -> float:
+        """Of padding."""
+        return 1 - float(self.lengths.mean()) / self.length
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) of real positions where the query may attend to the key, in all heads."""
+        n = self.lengths.astype(np.int64)
+        return self.heads * int((n * (n + 1) // 2 if self.causal else n * n).sum())
+
+    def work(self, direction: Direction) -> Work:
+        """What must be done for real positions; backward's is 2.5 times forward's, because it computes scores again."""
+        elements = self.heads * self.head_size * int(self.lengths.sum())
+        size = torch.empty(0, dtype=self.dtype).element_size()
+        return Work(_OPERATIONS[direction] * self.head_size * self.pairs, _TENSORS[direction] * elements * size)
+
+    @cached_property
+    def lengths_on_device(self) -> Tensor:
+        return torch.from_numpy(self.lengths).to(self.device)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.from_lengths(torch.from_numpy(self.lengths), self.device)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Bool `[B, L]`."""
+        return torch.arange(self.length, device=self.device) < self.lengths_on_device[:, None]
+
+    @cached_property
+    def look_ahead(self) -> Tensor:
+        """Bool `[L, L]`: True where causality forbids."""
+        return torch.ones(self.length, self.length, dtype=torch.bool, device=self.device).triu(1)
+
+    def allowed(self) -> Tensor:
+        """Bool, True = may attend: `[B, 1, L, L]` if causal, else `[B, 1, 1, L]`."""
+        keys = self.real[:, None, None, :]
+        return keys & ~self.look_ahead if self.causal else keys
+
+    @property
+    def at(self) -> dict[str, float]:
+        """Where it lies on the axes of the scaling plots."""
+        return {"length": self.length, "padding": self.share, "head_size": self.head_size}
+
+    def random(self) -> Tensor:
+        """Random normal `[B, H, L, D]`, 0 at padding."""
+        x = torch.randn(self.batch, self.length, self.heads, self.head_size, device=self.device).to(self.dtype)
+        return (x * self.real[:, :, None, None]).transpose(1, 2)
+
+    def leaves(self) -> list[Tensor]:
+        """q, k and v, with random numbers at padding too."""
+        shape = self.batch, self.length, self.heads, self.head_size
+        x = torch.randn(3, *shape, device=self.device).to(self.dtype)
+        return [y.transpose(1, 2).requires_grad_() for y in x.unbind()]
+
+    @cached_property
+    def compared_heads(self) -> tuple[Tensor, Tensor]:
+        """Rows and heads that are compared with fp64: all, or some from the first of the first row to the last."""
+        number = max(2, _COMPARED_SCORES // max(1, self.length**2))
+        of = self.batch * self.heads
+        picked = torch.linspace(0, of - 1, min(number, of), dtype=torch.float64).round().long()
+        return picked // self.heads, picked % self.heads
+
+    def compared(self, x: Tensor) -> Tensor:
+        """`[B, H, L, D]` -> `[n, L, D]`, the heads that are compared."""
+        return x[self.compared_heads]
+
+    def expected(self, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+        """Output and gradients of q, k and v in fp64, of the heads that are compared."""
+        parts = []
+        for rows, q, k, v, dout in self._parts([*inputs, upstream]):
+            wide = [x.requires_grad_() for x in (q, k, v)]
+            out = self._weights(rows, q, k) @ v
+            parts.append([out.detach(), *torch.autograd.grad(out, wide, dout)])
+        return [torch.cat(x) for x in zip(*parts, strict=True)]
+
+    def dropped(self, inputs: list[Tensor]) -> Tensor:
+        """What dropout adds to an output as its expected square, p / (1 - p) sum_s (weight_ts v_s)^2, `[n, L, D]`."""
+        squares = [self._weights(rows, q, k).square() @ v.square() for rows, q, k, v in self._parts(inputs)]
+        return torch.cat(squares) * (self.dropout / (1 - self.dropout))
+
+    def _parts(self, tensors: list[Tensor]) -> Iterator[Any]:
+        """Rows of the heads that are compared, and the heads in fp64, as many at a time as there is room for."""
+        rows, heads = self.compared_heads
+        size = max(1, 4 * _COMPARED_SCORES // max(1, self.length**2))
+        for some, of in zip(rows.split(size), heads.split(size), strict=True):  # type: ignore[no-untyped-call]
+            yield some, *(x.detach()[some, of].double() for x in tensors)
+
+    def _weights(self, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.transpose(1, 2) / math.sqrt(self.head_size)
+        # Finite, so that a row without a key gives no NaN; nothing of it is compared.
+        forbidden = ~self.real[rows][:, None, :]
+        return scores.masked_fill(forbidden | self.look_ahead if self.causal else forbidden, -1e300).softmax(-1)
+
+
+def attention_case(
+    race: Race, shape: AttentionShape, dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0
+) -> AttentionCase:
+    """Make the case of a shape, the same for calls in a row; in a dry run a tiny one, on a CPU in fp32."""
+    if race.device.type == "cpu":  # fp32: Triton's interpreter multiplies matrices of bf16 as if they were integers
+        shape = replace(shape, **_TINY) if race.tiny else shape  # type: ignore[arg-type]
+        return _made(shape, race.device, torch.float32, dropout)
+    return _made(shape, race.device, dtype, dropout)
+
+
+@lru_cache(maxsize=1)
+def _made(shape: AttentionShape, device: torch.device, dtype: torch.dtype, dropout: float) -> AttentionCase:
+    padded = shape.kind is not None
+    return AttentionCase(shape.lengths(), shape.heads, shape.head_size, device, shape.causal, padded, dtype, dropout)
+
+
+def case_name(op: str, shape: AttentionShape, p: AttentionCase) -> str:
+    """A name in which cases that differ in length, padding or head size differ in that alone."""
+    parts = [f"{op}, {p.batch * p.length:,} positions, length {p.length:,}, {p.heads} heads of {p.head_size}"]
+    parts += ["causal" if p.causal else "not causal"]
+    parts += [] if shape.kind is None else [f"padding {100 * p.share:.0f} %, {shape.kind} lengths"]
+    parts += ["fp32"] if p.dtype == torch.float32 else []
+    parts += [f"dropout {p.dropout}"] if p.dropout else []
+    return ", ".join(parts)

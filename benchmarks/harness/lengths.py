@@ -1,0 +1,173 @@
+"""Sentence lengths of Multi30k en-de, kept as counts of (source, target) token lengths, and batches drawn from them.
+
+What padding costs depends on nothing but lengths, and lengths can be handed on where sentences cannot. The counts are
+joint, because bucketing lives on the two sides of a pair being about as long. Token ids are random.
+
+    python -m benchmarks.harness.lengths --from FOLDER     # counts again from the corpus, 20 s
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastformer.apps.text import Batch, Batches, EncodedPairs, Sequences, SpecialIds, collate
+
+Lengths = NDArray[np.int64]
+HISTOGRAM = Path(__file__).with_name("multi30k_lengths.json")
+VOCABULARY = 8000
+SPECIAL = SpecialIds()
+_LOG_SPREAD = 0.33  # standard deviation of the logarithm of Multi30k's target lengths, eos counted
+
+
+def count(folder: Path) -> dict[str, object]:
+    """Count the lengths of the training pairs, special ids left out, under one joint BPE vocabulary of 8,000.
+
+    Args:
+        folder: with train.en and train.de, plain or .gz.
+    """
+    from fastformer.apps.text import encode_pairs, read_parallel, train_sentencepiece
+
+    source, target = (
+        next(path for path in (folder / f"train.{side}", folder / f"train.{side}.gz") if path.is_file())
+        for side in ("en", "de")
+    )
+    corpus = read_parallel(source, target)
+    tokenizer = train_sentencepiece([*corpus.source, *corpus.target], VOCABULARY, model_type="bpe")
+    pairs = encode_pairs(corpus, tokenizer, tokenizer)
+    lengths, counts = np.unique(np.stack([pairs.source.lengths, pairs.target.lengths], 1), axis=0, return_counts=True)
+    return {
+        "corpus": "Multi30k en-de, training split",
+        "vocabulary": f"joint BPE, {tokenizer.size} pieces",
+        "pairs": len(pairs),
+        "source_target_count": [[*map(int, pair), int(n)] for pair, n in zip(lengths, counts, strict=True)],
+    }
+
+
+def random_pairs(number: int = 29_000, seed: int = 0) -> EncodedPairs:
+    """Draw pairs whose lengths are those of Multi30k and whose ids are random; 29,000 is the corpus's own size."""
+    table = np.array(json.loads(HISTOGRAM.read_text())["source_target_count"])  # [cells, 3]
+    random = np.random.default_rng(seed)
+    lengths = table[random.choice(len(table), number, p=table[:, 2] / table[:, 2].sum()), :2]  # [number, 2]
+    source, target = (random_sequences(side, random) for side in lengths.T)
+    return EncodedPairs(source, target, SPECIAL, SPECIAL)
+
+
+def random_sequences(lengths: np.ndarray, random: np.random.Generator) -> Sequences:
+    """Sequences of random ids, of the given lengths."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Sequences(random.integers(4, VOCABULARY, offsets[-1], np.int32), offsets)
+
+
+def typical_batch(kind: str) -> tuple[Batch, Batch, float]:
+    """`typical_pairs` as a batch: packed, the same padded, and the epoch's share of padding."""
+    chosen, share = _typical(kind)
+    return collate(chosen, packed=True), collate(chosen, packed=False), share
+
+
+def typical_pairs(kind: str) -> EncodedPairs:
+    """The pairs of one batch whose share of padding is nearest to that of an epoch.
+
+    Args:
+        kind: "random" = 128 sentences in random order; "bucketed" = 4,096 positions a side, padding counted, of pairs
+            sorted by (target, source) length.
+    """
+    return _typical(kind)[0]
+
+
+def first_pairs(kind: str, number: int) -> list[EncodedPairs]:
+    """The pairs of the first batches of an epoch; kinds as in `typical_pairs`."""
+    batches = _batches(kind)
+    return [batches.pairs.take(indices) for indices in batches.plan(0)[:number]]
+
+
+def _batches(kind: str) -> Batches:
+    if kind == "random":
+        return Batches(random_pairs(), sentences=128, bucket=False, packed=False)
+    return Batches(random_pairs(), tokens=4096, bucket=True, packed=False)
+
+
+def _typical(kind: str) -> tuple[EncodedPairs, float]:
+    batches = _batches(kind)
+    pairs = batches.pairs
+    source, target = pairs.source.lengths + 1, pairs.target.lengths + 1
+    plan = [indices for indices in batches.plan(0) if kind == "bucketed" or len(indices) == 128]
+
+    def padding(indices: np.ndarray) -> float:
+        positions = len(indices) * int(source[indices].max() + target[indices].max())
+        return 1 - int(source[indices].sum() + target[indices].sum()) / positions
+
+    share = batches.padding_share()
+    return pairs.take(min(plan, key=lambda indices: abs(padding(indices) - share))), share
+
+
+def uniform_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
+    """Lengths spread evenly, so that `share` of `[number, longest]` is padding; one is the longest, none is empty.
+
+    Raises:
+        ValueError: no such lengths have that share.
+    """
+    mean = _mean_of_others(number, longest, share)
+    spread = min(longest - mean, mean - 1)
+    return _with_longest(mean + spread * (2 * _quantiles(number - 1) - 1), longest, seed)
+
+
+def lognormal_lengths(number: int, longest: int, share: float, seed: int = 0) -> Lengths:
+    """The same, many short and few long: the logarithm is normal, and what would exceed the longest is cut to it.
+
+    Raises:
+        ValueError: no such lengths have that share.
+    """
+    mean = _mean_of_others(number, longest, share)
+    normal = NormalDist(0, _LOG_SPREAD)
+    shape = np.exp([normal.inv_cdf(p) for p in _quantiles(number - 1)])
+    low, high = 1.0, longest / shape.min(initial=1.0)
+    for _ in range(60 if number > 1 else 0):  # the scale at which the cut lengths have the mean
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(middle * shape, 1, longest).mean() < mean else (low, middle)
+    return _with_longest(np.clip(high * shape, 1, longest), longest, seed)
+
+
+def multi30k_lengths(number: int = 128) -> Lengths:
+    """Target lengths, eos counted, of the first sentences of `typical_pairs` in random order; 128: the whole batch."""
+    lengths: Lengths = typical_pairs("random").target.lengths[:number].astype(np.int64) + 1
+    return lengths
+
+
+def _mean_of_others(number: int, longest: int, share: float) -> float:
+    """The mean length of all but the longest."""
+    if number < 1 or longest < 1:
+        raise ValueError(f"number and longest must be 1 or more: {number}, {longest}")
+    at_most = 1 - (longest + number - 1) / (number * longest)  # all others have length 1
+    if not 0 <= share <= at_most:
+        raise ValueError(f"share must be from 0 to {at_most:.3f} for {number} sequences of up to {longest}: {share}")
+    return longest if number == 1 else ((1 - share) * number - 1) * longest / (number - 1)
+
+
+def _quantiles(number: int) -> NDArray[np.float64]:
+    return (np.arange(number) + 0.5) / max(number, 1)
+
+
+def _with_longest(others: NDArray[np.float64], longest: int, seed: int) -> Lengths:
+    lengths = np.append(np.maximum(np.round(others), 1).astype(np.int64), longest)
+    return np.random.default_rng(seed).permutation(lengths)
+
+
+def main() -> None:
+    """Count again and write the numbers beside this file."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--from", dest="folder", type=Path, required=True, help="folder with train.en.gz, train.de.gz")
+    histogram = count(parser.parse_args().folder)
+    cells = histogram.pop("source_target_count")
+    assert isinstance(cells, list)
+    head = json.dumps(histogram)[:-1]
+    rows = ",\n".join(json.dumps(cells[i : i + 12])[1:-1] for i in range(0, len(cells), 12))
+    HISTOGRAM.write_text(f'{head}, "source_target_count": [\n{rows}\n]}}\n')
+    print(f"{HISTOGRAM}: {histogram['pairs']} pairs, {len(cells)} cells")
+
+
+if __name__ == "__main__":
+    main()

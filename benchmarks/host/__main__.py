@@ -1,0 +1,7 @@
+"""`python -m benchmarks.host`."""
+
+import sys
+
+from benchmarks.host.calls import main
+
+sys.exit(main())

@@ -1,0 +1,79 @@
+"""A driver for Triton that launches nothing: all the host does for a GPU, on a machine without one.
+
+Kernels are compiled for an H200, arguments are bound and specialised, and CPU tensors stand for a GPU's. Left out are
+the launch itself (Triton's C function, cuLaunchKernel) and the switch of devices. What kernels should have written is
+whatever was in memory.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.codegen.compilation import Driver
+from benchmarks.codegen.reader import ARCHITECTURES
+from fastformer.host.cuda_graphs import Recorded, Step
+
+_ARCH = 90
+
+
+class _Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+class _Utilities:
+    """What Triton asks about a GPU before it launches: an H200's answers."""
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        gpu = ARCHITECTURES[_ARCH]
+        return {"max_shared_mem": gpu.shared_of_block, "multiprocessor_count": gpu.multiprocessors, "warpSize": 32}
+
+
+class _Driver(Driver):
+    """Beyond binding, which the driver of `benchmarks.codegen` is enough for: loads and launches that do nothing."""
+
+    utils = _Utilities()
+    launcher_cls = _Launcher
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class NullRecorder:
+    """A recorder of CUDA graphs that launch nothing."""
+
+    failures = 0
+
+    def warm_up(self, step: Step) -> Any:
+        """Run a step."""
+        return step()
+
+    def capture(self, step: Step) -> Recorded:
+        """Run a step, as capturing it would; its repetition does nothing."""
+        return Recorded(lambda: None, step())
+
+
+def install() -> None:
+    """Use it from here on, in a process that runs nothing else: our ops then give garbage.
+
+    Raises:
+        RuntimeError: Triton's interpreter is on.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    from fastformer.functional import choice
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET must be off: the interpreter launches nothing either, and computes")
+    driver.set_active(_Driver(_ARCH))
+    choice._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
+    setattr(sys.modules["fastformer.functional.dropout"], "drop", F.dropout)  # noqa: B010  as on a GPU

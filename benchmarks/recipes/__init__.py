@@ -1,0 +1,1 @@
+"""Real trainings for several seeds under a time limit: `python -m benchmarks.recipes`."""

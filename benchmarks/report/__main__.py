@@ -1,0 +1,7 @@
+"""`python -m benchmarks.report`."""
+
+import sys
+
+from benchmarks.report.pages import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Each kernel's tile against its neighbours: `python -m benchmarks.tuning`."""

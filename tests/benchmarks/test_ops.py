@@ -1,0 +1,236 @@
+"""The benchmarks of single ops: what they compare with, what they time, and what they count."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import bench_cross_entropy, bench_feed_forward, bench_layer_norm
+from benchmarks.bench_feed_forward import CASES, FeedForwardShape
+from benchmarks.comparisons import training
+from benchmarks.competitors import kernel_packages, known
+from benchmarks.competitors.tutorials import TorchTranslation
+from benchmarks.harness import clock
+from benchmarks.harness.clock import Stopwatch
+from benchmarks.harness.race import Op
+from fastformer.apps.text import EncodedPairs, Sequences, SpecialIds, collate
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from tests.benchmarks.races import CPU, make_race
+
+
+def test_what_is_timed_may_be_another_call_than_what_is_compared():
+    x = torch.randn(3, 4, requires_grad=True)
+    ran = []
+
+    def op(name, outputs):
+        def run():
+            ran.append(name)
+            return 2 * x if outputs == 1 else (2 * x, 3 * x)
+
+        return Op(name, run, [x])
+
+    upstream = torch.ones(3, 4)
+    race = make_race()
+    race.op(
+        "case",
+        op("ours", 1),
+        op("theirs", 1),
+        upstream=upstream,
+        expected=[2 * x.detach(), 2 * upstream],
+        tolerance=1e-6,
+        direction="both",
+        timed=(op("ours, timed", 2), op("theirs, timed", 2), (upstream, upstream)),
+    )
+    assert ran[:2] == ["ours", "theirs"]
+    assert set(ran[2:]) == {"ours, timed", "theirs, timed"}
+    (row,) = race.record.rows
+    assert row.status == "dry run"
+
+
+def test_what_is_captured_has_run_before(monkeypatch):
+    done = []
+
+    class Graph:
+        def replay(self):
+            done.append("replay")
+
+    def capture(step, index):
+        step()
+        return Graph(), None
+
+    for name, fake in {"synchronize": lambda device: done.append("wait"), "current_device": lambda: 0}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(clock, "capture", capture)
+    Stopwatch(torch.device("cpu")).replay(lambda: done.append("run"))()
+    assert done == ["run", "run", "run", "wait", "run", "replay"]
+
+
+def test_the_cache_is_flushed_by_reading_so_that_the_call_pays_for_no_line_of_another(monkeypatch):
+    watch = Stopwatch(CPU)
+    watch._flushed = other = torch.zeros(64)
+    seen = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            seen.append("event")
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 2.0
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append("reads" if args[0] is other and not op._schema.is_mutable else "writes")
+            return op(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with Watching():
+        assert watch(lambda: seen.append("call"), 2) == 4e-3
+    assert seen == [*["reads"] * clock._FLUSHES, "event", "call", "event"] * 2
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """What torch.compile has compiled; it runs as it is."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend=backend, **options))
+    return found
+
+
+def test_the_compiled_model_is_compiled(monkeypatch, compilations):
+    monkeypatch.setattr(training, "require", lambda name, device: None)
+    race = make_race()
+    config = TranslationConfig(20, 20, d_model=16, heads=2, encoder_layers=1, decoder_layers=1, feed_forward=16)
+    ids = Sequences(np.arange(4, 14, dtype=np.int32), np.array([0, 6, 10]))
+    pairs = EncodedPairs(ids, ids, SpecialIds(), SpecialIds())
+    training.race_training(race, "case", config, pairs, competitor="torch.nn-compile", rounds=1)
+    assert [row.status for row in race.record.rows] == ["dry run"]
+    assert len(compilations) == 2, "in evaluation mode and in training"
+
+
+def test_the_ninth_compilation_of_the_same_code_still_compiles(compilations):
+    for k in range(10):
+        known.compiled(lambda x, k=k: x * k)(torch.ones(3))
+    assert len(compilations) == 10
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_truth_of_the_loss_is_the_same_by_chunks(smoothing, monkeypatch):
+    x, w = torch.randn(10, 6, requires_grad=True), torch.randn(12, 6, requires_grad=True)
+    target = torch.tensor([0, -100, 3, 11, 5, -100, -100, 2, 2, 7])
+    monkeypatch.setattr(bench_cross_entropy, "_TRUTH_ROWS", 3)
+    found = bench_cross_entropy.truth(x, w, target, smoothing)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    loss = F.cross_entropy(F.linear(*wide), target, label_smoothing=smoothing)
+    torch.testing.assert_close(found, [loss.detach(), *torch.autograd.grad(loss, wide)])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_feed_forward_inputs_fit_even_where_sizes_coincide(activation):
+    case = FeedForwardShape(8, 4, 8, activation)  # as many tokens as hidden units
+    wide = 16 if activation == "swiglu" else 8
+    shapes = [tuple(x.shape) for x in bench_feed_forward._inputs(case, CPU)]
+    assert shapes == [(8, 4), (wide, 4), (wide,), (4, 8), (4,)]
+
+
+def test_feed_forward_work_is_counted_by_hand():
+    counted = bench_feed_forward.work(FeedForwardShape(2, 3, 5))["both"]
+    assert counted.operations == 3 * (2 * 2 * 3 * 5 * 2)
+    # x, y, both weights; x, dy, dx, both weights and their gradients: 2 bytes each.
+    assert counted.bytes == 2 * ((2 * 6 + 30) + (3 * 6 + 2 * 30))
+    assert bench_feed_forward.work(FeedForwardShape(2, 3, 5, "swiglu"))["forward"].operations == 2 * 2 * 3 * 5 * 3
+
+
+def test_every_run_names_a_case_and_a_competitor():
+    runs = {bench: [run.values for run in bench.RUNS] for bench in (bench_feed_forward, bench_cross_entropy)}
+    names = {name for _, name, _ in [*runs[bench_feed_forward], *runs[bench_cross_entropy]]}
+    assert names | set(bench_layer_norm.COMPETITORS) <= known.COMPETITORS.keys()
+    assert {case for case, *_ in runs[bench_feed_forward]} == CASES.keys()
+
+
+LOSS = {"fused_linear_cross_entropy": (range(3), {"label_smoothing": 0.1, "accum_dtype": torch.float32})}
+
+
+@pytest.mark.parametrize(
+    ("op", "given"),
+    ({"layer_norm": (range(4), {}), "rms_norm": (range(3), {}), "swiglu": (range(2), {})} | LOSS).items(),
+)
+def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, given):
+    """Triton's can be looked at here; of CuTe's, which cannot be imported, the registration."""
+    liger_kernel = pytest.importorskip("liger_kernel")
+    arguments, keywords = given
+    inspect.signature(kernel_packages.liger(op, "liger").__self__.forward).bind(*arguments, **keywords)
+    file = Path(liger_kernel.__file__).parent / f"ops/backends/_cutedsl/{op}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    decorated = {
+        function.name: [ast.unparse(decorator) for decorator in function.decorator_list]
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+    }
+    assert any(f"'{op}'" in text and "'nvidia-cutedsl'" in text for text in decorated[f"{op}_cutedsl"])
+    if not torch.cuda.is_available():
+        with pytest.raises(Exception, match="nvidia-cutedsl"):
+            kernel_packages.liger(op, "liger-cute")
+
+
+@pytest.mark.parametrize("name", ["liger-cute", "liger-cute-sm90", "quack"])
+def test_kernels_for_hopper_are_not_asked_of_an_older_gpu(name, monkeypatch):
+    missing, device = known.COMPETITORS[name].missing, torch.device("cuda")
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: None)
+    assert missing(device).endswith("is not installed")
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda module: module)
+    assert missing(CPU) == known.NEEDS_GPU
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert missing(device) == "needs compute capability 9.0, this GPU has 8.6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert missing(device) is None
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this torch has none")
+def test_torchs_chunks_are_raced_on_a_cpu_too():
+    assert known.COMPETITORS["torch-chunked"].missing(CPU) is None
+
+
+def test_the_work_of_a_training_step_is_what_torch_counts():
+    """For one pair of sentences without padding; torch counts the pairs that causality rules out as well."""
+    config = TranslationConfig(30, 40, d_model=8, heads=2, encoder_layers=2, decoder_layers=3, feed_forward=12)
+    pairs = EncodedPairs(*(Sequences.from_lists([list(range(4, 4 + n))]) for n in (6, 4)), SpecialIds(), SpecialIds())
+    model = TranslationModel(config)
+    theirs = TorchTranslation(model)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        theirs.loss(collate(pairs, packed=False), 0.0).backward()
+    ahead = 5 * 5 - 5 * 6 / 2  # five target positions, bos counted
+    work = training.step_work(model, collate(pairs, packed=True))
+    assert counter.get_total_flops() == work.operations + 3 * 4 * 8 * 3 * ahead
+    assert work.bytes == 40 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("key", "goal"), [(key, goals[0]) for key, goals in bench_feed_forward.GOALS.items()])
+def test_goals_of_the_feed_forward_are_such_as_the_bytes_allow(key, goal):
+    activation, dropout, width = key
+    products = 6 * 2 * width / 600e12 * 4.2e12  # of a hidden activation, in bytes that are moved meanwhile
+    eager, ours = 12 + 10 * dropout, 4 + (6 if activation == "relu" else 8)
+    assert 0.97 <= goal <= 1.05 * (products + eager) / (products + ours)
+
+
+def test_every_case_of_the_feed_forward_has_its_goal():
+    cases = [case for case in CASES.values() if case.activation != "swiglu" and case.width >= 512]
+    assert {(case.activation, case.dropout_p > 0, case.width) for case in cases} == set(bench_feed_forward.GOALS)

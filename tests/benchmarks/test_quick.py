@@ -1,0 +1,168 @@
+"""Which cases `-k quick` has, on a CPU and on a GPU; what a case says where the competitor raises."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import (
+    bench_decoding,
+    bench_generation,
+    bench_integrations,
+    bench_language,
+    bench_modules,
+    bench_packing,
+)
+from tests.benchmarks.races import make_race
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
+WITHOUT_A_GPU_TORCHS_OWN = {"bench_layer_norm.py"}  # there the reference calls F.layer_norm and F.rms_norm
+
+
+def collected(*arguments: str, **environment: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "benchmarks"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=inherited | environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.removeprefix("benchmarks/") for line in done.stdout.splitlines() if "::" in line]  # pyproject has -q
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
+def test_every_file_that_says_something_of_a_cpu_has_a_quick_case_there():
+    cases = collected("-k", "quick", "-m", "cpu or not gpu")
+    assert {case.partition("::")[0] for case in cases} == FILES - WITHOUT_A_GPU_TORCHS_OWN
+
+
+@pytest.mark.slow
+def test_a_gpu_has_its_own_shapes_and_the_usual_ones_too():
+    cases = collected("-k", "quick", "--dry-run", TRITON_INTERPRET="1")
+    assert {case.partition("::")[0] for case in cases} == FILES
+    small = ("quick-cpu", "512x256x8000", "[quick-tutorial", "[torch.nn-quick-fp32", "[tutorial-quick", "[quick-whole")
+    assert not [case for case in cases if any(name in case for name in small)]
+    assert [case for case in cases if "bench_decoding[usual-tutorial-1-128]" in case]
+    assert not [case for case in cases if "[full-" in case]
+
+
+@pytest.fixture
+def race(monkeypatch):
+    for module in (bench_decoding, bench_integrations):
+        monkeypatch.setattr(module, "require", lambda name, device: None)
+    return make_race()
+
+
+def broken(*arguments, **keywords):
+    raise RuntimeError("no kernel image\nmore")
+
+
+def decode(race, competitor):
+    bench_decoding.bench_decoding(race, "quick", competitor, 1, 2)
+
+
+def break_marian(monkeypatch, race):
+    monkeypatch.setattr(bench_decoding, "marian", broken)
+    decode(race, "transformers")
+
+
+def break_translations(monkeypatch, race):
+    theirs = SimpleNamespace(generate=broken)
+    monkeypatch.setattr(bench_decoding, "marian", lambda model, positions: theirs)
+    decode(race, "transformers")
+
+
+def break_ctranslate2(monkeypatch, race):
+    monkeypatch.setattr(pytest.importorskip("ctranslate2"), "Translator", broken)
+    decode(race, "ctranslate2")
+
+
+def break_tutorial(monkeypatch, race):
+    monkeypatch.setattr(bench_decoding.FixedLengthTranslation, "greedy", broken)
+    decode(race, "tutorial")
+
+
+def break_generation(monkeypatch, race):
+    monkeypatch.setattr(bench_generation.GrowingPrefix, "forward", broken)
+    bench_generation.bench_generation(race, "quick", 1001, range(10), None, 1)
+
+
+def break_language(monkeypatch, race):
+    monkeypatch.setattr(bench_language.TutorialLanguageModel, "forward", broken)
+    bench_language.bench_training_step_of_the_language_model(race, "quick")
+
+
+def only_torchs(call):
+    return lambda module: broken() if type(module).__module__.startswith("torch.") else call(module)
+
+
+def break_module(monkeypatch, race):
+    name, arguments, make = bench_modules.CASES["LayerNorm"]
+    monkeypatch.setitem(bench_modules.CASES, "LayerNorm", (name, arguments, lambda x: only_torchs(make(x))))
+    bench_modules.bench_module(race, "usual", "LayerNorm", "train")
+
+
+def break_packing(monkeypatch, race):
+    made = bench_packing._encoder_call
+
+    def task(*arguments):
+        found = made(*arguments)
+        return bench_packing.PaddedCall(only_torchs(found.call), found.real, found.share)
+
+    monkeypatch.setattr(bench_packing, "_encoder_call", task)
+    bench_packing.bench_encoder(race, "quick", True, "fp32", 0.55, 1.8, "training step")
+
+
+def break_integration(monkeypatch, race):
+    transformers = pytest.importorskip("transformers")
+    attention = transformers.models.bert.modeling_bert.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(attention._global_mapping, "sdpa", broken)
+    bench_integrations.bench_transformers(race, "quick", "BERT", "sdpa")
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        break_marian,
+        break_translations,
+        break_ctranslate2,
+        break_tutorial,
+        break_generation,
+        break_language,
+        break_module,
+        break_packing,
+        break_integration,
+    ],
+)
+def test_what_a_competitor_raises_is_its_result(bench, monkeypatch, race):
+    bench(monkeypatch, race)
+    (row,) = race.record.rows
+    assert row.status == "fails: RuntimeError: no kernel image"
+    assert row.theirs is None
+
+
+def test_an_export_of_ours_that_fails_is_no_result_of_ctranslate2(monkeypatch, race):
+    monkeypatch.setattr(bench_decoding, "export_ctranslate2", broken)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        decode(race, "ctranslate2")
+    assert race.record.rows == []
+
+
+@pytest.mark.parametrize(("theirs", "whose"), [(-25.0, "theirs"), (-20.01, None), (-15.0, "ours")])
+def test_the_less_probable_translation_is_wrong(theirs, whose, monkeypatch, race):
+    found = torch.tensor([-10.0, theirs])
+    monkeypatch.setattr(bench_decoding, "_log_probabilities", lambda model, sources, targets: found)
+    ours = [bench_decoding.Hypothesis([1], score, score) for score in (-10.0, -20.0)]
+    if whose == "ours":
+        with pytest.raises(pytest.fail.Exception, match="wrong, not timed: best log probability differs"):
+            bench_decoding._gate(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
+        return
+    bench_decoding._gate(race, nn.Identity(), [[1], [2]], ours, [[1], [1]])
+    assert (race.fault is None) == (whose is None)
+    assert whose is None or race.fault.startswith("wrong: log probability is off by")

@@ -1,0 +1,268 @@
+"""A competitor that is wrong, out of memory or broken is reported as that; ours, if wrong, is not timed."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.harness import terminal
+from benchmarks.harness.clock import saved_for_backward
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Contender, Op, Race
+from benchmarks.harness.record import Record, Row
+from tests.benchmarks.races import make_race
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def race(tmp_path):
+    record = Record({"commit": "0"}, tmp_path / "run.jsonl")
+    yield make_race(record, tiny=False)
+    record.close({})
+
+
+X = torch.randn(40, 40)
+BLANK = Row("thing", "a case", "other", "measured", 0.002, 0.003, 1.5, None, 30, (1, 1), 5e13)
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def compare(race: Race, theirs, ours=square, **kept) -> None:
+    x = X.clone().requires_grad_()
+    upstream = torch.ones_like(X)
+    expected = [X.double() ** 2, 2 * X.double()]
+    sides = Op("fastformer", lambda: ours(x), [x]), Op("other", lambda: theirs(x), [x])
+    work = Work(2.0 * X.numel(), 8.0 * X.numel())
+    race.op(
+        "a case",
+        *sides,
+        upstream=upstream,
+        expected=expected,
+        tolerance=1e-5,
+        direction="both",
+        work=work,
+        **kept,
+    )
+
+
+def test_both_right(race):
+    compare(race, lambda x: x**2, goal=1e9, at={"length": 40})
+    (row,) = race.record.rows
+    assert (row.benchmark, row.case, row.against) == ("thing", "a case, forward and backward", "other")
+    assert row.status == "measured"
+    assert min(row.ours, row.theirs) > 0
+    assert row.ratio == pytest.approx(row.theirs / row.ours, rel=0.9)
+    assert row.missed
+    assert row.floor > 0
+    assert row.operations_per_second == pytest.approx(2.0 * X.numel() / row.ours)
+    assert row.saved_bytes is not None
+    assert row.at == {"length": 40}
+
+
+def oom(x: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def broken(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image\nmore")
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+@pytest.mark.parametrize(
+    ("theirs", "status"),
+    [
+        (lambda x: 1.01 * x * x, "wrong: output is off by 1.0e-02"),
+        (lambda x: x * x * float("nan"), "wrong: output is off by nan"),
+        (WrongGradient.apply, "wrong: gradient 0 is off by"),
+        (oom, "out of memory"),
+        (broken, "fails: RuntimeError: no kernel image"),
+    ],
+    ids=["output", "nan", "gradient", "memory", "raises"],
+)
+def test_a_competitor_with_a_fault_is_reported_not_timed(race, theirs, status):
+    compare(race, theirs, goal=2.0)
+    (row,) = race.record.rows
+    assert row.status.startswith(status)
+    assert row.theirs is None
+    assert row.ratio is None
+    assert row.ours > 0
+    assert not row.missed
+
+
+def test_ours_wrong_fails_and_is_not_timed(race):
+    with pytest.raises(pytest.fail.Exception, match=r"wrong, not timed: output differs by 1\.0e-02"):
+        compare(race, square, ours=lambda x: 1.01 * x * x)
+    assert race.record.rows == []
+
+
+def test_ours_out_of_memory_is_a_row(race):
+    with pytest.raises(pytest.skip.Exception, match="out of memory"):
+        compare(race, square, ours=oom)
+    (row,) = race.record.rows
+    assert row.status == "fastformer is out of memory"
+    assert row.ours is None
+
+
+def test_no_time_without_a_gate(race):
+    with pytest.raises(AssertionError, match="only after a gate"):
+        race("a case", Contender("fastformer", lambda: None), Contender("other", lambda: None), rounds=1)
+
+
+class Stashing(torch.autograd.Function):
+    """Keeps a tensor as an attribute, of which no hook knows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.twice = 2 * x
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.twice
+
+
+@pytest.mark.parametrize("op", [torch.exp, Stashing.apply], ids=["saved", "attribute"])
+def test_counting_what_is_kept_keeps_nothing(op):
+    x = X.clone().requires_grad_()
+    made = []
+
+    def forward():
+        out = op(x)  # exp saves its own output
+        made.append(weakref.ref(out))
+        return out.sum()
+
+    assert saved_for_backward(forward, [x]) == X.numel() * 4
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_memory_of_both_sides_is_in_the_terminal():
+    compared = replace(BLANK, saved_bytes=(1_200_000, 340_000_000))
+    rows = [BLANK, compared, replace(compared, peak_bytes=(50_000_000, 2_000_000_000), status="fails: it")]
+    head, *lines = terminal.table(rows)
+    assert head.endswith("memory, ours / theirs")
+    assert [line[line.index("1.50") + 4 :].split() for line in lines] == [
+        [],
+        ["saved", "1.2", "/", "340", "MB"],
+        ["peak", "50.0", "/", "2,000", "MB", "fails:", "it"],
+    ]
+
+
+def test_a_competitor_that_breaks_while_it_is_timed(race):
+    calls = []
+
+    def third_time_unlucky() -> None:
+        calls.append(None)
+        if len(calls) > 2:
+            oom(X)
+
+    race.gate("result", X, X, 0.0)
+    race("a case", Contender("fastformer", lambda: X @ X), Contender("other", third_time_unlucky), rounds=3)
+    assert race.record.rows[0].status == "out of memory"
+
+
+def test_goals_are_enforced_where_asked_for(race):
+    race.enforce = True
+    with pytest.raises(pytest.fail.Exception, match="the goal is"):
+        compare(race, square, goal=1e9)
+
+
+def test_ratios_are_by_the_token(race):
+    race.gate("result", X, X, 0.0)
+
+    def work() -> object:
+        return X @ X
+
+    race("a case", Contender("fastformer", work, 100), Contender("other", work, 10), rounds=5)
+    assert race.record.rows[0].ratio == pytest.approx(10, rel=0.7)
+
+
+def test_rows_are_written_when_they_exist(race, tmp_path):
+    compare(race, square)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert lines[0]["machine"] == {"commit": "0"}
+    assert lines[1]["row"]["case"] == "a case, forward and backward"
+
+
+def pytest_benchmarks(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "benchmarks/bench_layer_norm.py",
+        "--benchmark-only",
+    ]
+    # Without what this run's workers tell one another: in a worker pytest-benchmark switches itself off.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=inherited | environment, timeout=120
+    )
+
+
+@pytest.mark.slow
+def test_an_unknown_competitor_is_named_with_those_that_are_known():
+    done = pytest_benchmarks("--competitor", "eager,egaer")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--competitor: unknown competitor 'egaer'; known: eager, compile," in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_what_was_skipped():
+    """Of two ops in three directions; what -k leaves out is not skipped."""
+    done = pytest_benchmarks("--competitor", "eager", "-k", "quick")
+    assert done.returncode == 0
+    assert "\n6 cases need a CUDA device and were skipped" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_dry_run_needs_the_interpreter():
+    done = pytest_benchmarks("--dry-run", TRITON_INTERPRET="0")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "set TRITON_INTERPRET=1" in done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_side_that_cannot_be_captured_takes_nothing_from_the_other(race, fails):
+    """On a GPU; this watch only says that it is on one."""
+
+    def replay(run):
+        if fails and run is theirs:
+            raise RuntimeError("it waits for the device\nand more")
+        return run
+
+    def ours():
+        return None
+
+    def theirs():
+        return None
+
+    race.watch.on_gpu, race.watch.replay = True, replay
+    race.watch.wall = lambda run: None
+    found = race._further_ratios(Contender("fastformer", ours, 1), Contender("other", theirs, 1), True)
+    assert set(race._notes["graph_seconds"]) == ({"fastformer"} if fails else {"fastformer", "other"})
+    assert ("graph" in found) is not fails
+    assert race._notes.get("no_graph") == ("other: it waits for the device" if fails else None)
+    assert "graph" not in race._further_ratios(Contender("fastformer", ours, 1), Contender("other", theirs, 1), False)

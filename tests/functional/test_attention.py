@@ -467,3 +467,22 @@ def test_what_a_query_sees_is_decided_in_the_dtype_of_the_scores(dtype, lowest, 
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert all(grad.isfinite().all() for grad in grads)
     assert not grads[0][:, :, 1].any()
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-60])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_causal_call_takes_any_scale(scale, dtype):
+    """On a CPU, SDPA multiplies the -inf of what lies ahead with the scale: NaN where that is not above 0."""
+    q, k, v = (torch.randn(1, 2, length, 4, dtype=dtype, requires_grad=True) for length in (3, 5, 5))
+    out = attention(q, k, v, causal=True, scale=scale)
+    wanted = attention(q, k, v, torch.ones(3, 5, dtype=torch.bool).tril(), scale=scale)
+    assert torch.equal(out, wanted)
+    assert torch.isfinite(out).all()
+    assert all(torch.isfinite(x).all() for x in gradients(out, [q, k, v]))
+
+
+def test_the_hessian_is_that_of_the_plain_formula():
+    q, k, v = (random(1, 1, 3, 2, grad=False) for _ in range(3))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # whose forward derivative torch knows
+        actual = torch.func.hessian(lambda x: (attention(x, k, v, causal=True) ** 3).sum())(q)
+    assert_close(actual, torch.func.hessian(lambda x: (attention_with_weights(x, k, v, causal=True)[0] ** 3).sum())(q))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.system.terminal import shown
-from fastformer.apps.text import decode_lines, read_lines, write_lines
+from fastformer.apps.text import lines_of, read_lines, write_lines
 
 
 class _Console(Console):
@@ -50,7 +50,7 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
 
     Raises:
         ValueError: there are arguments and a file, or neither and standard input is closed; or lines are to be typed
-            and something is to be written to a file. At once; what is wrong with a file, when it is read.
+            and something is to be written to a file; or the file to write is standard input. At once; what is wrong with a file, when it is read.
     """
     if texts and input is not None:
         raise ValueError(f"give {what} or --input, not both")
@@ -59,6 +59,8 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
     typed = not texts and input is None and sys.stdin.isatty()
     if typed and output is not None:
         raise ValueError(f"--output is for {what} that are given, or in a file: give them, or --input")
+    if not texts and input is None:
+        refuse_output(output, Path("/dev/stdin"))
     return _typed_lines() if typed else _lines_at_once(texts, input)
 
 
@@ -72,7 +74,7 @@ def _lines_at_once(texts: list[str] | None, input: Path | None) -> Iterator[list
     if texts:
         yield texts
     else:
-        yield read_lines(input) if input is not None else decode_lines(sys.stdin.buffer.read(), "standard input")
+        yield read_lines(input) if input is not None else list(lines_of(sys.stdin.buffer, "standard input"))
 
 
 def put_lines(lines: Iterable[str], output: Path | None) -> None:

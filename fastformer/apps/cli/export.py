@@ -1,5 +1,6 @@
 """`fastformer export`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ def export(
     checkpoint: Checkpoint = "best",
 ) -> None:
     """Write a run's model and tokenizers for another program."""
-    if to.resolve().is_relative_to(run.resolve()):
+    if Path(os.path.realpath(to)).is_relative_to(os.path.realpath(run)):  # unlike resolve, takes a loop of links
         raise ValueError(f"--to {to} is in the run folder {run}; choose a folder outside")
     check_value("format", format, str, choices=FORMATS)
     idle = {"quantization": quantization, "positions": positions} if format == "safetensors" else {"dtype": dtype}

@@ -4,6 +4,7 @@ A run is any folder with a config.toml, whatever it trains: its settings are rea
 metrics.jsonl, its size from its checkpoint's header. Nothing is loaded into a model.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,9 +85,10 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise ValueError("runs must name at least one run folder")
-    if len({path.resolve() for path in paths}) < len(paths):
-        twice = next(path for i, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:i]})
-        raise ValueError(f"runs names {twice} twice")
+    real = [os.path.realpath(path) for path in paths]
+    for i, path in enumerate(paths):
+        if real[i] in real[:i]:
+            raise ValueError(f"runs names {path} twice")
     runs = [summarise(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     columns = {key: [run.settings.get(key) for run in runs] for key in keys}
@@ -116,7 +118,7 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart."""
-    parts = [path.resolve().parts for path in paths]
+    parts = [Path(os.path.realpath(path)).parts for path in paths]
     names = []
     for own in parts:
         size = 1

@@ -57,7 +57,7 @@ class RunLock:
     _locks: ClassVar[dict[tuple[int, int], _Held]] = {}  # by the file that is locked
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
+        self._path = folder.absolute() / LOCK  # the program may go to another folder meanwhile
         self._held: _Held | None = None
         with _guard:
             held = self._ours() or _acquire(folder, self._path)
@@ -103,7 +103,8 @@ class RunLock:
             if held.users == 0:
                 del self._locks[_identity(os.fstat(held.descriptor))]
                 with suppress(OSError):  # Windows removes no open file
-                    self._path.unlink()
+                    if _identity(os.stat(self._path, follow_symlinks=False)) == _identity(os.fstat(held.descriptor)):
+                        self._path.unlink()  # where the folder was moved, another run's lock may be under this name
                 os.close(held.descriptor)
 
 
@@ -124,7 +125,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 def _acquire(folder: Path, path: Path) -> _Held:
     while True:
-        descriptor = open_file(path, folder)
+        descriptor = open_file(path, path.parent)
         try:
             _lock(descriptor)
         except OSError as error:

@@ -7,6 +7,7 @@ form is an error; Europarl is used in parts, so there it is a warning in the rep
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -78,7 +79,7 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     origin, folder = Path(from_path), Path(to_folder)
     if not origin.is_dir():
         raise FileNotFoundError(f"{origin}: no such folder; it must hold the files of {name}")
-    if folder.resolve() == origin.resolve():
+    if os.path.realpath(folder) == os.path.realpath(origin):
         raise ValueError(f"{folder}: the prepared files would stand among the originals; choose another folder")
     tokens: dict[str, int] = {}
     warnings: list[str] = []

@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.guarded import open_input, read_file
+from fastformer.apps.system.guarded import LARGEST, open_input, read_file
 from fastformer.settings import check_value
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
@@ -38,26 +38,45 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
     path = Path(path)
     if "\0" in str(path):
         raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
-    number = 0
+    empty = True
     try:
         if path.is_dir():
             raise TextError(f"{path}: is a folder, not a text file")
         with open_input(path) as file:
             start = file.peek(2)[:2]
             packed = start == _GZIP_MAGIC or (bool(start) and path.suffix == ".gz")
-            source = gzip.GzipFile(fileobj=file) if packed else file
-            while part := b"".join(source.readlines(_PART)):
-                lines = decode_lines(part, str(path), number + 1)
-                number += len(lines)
-                yield from lines
+            source: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
+            for line in lines_of(source, str(path)):
+                empty = False
+                yield line
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TextError(f"{path}: not a complete gzip file ({error})") from error
     except OSError as error:  # a name that is too long among them
         raise TextError(f"{path}: cannot be read ({error.strerror})") from error
-    if not number:
+    if empty:
         raise TextError(f"{path}: the file is empty")
+
+
+def lines_of(source: IO[bytes], name: str) -> Iterator[str]:
+    """The lines of a stream of UTF-8 bytes, as `decode_lines` has them.
+
+    name: of the stream, for errors.
+
+    Raises ``TextError`` as that does, and for a line of more than `LARGEST` bytes, which is no text: a hole on a disk,
+    a device behind a pipe, an archive made to fill the memory.
+    """
+    number = 0
+    while part := source.read(_PART):
+        if not part.endswith(b"\n"):
+            part += source.readline(LARGEST)
+            if len(part) > LARGEST and not part.endswith(b"\n"):
+                last = number + part.count(b"\n") + 1
+                raise TextError(f"{name}:{last}: a line of more than {LARGEST:,} bytes, not text")
+        lines = decode_lines(part, name, number + 1)
+        number += len(lines)
+        yield from lines
 
 
 def read_lines(path: str | Path) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.static_cache import StaticDecoderState
@@ -37,7 +38,7 @@ _BEAM = {"search": "a beam above 1"}
 class SearchOptions(Settings):
     """How to search; each setting is described by its help text."""
 
-    beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1)
+    beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1, at_most=LARGEST)
     n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam", only=_BEAM)
     length_penalty: float = setting(
         1.0,

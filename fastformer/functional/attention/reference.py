@@ -20,6 +20,8 @@ from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.checks import readable
 from fastformer.functional.dropout import drop
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+
 
 def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
     """Combine causality, window, lengths and key mask into one bool mask, True = may attend.
@@ -121,19 +123,35 @@ class _PlainDoubleBackward(torch.autograd.Function):
             return grads[0], None, None, None, None, None, None
         # Views: each gradient is that of one place, not of the others where the same tensor is given.
         places: list[Any] = [x if x is None else x.view_as(x) for x in ctx.saved_tensors]
-        q, k, v, mask = places
-        inputs = [x for x, wanted in zip((q, k, v, mask), ctx.needs_input_grad[1:5], strict=True) if wanted]
+        wanted = [i for i in range(4) if ctx.needs_input_grad[1 + i]]
         if ctx.causal:
-            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        weights = _scores_to_weights(q, _repeat_heads(k, q.shape[1]), mask, ctx.scale)
-        out = torch.matmul(weights, _repeat_heads(v, q.shape[1]))
-        found = iter(torch.autograd.grad(out, inputs, grads[0].to(out.dtype), create_graph=True))
-        return None, *(next(found) if wanted else None for wanted in ctx.needs_input_grad[1:5]), None, None
+            T, S = places[0].shape[-2], places[1].shape[-2]
+            places[3] = torch.ones(T, S, dtype=torch.bool, device=grads[0].device).tril()
+
+        def formula(*inputs: Tensor) -> Tensor:
+            given = dict(zip(wanted, inputs, strict=True))
+            q, k, v, mask = (given.get(i, x) for i, x in enumerate(places))
+            weights = _scores_to_weights(q, _repeat_heads(k, q.shape[1]), mask, ctx.scale)
+            return torch.matmul(weights, _repeat_heads(v, q.shape[1]))
+
+        # Not autograd.grad, which knows nothing of the levels of torch.func: a Hessian is one inside another.
+        out, pull_back = torch.func.vjp(formula, *(places[i] for i in wanted))  # type: ignore[misc]
+        found = dict(zip(wanted, pull_back(grads[0].to(out.dtype)), strict=True))
+        return None, *(found.get(i) for i in range(4)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].view_as(tangents[0])  # type: ignore[no-any-return]
 
 
 def _only_causal(rules: AttentionRules) -> bool:
-    """Whether SDPA's `is_causal` says all about who attends to whom."""
+    """Whether SDPA's `is_causal` says all about who attends to whom.
+
+    On a CPU it multiplies its -inf with the scale, too: NaN where that is 0, in fp32, or negative.
+    """
     others = (rules.mask, rules.window, rules.query_lengths, rules.key_lengths, rules.key_mask)
+    if rules.scale is not None and not rules.scale > _SMALLEST:
+        return False
     return rules.causal and rules.alignment == "top_left" and all(x is None for x in others)
 
 

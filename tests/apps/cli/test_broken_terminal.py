@@ -242,6 +242,39 @@ def test_an_output_never_replaces_its_input(runs, invoke, tmp_path, name, way):
     assert (runs / "source.txt").read_bytes() == before
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="standard input has a name")
+def test_an_output_never_replaces_standard_input(runs):
+    before = (runs / "source.txt").read_bytes()
+    line = ["translate", "--run", "translation", "--output", "source.txt"]
+    with (runs / "source.txt").open("rb") as text:
+        ended = subprocess.run(
+            [sys.executable, "-m", "fastformer", *line],
+            stdin=text,
+            cwd=runs,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+        )
+    assert (ended.returncode, (runs / "source.txt").read_bytes()) == (2, before)
+    assert "would be replaced" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export --run translation --to loop",
+        "compare loop",
+        "data multi30k --from . --to loop",
+        "translate --run translation --beam 9223372036854775807 the",
+        "translate --run translation --beam 99999999999999999999 the",
+    ],
+)
+def test_a_loop_of_links_and_a_number_beyond_all_are_a_users_mistakes(runs, invoke, line):
+    if not (runs / "loop").is_symlink():
+        (runs / "loop").symlink_to("loop")
+    assert isinstance(invoke(line).exception, ValueError | OSError)
+
+
 WRITES = {
     **{name: line for name, line in OUTPUTS.items() if name != "evaluate the run's own"},
     "plot history": "plot history translation --output {}",

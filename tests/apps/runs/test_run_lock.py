@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
-from fastformer.apps.system.run_lock import LOCK, RunLockedError, locked
+from fastformer.apps.system.run_lock import LOCK, RunLock, RunLockedError, locked
 from fastformer.apps.train import TrainConfig, read_metrics
 from tests.support.train_task import config, trainer, validate
 
@@ -152,6 +152,32 @@ def test_a_forked_child_is_another_writer(tmp_path):
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert (tmp_path / LOCK).exists()
+
+
+@POSIX
+def test_a_lock_is_removed_where_it_was_made_and_no_other(tmp_path, monkeypatch, holder):
+    (tmp_path / "here" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    lock = RunLock(Path("run"))
+    other = tmp_path / "there" / "run"
+    other.parent.mkdir()
+    holder(other)
+    monkeypatch.chdir(other.parent)  # the same name is another run now
+    lock.release()
+    assert not (tmp_path / "here" / "run" / LOCK).exists()
+    with pytest.raises(RunLockedError):
+        RunLock(other)
+
+
+@POSIX
+def test_the_run_that_came_after_a_moved_one_stays_locked(tmp_path, holder):
+    (tmp_path / "run").mkdir()
+    lock = RunLock(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    holder(tmp_path / "run")
+    lock.release()
+    with pytest.raises(RunLockedError):
+        RunLock(tmp_path / "run")
 
 
 @POSIX

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fastformer.apps.text import (
     ParallelCorpus,
     TextError,
+    files,
     read_lines,
     read_parallel,
     sample_lines,
@@ -80,6 +81,17 @@ def test_bad_files_are_one_line_errors(tmp_path, name):
         read_lines(tmp_path / name)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_an_endless_line_is_named_and_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST", 1 << 21)
+    (tmp_path / "long").write_text("a line\n" + "x" * (5 << 19) + "\n")
+    assert len(read_lines(tmp_path / "long")[1]) == 5 << 19  # a part and what ends its last line
+    with (tmp_path / "hole").open("wb") as hole:
+        hole.write(b"a line\n")
+        hole.truncate(1 << 40)
+    with pytest.raises(TextError, match=r"hole:2: a line of more than 2,097,152 bytes"):
+        read_lines(tmp_path / "hole")
 
 
 def test_missing_file_and_folder(tmp_path):

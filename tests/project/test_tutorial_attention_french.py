@@ -5,10 +5,11 @@ import torch
 
 from benchmarks.competitors.tutorials import FixedLengthTranslation
 from fastformer.apps.models import sinusoidal_positions
-from fastformer.apps.translation import TranslationModel
+from fastformer.apps.train import TrainConfig
+from fastformer.apps.translation import DataConfig, TranslationModel, TranslationRun
 from tests.support.closeness import assert_close
 from tests.support.translation_task import PAD, config, random_model
-from tests.support.tutorial_models import defined, drawn, sentences
+from tests.support.tutorial_models import PAGES, defined, drawn, prepared, python_of, sentences
 
 weights, lengths = defined("attention-french", "weights", "lengths")
 
@@ -71,3 +72,14 @@ def test_the_wrong_way_round_it_reads_no_source():
     assert_close(wrong[0], wrong[1])
     assert lengths(mask).tolist() == [7, 7]
     assert lengths(~mask).tolist() == [193, 193]
+
+
+@pytest.mark.slow
+def test_the_padding_of_the_real_data(tmp_path, capsys):
+    """What the page says its lines print."""
+    dataset = str(prepared("multi30k"))
+    data = DataConfig(dataset, target="fr", tokenizer="unigram", vocabulary=8000, joint=False, max_length=200)
+    run = TranslationRun.create(tmp_path / "run", data, {}, TrainConfig(steps=1))
+    exec(python_of("attention-french")[-1], {"run": run})
+    printed = capsys.readouterr().out
+    assert f"```text\n{printed}```" in (PAGES / "attention-french.md").read_text(encoding="utf-8")

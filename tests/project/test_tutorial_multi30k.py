@@ -6,15 +6,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastformer import functional
 from fastformer.apps.translation import TranslationModel
-from tests.project.documents import ROOT
 from tests.support.closeness import assert_close
 from tests.support.translation_task import PAD, config
-from tests.support.tutorial_models import PAGES, EncoderDecoder, Ways, defined, drawn, look_ahead, python_of, sentences
+from tests.support.tutorial_models import (
+    PAGES,
+    EncoderDecoder,
+    Ways,
+    defined,
+    drawn,
+    look_ahead,
+    prepared,
+    python_of,
+    sentences,
+)
 
 weights, padding = defined("multi30k", "weights", "padding")
 WAYS = Ways(scale=False)
-MULTI30K = ROOT / "data" / "multi30k"  # where `fastformer data` writes
 
 
 def masks(source, target):
@@ -66,6 +75,21 @@ def test_a_mask_on_the_query_axis_is_right_without_padding_only():
 
 
 @torch.no_grad()
+def test_its_mask_is_one_of_functional_attention():
+    attention = drawn(EncoderDecoder(WAYS)).encoder[0].attentions[0]
+    own, _ = masks(*sentences())
+    x = torch.randn(2, 7, WAYS.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = (attention.split(projection, x) for projection in (attention.w_q, attention.w_k, attention.w_v))
+
+    def by_function(mask):
+        return attention.w_o(functional.attention(q, k, v, mask).transpose(1, 2).reshape(x.shape))
+
+    given = attention(x, x, own)
+    assert_close(by_function(own.bool()), given)
+    assert (by_function(own == 0) - given).abs().max() > 1e-2
+
+
+@torch.no_grad()
 def test_the_wrong_way_round_it_sees_padding_alone():
     theirs = drawn(EncoderDecoder(replace(WAYS, layers=1)))
     source, target = sentences()
@@ -80,10 +104,8 @@ def test_the_wrong_way_round_it_sees_padding_alone():
 def test_the_program_on_the_real_data(tmp_path, monkeypatch, capsys):
     """As the page has it, four small steps, and the share of padding that it names."""
     pytest.importorskip("sacrebleu")
-    if not MULTI30K.is_dir():
-        pytest.skip("no data/multi30k: fastformer data multi30k --from FOLDER makes it")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "multi30k").symlink_to(MULTI30K)
+    (tmp_path / "data" / "multi30k").symlink_to(prepared("multi30k"))
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for program in python_of("multi30k"):

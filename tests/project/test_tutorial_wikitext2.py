@@ -9,14 +9,12 @@ from torch import nn
 import fastformer
 from fastformer.apps.language import LanguageConfig, LanguageModel
 from fastformer.apps.text import ColumnBatches, encode_lines, open_text_dataset
-from tests.project.documents import ROOT
 from tests.support.closeness import assert_close
 from tests.support.translation_task import paper_positions
-from tests.support.tutorial_models import defined, drawn
+from tests.support.tutorial_models import defined, drawn, prepared
 
 weights, tokenizer, hidden = defined("wikitext2", "weights", "tokenizer", "hidden")
 WORDS = ["the", "cat", "<unk>", "sat", "<eos>", "on", "a", "mat"]
-WIKITEXT2 = ROOT / "data" / "wikitext2"  # where `fastformer data` writes
 D = 12
 
 
@@ -84,9 +82,7 @@ def test_masks_of_zero_and_minus_infinity():
 
 def test_its_columns_of_the_real_text():
     """2,984 windows an epoch, each word after the first of its column predicted once."""
-    if not WIKITEXT2.is_dir():
-        pytest.skip("no data/wikitext2: fastformer data wikitext2 --from FOLDER makes it")
-    train = open_text_dataset(WIKITEXT2)[0]
+    train = open_text_dataset(prepared("wikitext2"))[0]
     words = sorted({word for line in train.lines for word in line.split()} | {"<eos>", "<unk>"})
     assert len(words) == 33_278
     batches = ColumnBatches(encode_lines([train.lines], tokenizer(words)), columns=20, context=35)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fastformer.apps.runs.kinds import main_application
+from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import lines_of, read_lines, write_lines
 
@@ -50,7 +51,8 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
 
     Raises:
         ValueError: there are arguments and a file, or neither and standard input is closed; or lines are to be typed
-            and something is to be written to a file; or the file to write is standard input. At once; what is wrong with a file, when it is read.
+            and something is to be written to a file; or standard input is the file to write. At once; what is wrong
+            with a file, when it is read.
     """
     if texts and input is not None:
         raise ValueError(f"give {what} or --input, not both")

@@ -115,7 +115,7 @@ def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
         chosen = {p.name: compile["constants"].get((p.num,)) for p in parameters if p.is_constexpr}
         chosen |= {name: options[name] for name in ("num_warps", "num_stages", "maxnreg")}
         configuration = " ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
-        kernel = f"{fn.module.removeprefix('fastformer_kernels.')}.{fn.name}"
+        kernel = f"{fn.module.partition('.')[2]}.{fn.name}"
         row = Row(kernel, case, configuration, job, {case})
         number = 1
         while row.name in names:  # a case may launch a kernel in several configurations

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.backend import CHOICES, BackendError, get_backend, process, thread
 from fastformer.functional.attention.fused import limit as attention_limit
+from fastformer.modes import batched, forward_ad, functorch_level
 
 OPS = (
     "attention",
@@ -35,14 +36,6 @@ def _asked() -> str:
     return asked if asked in CHOICES else get_backend()  # which raises, with the choices
 
 
-def _inside_vmap() -> bool:
-    """Whether a vmap is active; any tensor of the op may then be batched, be it a weight alone."""
-    functorch = torch._C._functorch
-    if functorch.maybe_current_level() is None:
-        return False
-    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
-
-
 @cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -66,9 +59,9 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} needs an NVIDIA GPU, and the tensor is on {x.device.type}"
     elif (found := _capability(x.get_device())) < _SMALLEST_CAPABILITY:
         return f"{op} needs compute capability 8.0 or newer, and this GPU has {found[0]}.{found[1]}"
-    if _inside_vmap():
+    if functorch_level() is not None and batched():
         return f"{op} has no rule for torch.func.vmap"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         return f"{op} has no forward-mode derivative"
     return None
 

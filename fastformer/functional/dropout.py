@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.checks import check_probability, transformed
+from fastformer.functional.checks import check_probability
 from fastformer.host.devices import check_tensors
+from fastformer.modes import compiling, transformed
 
 _LEVELS = 1 << 16
 
@@ -32,7 +33,7 @@ def drop(x: Tensor, p: float) -> Tensor:
     if p == 0.0:
         return x
     # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row.
-    if x.device.type != "cpu" or p == 1.0 or torch.compiler.is_compiling() or transformed():
+    if x.device.type != "cpu" or p == 1.0 or compiling() or transformed():
         return F.dropout(x, p)
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
     # All 64 bits are random: random_() without bounds leaves the sign bit 0.

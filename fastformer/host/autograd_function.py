@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.modes import compiling, dispatch_modes, forward_ad, functorch_level, profiling, tracing_state
+
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
 
 LAUNCHERS: dict[str, str] = {}  # op -> `ROOM.FILE.FUNCTION` in fastformer_kernels
@@ -68,7 +70,7 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
     op = getattr(torch.ops.fastformer, name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _observed(args):
+        if compiling() or _observed(args):
             return op(*args)
         return _launcher(module, function)(*args)
 
@@ -78,10 +80,10 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
 def _observed(args: tuple[Any, ...]) -> bool:
     """Whether a mode, a transform, a trace or a profiler is to see the op, or an argument is a tensor with its own."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        dispatch_modes() > 0
+        or functorch_level() is not None
+        or tracing_state() is not None
+        or profiling()
         or not {type(x) for x in args} <= _PLAIN
     )
 
@@ -91,21 +93,17 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     Where nothing is to be differentiated, `forward` runs by itself.
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling and _transformed():
+    compiles = compiling()
+    # torch.func and forward-mode differentiation look on even without `requires_grad`.
+    if not compiles and (functorch_level() is not None or forward_ad._current_level >= 0):
         return function.apply(*args)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled():
         for x in args:
             if isinstance(x, Tensor) and x.requires_grad:
-                if compiling:
+                if compiles:
                     return function.apply(*_distinct(args))  # type: ignore[no-untyped-call]
                 return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     return function.forward(*args)
-
-
-def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation looks on, even without `requires_grad`."""
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def _distinct(args: tuple[Any, ...]) -> list[Any]:
@@ -141,7 +139,7 @@ def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:
         plain: a function of the op's differentiable inputs.
         others: the tensors of the caller that it uses besides, which must be unchanged by then.
     """
-    if torch.compiler.is_compiling():
+    if compiling():
         return None
     # Tensors made in inference mode have no version, and may not be changed where autograd could notice.
     versions = [(x, x._version) for x in others if x is not None and not x.is_inference()]

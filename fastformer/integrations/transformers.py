@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.modes import compiling
 
 __all__ = ["register"]
 
@@ -101,7 +102,7 @@ def _wants_weights(asked: object) -> bool:
     """Whether the attention weights of this call are wanted: asked for here, or collected by a model's hooks."""
     if asked:
         return True
-    if torch.compiler.is_compiling() and not _active_collector.compiling:
+    if compiling() and not _active_collector.compiling:
         return False  # the context variable behind it cannot be traced
     collected = _active_collector.get()
     return collected is not None and any(key.endswith("attentions") for key in collected)

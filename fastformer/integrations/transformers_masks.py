@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from fastformer.functional.attention.rules import Window
+from fastformer.modes import compiling
 
 # The functions that transformers makes for a pattern differ in their cells, never in their code.
 _ALL_OF = masking_utils.and_masks().__code__
@@ -95,7 +96,7 @@ def _window(function: Callable[..., Any]) -> Window | None:
         return None, 0
     if function is masking_utils.bidirectional_mask_function:
         return None, None
-    if torch.compiler.is_compiling():  # Dynamo (2.13) knows no cells of functions made while it traces
+    if compiling():  # Dynamo (2.13) knows no cells of functions made while it traces
         return None
     code = getattr(function, "__code__", None)
     if code not in (_ALL_OF, _LOOKS_BACK, _LOOKS_BOTH_WAYS):
@@ -193,6 +194,6 @@ def _key_mask(padding: Tensor | None, used: int, kv_offset: int) -> Tensor | Non
     padding = masking_utils.prepare_padding_mask(padding, used, kv_offset).to(torch.bool)
     key_mask: Tensor = padding[:, kv_offset : kv_offset + used]
     # Only where looking waits for no device: without padding, torch's own attention takes its fast path.
-    if key_mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(key_mask.all()):
+    if key_mask.device.type == "cpu" and not compiling() and bool(key_mask.all()):
         return None
     return key_mask

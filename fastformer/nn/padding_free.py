@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
-from fastformer.functional.checks import stands_for_many
+from fastformer.modes import has_values
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -102,21 +101,6 @@ def hidden_keys(padding: Tensor) -> Tensor | None:
         return None
     hidden = padding == float("-inf")
     return None if bool(((padding != 0) & ~hidden).any()) else hidden
-
-
-def has_values(padding: Tensor) -> bool:
-    """Whether the values of a mask may decide what runs: not while something else is made of the program.
-
-    torch.compile and torch.export have none, a trace or a CUDA graph would repeat what fits this batch alone.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or padding.device.type == "meta"
-        or isinstance(padding, FakeTensor)
-        or stands_for_many(padding)
-        or (padding.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
 
 
 def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Side | None:

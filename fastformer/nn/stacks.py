@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
+from fastformer.modes import compiling, has_values
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, has_hooks, take_over, twin
-from fastformer.nn.padding_free import Side, has_values, is_causal_mask, obstacle, read_side, same_mask, zero_padding
+from fastformer.nn.padding_free import Side, is_causal_mask, obstacle, read_side, same_mask, zero_padding
 from fastformer.nn.torch_calls import causal_hint, encoder_masks
 from fastformer.packing import Layout, from_nested, to_nested
 
@@ -81,7 +82,7 @@ class _Stack(nn.Module):
         """Whether padding is to be skipped, and 0."""
         if padding_free is not None:
             return padding_free
-        return self.padding_free and (torch.compiler.is_compiling() or not _as_torch.rows)
+        return self.padding_free and (compiling() or not _as_torch.rows)
 
     def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Whether there is padding to skip, and nothing against skipping it."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import check_tensors, check_types, send
+from fastformer.modes import capturing, compiling
 from fastformer.packing.row_map import RowMap
 
 V = TypeVar("V")
@@ -174,8 +175,7 @@ class Layout:
             other: the layout of the keys, where the thing depends on it.
         """
         # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
-        capturing = self.known and self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or torch.compiler.is_compiling():
+        if compiling() or (self.known and capturing(self.offsets)):
             return make()
         key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
         if key not in self._memory:
@@ -270,7 +270,7 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
         raise ValueError(f"padded has {rows} rows, lengths has {layout.batch}")
     if columns < layout.columns:
         raise ValueError(f"a length of {layout.columns} is beyond the row of {columns}")
-    if torch.compiler.is_compiling():  # one graph for all batches, with and without padding
+    if compiling():  # one graph for all batches, with and without padding
         row, column = layout.origin // layout.columns, layout.origin % layout.columns
         return padded[row, column] if batch_first else padded[column, row]
     if columns > layout.columns:
@@ -294,7 +294,7 @@ def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     """
     _check_tokens(tokens, layout)
     B, L = layout.batch, layout.columns
-    if layout.total == B * L and not torch.compiler.is_compiling():
+    if layout.total == B * L and not compiling():
         padded = tokens.reshape(B, L, *tokens.shape[1:])
         return padded if batch_first else padded.transpose(0, 1)
     flat = _places(layout, batch_first).spread(tokens)

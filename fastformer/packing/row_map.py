@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.autograd_function import call
+from fastformer.modes import compiling
 
 
 class RowMap(NamedTuple):
@@ -28,13 +29,13 @@ class RowMap(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Take the rows from their places: `[N, ...]` -> `[M, ...]`. Differentiable."""
-        if torch.compiler.is_compiling():  # it takes no Function with a forward-mode derivative
+        if compiling():  # it takes no Function with a forward-mode derivative
             return x.index_select(0, self.slots)
         return call(_Gather, x, *self)  # type: ignore[no-any-return]
 
     def spread(self, x: Tensor) -> Tensor:
         """Put the rows to their places, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
         return call(_Spread, x, *self)  # type: ignore[no-any-return]
 

@@ -14,7 +14,8 @@ KERNELS = ROOT / "kernels" / "fastformer_kernels"
 
 # From the ground up; what stands together knows nothing of one another. The files of `nn` stand on floors of their own.
 FLOORS = (
-    {"host", "settings", "apps.system"},
+    {"modes", "settings"},
+    {"host", "apps.system"},
     {"packing", "backend"},
     {"functional"},
     {"nn.modules", "nn.torch_calls"},
@@ -191,6 +192,18 @@ def test_a_room_of_the_benchmarks_imports_only_from_rooms_below():
                 there = node.module.split(".")[1:2] if isinstance(node, ast.ImportFrom) and node.module else []
                 if there and node.module.startswith("benchmarks.") and there[0] in level:
                     assert level[there[0]] < here or there[0] == room, f"{path}:{node.lineno}"
+
+
+QUESTIONS = re.compile(
+    r"torch\._C|is_compiling|is_tracing|is_current_stream_capturing|_functorch|torch\.autograd\.forward_ad"
+)
+
+
+def test_only_modes_asks_who_is_looking():
+    """`cuda_graphs` captures, which is no question, and the optimiser's steps are captured whatever tensor is asked."""
+    allowed = {PACKAGE / "modes.py", PACKAGE / "host" / "cuda_graphs.py", PACKAGE / "apps" / "train" / "graphs.py"}
+    asking = {path for path in PACKAGE.rglob("*.py") if QUESTIONS.search(path.read_text(encoding="utf-8"))}
+    assert asking <= allowed, asking - allowed
 
 
 def test_the_kernels_import_nothing_of_the_package():

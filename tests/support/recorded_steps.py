@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastformer import modes
 from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.static_cache import StaticDecoderState
-from fastformer.functional import checks
 from fastformer.host.cuda_graphs import Recorded
 from tests.support.translation_task import BOS
 from tests.support.uncached_search import sources
@@ -106,7 +106,7 @@ class TapeRecorder:
 
 def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no check look at values, as on a GPU."""
-    readable = checks.readable
+    readable = modes.readable
     for name, module in list(sys.modules.items()):
         if name.startswith("fastformer.functional") and vars(module).get("readable") is readable:
             monkeypatch.setattr(module, "readable", lambda x: False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.sizes import LARGEST
+from fastformer.modes import compiling
 from fastformer.settings import check_value
 
 Positions = Literal["sinusoidal", "learned"]
@@ -91,7 +92,7 @@ class Embedding(nn.Module):
             if length > self.positions.num_embeddings:
                 raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
             return self.positions.weight
-        if torch.compiler.is_compiling():
+        if compiling():
             # A table that grows, or was grown by others meanwhile, would be another graph each time.
             like = self.tokens.weight
             return sinusoidal_positions(length, like.shape[1], like.device).to(like.dtype)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastformer.functional.attention import fused, packed_reference, reference
 from fastformer.functional.attention.rules import ALIGNMENTS, Alignment, AttentionRules, Window
-from fastformer.functional.checks import check_choice, check_probability, readable
+from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import Formula, eager_formula
 from fastformer.host.devices import DeviceError, autocasts, check_tensors
+from fastformer.modes import readable
 from fastformer.packing import Layout, offsets_of
 
 

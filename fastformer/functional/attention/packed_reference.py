@@ -19,6 +19,7 @@ from fastformer.functional.attention.reference import attention
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
+from fastformer.modes import compiling
 from fastformer.packing import Layout
 from fastformer.packing.row_map import RowMap
 
@@ -118,7 +119,7 @@ def packed_attention(
         q, k, v, layout, key_layout: as in `functional.packed_attention`.
         rules: from `check_packed_attention`.
     """
-    if torch.compiler.is_compiling() or not layout.known:
+    if compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
     H, Hkv, Kv = q.shape[1], k.shape[1], v.shape[2]
     plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)

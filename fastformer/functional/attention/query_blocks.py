@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.functional.checks import readable
+from fastformer.modes import readable, recorded, transformed
 
 # Masks or weights of more elements than this (0.5 GiB in fp32) are not made whole: 11,585 positions of one sequence ...
 _LARGEST = 1 << 27
@@ -33,8 +33,7 @@ def rows_at_once(q: Tensor, k: Tensor, rules: AttentionRules, weights: bool) -> 
         weights: whether the weights of all heads are made.
     """
     (B, H, T, _), S = q.shape, k.shape[2]
-    transformed = torch._C._functorch.maybe_current_level() is not None  # checkpoints are not for torch.func
-    if transformed or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if recorded() or transformed():  # checkpoints are not for torch.func
         return T
     batch, heads = (B, H) if weights else (1, 1)
     left, right = rules.band

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.functional.checks import readable
 from fastformer.functional.dropout import drop
+from fastformer.modes import readable, recorded
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -190,8 +190,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if out.requires_grad and dropout_p == 0.0 and not recorded:
+    if out.requires_grad and dropout_p == 0.0 and not recorded():
         out = _PlainDoubleBackward.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
     return out if dead is None else out.masked_fill(dead, 0.0)
 

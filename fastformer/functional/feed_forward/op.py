@@ -37,6 +37,7 @@ from fastformer.host.autograd_function import (
     twice,
 )
 from fastformer.host.devices import check_tensors
+from fastformer.modes import compiling
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -244,10 +245,10 @@ def _fused(
     seed = dropout_seed(x) if dropout_p > 0.0 else None
     shape = x.shape
     x = x.reshape(math.prod(shape[:-1]), shape[-1])
-    compiling = torch.compiler.is_compiling()
-    keeps = torch.is_grad_enabled() and (compiling or not recompute)
+    compiles = compiling()
+    keeps = torch.is_grad_enabled() and (compiles or not recompute)
     inputs = (x, *parameters, seed, activation, dropout_p, keeps, formula)
-    if recompute and compiling:
+    if recompute and compiles:
         # The compiler would take the second h for the first one, and keep that; this forbids it.
         y, _ = checkpoint(partial(call, _FeedForward), *inputs, use_reentrant=False)
     else:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.checks import transformed
 from fastformer.host.devices import autocasts
+from fastformer.modes import compiling, transformed
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
 # Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of
@@ -197,13 +197,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wanted = list(ctx.needs_input_grad[:3])
         ctx.settings = ignore_index, label_smoothing
-        ctx.one_chunk = any(wanted) and not torch.compiler.is_compiling() and _fits_one_chunk(x, weight)
+        ctx.one_chunk = any(wanted) and not compiling() and _fits_one_chunk(x, weight)
         if ctx.one_chunk:
             dlogits = _aligned(x.shape[0], weight.shape[0], weight.dtype, x.device)
             total = _chunk_(dlogits, x, weight, bias, target, ignore_index, label_smoothing, True)
             ctx.save_for_backward(x, weight, bias, target, dlogits)
             return total
-        run = _in_chunks_op if torch.compiler.is_compiling() else _in_chunks
+        run = _in_chunks_op if compiling() else _in_chunks
         total, *found = run(x, weight, bias, target, ignore_index, label_smoothing, wanted)
         ctx.save_for_backward(x, weight, bias, target, *found)
         return total
@@ -214,7 +214,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         (grad,) = grads
         wanted = ctx.needs_input_grad[:3]
         # Where the gradient is to be differentiated; no graph of torch.compile has second derivatives.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not compiling():
             # Views: a tied weight has a gradient here, apart from the one that it has through x.
             places: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
             inputs = [t for t, needed in zip(places, wanted, strict=True) if needed]

@@ -1,0 +1,80 @@
+"""Who is looking: every question to torch about compilation, traces, transforms, captures and profilers.
+
+A program that is compiled, exported, traced or captured is not run for the values at hand: what would be decided by
+these would be wrong for the next. A tensor inside `torch.func.vmap` stands for many. And a mode, a transform or a
+profiler wants to see ops that would otherwise go past the dispatcher.
+
+Nothing else names `torch._C` for that. What is asked at every call of an op is torch's own function under a name of
+ours, because a function of ours around it would cost the host as much again.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "batched",
+    "capturing",
+    "compiling",
+    "dispatch_modes",
+    "forward_ad",
+    "functorch_level",
+    "has_values",
+    "profiling",
+    "readable",
+    "recorded",
+    "stands_for_many",
+    "tracing_state",
+    "transformed",
+]
+
+compiling = torch.compiler.is_compiling  # Dynamo or export reads this very line
+functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
+tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace
+profiling = torch._C._autograd._profiler_enabled
+
+
+def transformed() -> bool:
+    """Whether torch.func is at work; nobody can tell while compiling."""
+    return not compiling() and functorch_level() is not None
+
+
+def batched() -> bool:
+    """Whether a vmap is active; any tensor of an op may then stand for many, be it a weight alone."""
+    functorch = torch._C._functorch
+    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+
+
+def stands_for_many(x: Tensor) -> bool:
+    """Whether x is one of many to vmap, be it inside other transforms of torch.func."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def recorded() -> bool:
+    """Whether a program is made of what runs, by torch.compile, export or a trace."""
+    return compiling() or tracing_state() is not None
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether what runs on x's device is captured for a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a tensor has values to look at, where that waits for no device."""
+    known = x.device.type == "cpu" and x.numel() > 0 and not compiling()
+    return known and not isinstance(x, FakeTensor) and not stands_for_many(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether the values of a tensor, on whatever device, may decide what runs: they are those of this batch."""
+    return not (
+        recorded() or x.device.type == "meta" or isinstance(x, FakeTensor) or stands_for_many(x) or capturing(x)
+    )

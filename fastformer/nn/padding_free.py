@@ -70,7 +70,7 @@ def _part_obstacle(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str |
     return f"normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
 
-class Side(NamedTuple):
+class PackedInput(NamedTuple):
     """The source or the target side of a padded batch: how its tensors become tokens, and tokens such tensors."""
 
     layout: Layout
@@ -103,7 +103,7 @@ def hidden_keys(padding: Tensor) -> Tensor | None:
     return None if bool(((padding != 0) & ~hidden).any()) else hidden
 
 
-def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Side | None:
+def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> PackedInput | None:
     """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
 
     Args:
@@ -119,14 +119,14 @@ def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Si
         return None
     B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if padding is None:
-        return Side(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
+        return PackedInput(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
     if padding.shape != ((B, L) if batched else (L,)):
         return None
     hidden = hidden_keys(padding)
     if hidden is None:
         return None
     layout = Layout.from_mask(hidden.view(B, L))
-    return Side(layout.to(x.device), batch_first, batched)
+    return PackedInput(layout.to(x.device), batch_first, batched)
 
 
 def same_mask(one: Tensor | None, other: Tensor | None) -> bool:

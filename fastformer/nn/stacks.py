@@ -20,7 +20,7 @@ from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, has_hooks, take_over, twin
-from fastformer.nn.padding_free import Side, is_causal_mask, obstacle, read_side, same_mask, zero_padding
+from fastformer.nn.padding_free import PackedInput, is_causal_mask, obstacle, read_side, same_mask, zero_padding
 from fastformer.nn.torch_calls import causal_hint, encoder_masks
 from fastformer.packing import Layout, from_nested, to_nested
 
@@ -175,7 +175,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         output = output if self.norm is None else self.norm(output)
         return self._blank(output, src_key_padding_mask, padding_free)
 
-    def encode(self, side: Side, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    def encode(self, side: PackedInput, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
         causal = is_causal_mask(mask, is_causal, side.layout.columns)
         return self.packed(side.pack(src), side.layout, causal, None if causal else mask)
@@ -260,7 +260,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         output = output if self.norm is None else self.norm(output)
         return self._blank(output, tgt_key_padding_mask, padding_free)
 
-    def read_target(self, tgt: Tensor, padding: Tensor | None, source: Side) -> Side | None:
+    def read_target(self, tgt: Tensor, padding: Tensor | None, source: PackedInput) -> PackedInput | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""
         side = read_side(tgt, padding, self.layers_batch_first)
         fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
@@ -268,9 +268,9 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
 
     def decode(
         self,
-        side: Side,
+        side: PackedInput,
         tgt: Tensor,
-        source: Side,
+        source: PackedInput,
         memory: Tensor,
         tgt_mask: Tensor | None,
         memory_mask: Tensor | None,
@@ -432,7 +432,7 @@ class Transformer(nn.Transformer):
             if x.shape[-1] != self.d_model:
                 raise RuntimeError(f"{name} must have d_model ({self.d_model}) features, not {x.shape[-1]}")
 
-    def _read_source(self, src: Tensor, padding: Tensor | None) -> Side | None:
+    def _read_source(self, src: Tensor, padding: Tensor | None) -> PackedInput | None:
         """Read the source side if both stacks are ours and run without padding, and nothing watches them."""
         ours = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
         if not ours or has_hooks(self.encoder) or has_hooks(self.decoder):

@@ -21,7 +21,7 @@ from fastformer.packing import Layout
 from fastformer.settings import check_value
 
 from .encoding import EncodedPairs, Ints, Sequences
-from .shares import rows_of, share_of
+from .process_shares import rows_of, share_of
 from .sides import Side, on_device
 from .special_ids import SpecialIds
 

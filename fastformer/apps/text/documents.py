@@ -28,7 +28,7 @@ from fastformer.packing import Layout
 from fastformer.settings import check_value
 
 from .encoding import EncodedDocuments, Ints
-from .shares import rows_of, share_of
+from .process_shares import rows_of, share_of
 from .sides import Side, on_device
 
 

@@ -16,7 +16,7 @@ from fastformer.packing import Layout
 from fastformer.settings import check_value
 
 from .encoding import Ints, Sequences
-from .shares import rows_of, share_of
+from .process_shares import rows_of, share_of
 from .sides import Side, on_device
 
 IGNORED = -100  # a label that counts for nothing; torch's default ignore_index

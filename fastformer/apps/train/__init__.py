@@ -1,6 +1,6 @@
 """Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
 
-from fastformer.apps.train.batch_source import Batch, BatchSource
+from fastformer.apps.train.batch_source import AnyBatch, BatchSource
 from fastformer.apps.train.checkpoint_files import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoints import CheckpointFolder, find_checkpoint
 from fastformer.apps.train.config import TrainConfig
@@ -12,7 +12,7 @@ from fastformer.apps.train.trainer import DivergedError, Result, Trainer
 from fastformer.apps.train.weights import CheckpointError, put_weights, read_weights, write_weights
 
 __all__ = [
-    "Batch",
+    "AnyBatch",
     "BatchSource",
     "Checkpoint",
     "CheckpointError",

@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 import torch
 
 
-class Batch(Protocol):
+class AnyBatch(Protocol):
     """What the loop asks of a batch.
 
     With several processes it asks for `share(rank, world)`, too: the part of process `rank`, a batch or None. Every

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastformer.apps.train import Checkpoint, write_weights
-from fastformer.apps.train.checkpoint_files import META, STATE, WEIGHTS, file_facts
+from fastformer.apps.train.checkpoint import META, STATE, WEIGHTS, file_facts
 from tests.fuzz import fuzz
 from tests.support import foreign_states
 

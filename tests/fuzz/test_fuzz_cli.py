@@ -22,7 +22,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 import typer.main
 
-from fastformer.apps.cli.common import app
+from fastformer.apps.cli.console import app
 from fastformer.apps.text import read_lines
 from tests.apps.cli.test_cli import TRAIN, fastformer
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.apps.train.checkpoint_files import STATE, file_facts, write_state
+from fastformer.apps.train.checkpoint import STATE, file_facts, write_state
 
 JUNK: list[Any] = [
     None, -1, 2**70, float("nan"), float("inf"), "x" * 99, b"x", (), [], {}, {"a": 1}, [[[[1]]]], True,

@@ -15,7 +15,7 @@ from fastformer.apps.classification.run import (
 )
 from fastformer.apps.classification.run import evaluate as evaluate_folder
 from fastformer.apps.cli import evaluation, inspection
-from fastformer.apps.cli.common import (
+from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
     app,

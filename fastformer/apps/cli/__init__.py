@@ -19,14 +19,14 @@ try:
     from rich.console import Console
     from rich.logging import RichHandler
 
-    from fastformer.apps.cli.common import app
+    from fastformer.apps.cli.console import app
 except ModuleNotFoundError as error:  # the core installs no command-line library
     if error.name not in ("rich", "typer"):
         raise
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 
 from fastformer.apps.cli import evaluation, export, inspection, project
-from fastformer.apps.cli.shared import register_shared
+from fastformer.apps.cli.parts import register_shared
 from fastformer.apps.runs.kinds import load_commands
 from fastformer.apps.system.terminal import Terminal, escaped, give_up_on
 from fastformer.apps.text.files import encode_text

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fastformer.apps.cli.common import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device
-from fastformer.apps.cli.shared import Parts, shared
+from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device
+from fastformer.apps.cli.parts import Parts, shared
 from fastformer.settings import check_value
 
 

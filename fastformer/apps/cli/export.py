@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.common import MAIN_RUN, Checkpoint, RunFolder, app, console
+from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, RunFolder, app, console
 from fastformer.apps.export import export_ctranslate2, export_safetensors
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.kinds import application_of

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.common import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
-from fastformer.apps.cli.shared import Parts, shared
+from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
+from fastformer.apps.cli.parts import Parts, shared
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
 from fastformer.apps.runs.own_files import refuse_output

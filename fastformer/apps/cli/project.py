@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fastformer.apps.cli.common import app, console
+from fastformer.apps.cli.console import app, console
 from fastformer.apps.cli.describe import describe_run, describe_system
 from fastformer.apps.text import DATASETS, prepare
 

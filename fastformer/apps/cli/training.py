@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.common import Device, app, choose_device
-from fastformer.apps.cli.settings import with_settings
+from fastformer.apps.cli.console import Device, app, choose_device
+from fastformer.apps.cli.flags import with_settings
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
 from fastformer.apps.runs.run import Run
 from fastformer.apps.system.terminal import Terminal

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastformer.apps.export.folder import application_for, new_folder
 from fastformer.apps.runs.kinds import application_of
-from fastformer.apps.system.guarded import check_path, read_file
+from fastformer.apps.system.foreign_files import check_path, read_file
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.weights import (
     CheckpointError,
@@ -66,7 +66,7 @@ def load_safetensors(folder: Path | str) -> Any:
 
     Raises:
         fastformer.apps.train.CheckpointError: there is none, or it is damaged.
-        fastformer.apps.system.guarded.IrregularFileError: one of its files is a link, a pipe or a device.
+        fastformer.apps.system.foreign_files.IrregularFileError: one of its files is a link, a pipe or a device.
     """
     folder = Path(folder)
     path = folder / "model.safetensors"

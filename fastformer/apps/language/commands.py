@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli import evaluation, inspection
-from fastformer.apps.cli.common import (
+from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
     app,
     choose_device,
     console,
 )
-from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.cli.flags import made, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.run import (

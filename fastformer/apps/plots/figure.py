@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.guarded import write_file
+from fastformer.apps.system.foreign_files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +50,7 @@ _FONTS = (
 def save(figure: "Figure", path: Path | str, within: Path | None = None) -> Path:
     """Write a figure as PNG, whole or not at all, and give back its path; folders are made as needed.
 
-    within: a folder below which no link is followed; see `fastformer.apps.system.guarded`.
+    within: a folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

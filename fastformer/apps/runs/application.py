@@ -14,7 +14,7 @@ from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, 
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.own_files import refuse_links
 from fastformer.apps.runs.toml import load_toml, save_toml
-from fastformer.apps.system.guarded import check_path
+from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastformer.apps.runs.folder import BY_HAND, config_of
 from fastformer.apps.runs.toml import read_toml
-from fastformer.apps.system.guarded import check_path
+from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.apps.train.metrics import LOWER_IS_BETTER
 

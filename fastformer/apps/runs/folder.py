@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastformer.apps.runs.kinds import kinds, main_application
 from fastformer.apps.runs.toml import read_toml
-from fastformer.apps.system.guarded import check_path
+from fastformer.apps.system.foreign_files import check_path
 from fastformer.settings import Settings, setting
 
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastformer.apps.system.guarded import check_path, same_file
+from fastformer.apps.system.foreign_files import check_path, same_file
 from fastformer.apps.system.run_lock import LOCK
-from fastformer.apps.train.checkpoints import INDEX, OURS
+from fastformer.apps.train.checkpoint_folder import INDEX, OURS
 
 CONFIG, DATA = "config.toml", "data.json"
 _METRICS = ("metrics.jsonl", "metrics.csv")
@@ -32,7 +32,7 @@ def refuse_foreign(folder: Path) -> None:
 
     Raises:
         FileExistsError: naming the first entry that is no run's.
-        fastformer.apps.system.guarded.IrregularFileError: an entry with a run's name is a link, a pipe or a device.
+        fastformer.apps.system.foreign_files.IrregularFileError: an entry with a run's name is a link, a pipe or a device.
     """
     if not folder.exists():
         return
@@ -51,7 +51,7 @@ def refuse_links(folder: Path) -> None:
     """Refuse what has a run's name and is something else: a link, a pipe, a device, a folder for a file or the reverse.
 
     Raises:
-        fastformer.apps.system.guarded.IrregularFileError, IsADirectoryError, NotADirectoryError: naming it.
+        fastformer.apps.system.foreign_files.IrregularFileError, IsADirectoryError, NotADirectoryError: naming it.
     """
     for path in _entries(folder):
         if _is_own(path.relative_to(folder)):

@@ -23,7 +23,7 @@ from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
-from fastformer.apps.system.guarded import write_file
+from fastformer.apps.system.foreign_files import write_file
 from fastformer.apps.system.run_lock import RunLock, locked
 from fastformer.apps.text import Tokenizer, read_json
 from fastformer.apps.train import (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.system.guarded import read_file, write_file
+from fastformer.apps.system.foreign_files import read_file, write_file
 from fastformer.settings import Settings, check_value, declared, to_plain
 
 

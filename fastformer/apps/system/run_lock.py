@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fastformer.apps.system.guarded import open_file
+from fastformer.apps.system.foreign_files import open_file
 
 LOCK = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)

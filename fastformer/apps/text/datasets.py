@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.guarded import same_file
+from fastformer.apps.system.foreign_files import same_file
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text

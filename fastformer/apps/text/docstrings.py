@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from fastformer.apps.system.guarded import read_file
+from fastformer.apps.system.foreign_files import read_file
 from fastformer.settings import check_value
 
 from .files import TextError

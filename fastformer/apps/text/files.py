@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.guarded import LARGEST, open_input, read_file
+from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file
 from fastformer.settings import check_value
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
@@ -128,7 +128,7 @@ def encode_text(text: str, name: str) -> bytes:
 def read_json(path: Path, within: Path | None = None) -> Any:
     """What a JSON file holds; raises ``TextError`` when it is none, or nested deeper than Python reads.
 
-    within: the folder below which no link is followed; see `fastformer.apps.system.guarded`.
+    within: the folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
     """
     try:
         return json.loads(read_file(path, within))

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import sentencepiece
 
-from fastformer.apps.system.guarded import check_path, read_file, write_file
+from fastformer.apps.system.foreign_files import check_path, read_file, write_file
 from fastformer.settings import check_value
 
 from .files import TextError, encode_text, read_json

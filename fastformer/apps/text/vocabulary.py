@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fastformer.apps.system.guarded import write_file
+from fastformer.apps.system.foreign_files import write_file
 from fastformer.settings import check_value
 
 from .files import TextError, encode_text

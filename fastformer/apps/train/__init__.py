@@ -1,8 +1,8 @@
 """Training: one loop for every model, schedules, checkpoints, metrics and configuration files."""
 
 from fastformer.apps.train.batch_source import AnyBatch, BatchSource
-from fastformer.apps.train.checkpoint_files import Checkpoint, average_checkpoints
-from fastformer.apps.train.checkpoints import CheckpointFolder, find_checkpoint
+from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint_folder import CheckpointFolder, find_checkpoint
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import MetricsLog, read_metrics
 from fastformer.apps.train.processes import ProcessError, Processes, join_processes

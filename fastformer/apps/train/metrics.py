@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.apps.system.guarded import append_file, check_path, read_file, write_file
+from fastformer.apps.system.foreign_files import append_file, check_path, read_file, write_file
 
 # Of the values of a validation, those of which less is better; of others, such as BLEU, more.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastformer.apps.train.checkpoint_files import MODEL, OPTIMIZER, SHARDS, file_facts
-from fastformer.apps.train.checkpoints import CheckpointFolder
+from fastformer.apps.train.checkpoint import MODEL, OPTIMIZER, SHARDS, file_facts
+from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.parallel import distinct_weights, whole_tensors, whole_weights
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.shards import write_shards

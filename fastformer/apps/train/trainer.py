@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.train.batch_source import BatchSource
-from fastformer.apps.train.checkpoint_files import Checkpoint, average_checkpoints
-from fastformer.apps.train.checkpoints import CheckpointFolder
+from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt

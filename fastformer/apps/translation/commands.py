@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli import evaluation, inspection
-from fastformer.apps.cli.common import (
+from fastformer.apps.cli.console import (
     MAIN_RUN,
     Checkpoint,
     Device,
@@ -19,7 +19,7 @@ from fastformer.apps.cli.common import (
     given_lines,
     put_lines,
 )
-from fastformer.apps.cli.settings import made, with_settings
+from fastformer.apps.cli.flags import made, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import read_lines, read_parallel, write_lines

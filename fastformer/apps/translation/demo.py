@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastformer.apps.plots import plot_history, save
-from fastformer.apps.system.guarded import write_file
+from fastformer.apps.system.foreign_files import write_file
 from fastformer.apps.system.run_lock import LOCK, locked
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics

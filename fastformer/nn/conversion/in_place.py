@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 import fastformer.nn.stacks as stacks  # all classes of OURS are defined from here on
+from fastformer.nn.conversion.reasons import is_feed_forward, reason, tell_of_others
 from fastformer.nn.conversion.report import ZEROED, Conversion, Entry, name_of
-from fastformer.nn.conversion.resemblance import is_feed_forward, reason, tell_of_others
 from fastformer.nn.conversion.trial import difference
 from fastformer.nn.modules import OURS, SequentialFeedForward
 

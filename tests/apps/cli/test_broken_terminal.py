@@ -208,7 +208,7 @@ def runs(tmp_path_factory):
 def invoke(runs, monkeypatch):
     from typer.testing import CliRunner
 
-    from fastformer.apps.cli.common import app
+    from fastformer.apps.cli.console import app
 
     monkeypatch.chdir(runs)
 

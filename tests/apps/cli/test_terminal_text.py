@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.cli.common import console
+from fastformer.apps.cli.console import console
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.system.terminal import Terminal as OurTerminal

@@ -14,8 +14,8 @@ from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_g
 from fastformer.apps.plots import plot_history, save
 from fastformer.apps.runs.comparison import compare_runs
 from fastformer.apps.runs.folder import read_kind
-from fastformer.apps.system import guarded
-from fastformer.apps.system.guarded import IrregularFileError, append_file, check_path, read_file, write_file
+from fastformer.apps.system import foreign_files
+from fastformer.apps.system.foreign_files import IrregularFileError, append_file, check_path, read_file, write_file
 from fastformer.apps.text import TextError, WordTokenizer, load_tokenizer, read_lines
 from fastformer.apps.train import Checkpoint, CheckpointFolder, TrainConfig, find_checkpoint, read_metrics
 from tests.support.train_task import config, network, trainer
@@ -43,8 +43,8 @@ def bounded():
 def calls(request, monkeypatch):
     """Both with the system's calls and where it has none."""
     if request.param == "looked at":
-        monkeypatch.setattr(guarded, "_RELATIVE", False)
-        monkeypatch.setattr(guarded, "_NOFOLLOW", 0)
+        monkeypatch.setattr(foreign_files, "_RELATIVE", False)
+        monkeypatch.setattr(foreign_files, "_NOFOLLOW", 0)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastformer.apps.train import CheckpointError
-from fastformer.apps.train.checkpoint_files import STATE
+from fastformer.apps.train.checkpoint import STATE
 from fastformer.apps.train.states import MOMENTS
 from tests.support.foreign_states import JUNK, OTHERS, compared, fits, needed, paths, put, replaced, without
 from tests.support.train_task import config, trainer

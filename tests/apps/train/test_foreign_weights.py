@@ -11,7 +11,7 @@ from fastformer.apps.export import export_safetensors, load_safetensors
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointError, CheckpointFolder, average_checkpoints, put_weights, write_weights
-from fastformer.apps.train.checkpoint_files import META, MODEL, SHARDS, WEIGHTS, file_facts
+from fastformer.apps.train.checkpoint import META, MODEL, SHARDS, WEIGHTS, file_facts
 from fastformer.apps.train.shards import write_shards
 from tests.support import train_task
 

@@ -124,7 +124,7 @@ def test_damage_is_named_and_the_previous_checkpoint_loads(tmp_path: Path, damag
             content = file.read_bytes()
             content = b"\xff" * 8 + content[8:] if damage == "header" else content.replace(b"saved_off", b"other_off")
             file.write_bytes(content)
-            from fastformer.apps.train.checkpoint_files import file_facts
+            from fastformer.apps.train.checkpoint import file_facts
 
             meta = json.loads((tmp_path / "step-2" / "meta.json").read_text())
             meta["files"][f"shards/{file.name}"] = file_facts(file)

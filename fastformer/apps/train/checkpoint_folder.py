@@ -1,7 +1,7 @@
 """Checkpoints that survive kill -9 and a full disk: one folder a step, written aside and renamed when complete.
 
     checkpoints/index.json            {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": […], …}
-    checkpoints/step-200/     model.safetensors, state.pt, meta.json: see `checkpoint_files.py`
+    checkpoints/step-200/     model.safetensors, state.pt, meta.json: see `checkpoint.py`
 
 A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
 the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.apps.system.guarded import IrregularFileError, check_path, read_file, write_file
-from fastformer.apps.train.checkpoint_files import (
+from fastformer.apps.system.foreign_files import IrregularFileError, check_path, read_file, write_file
+from fastformer.apps.train.checkpoint import (
     META,
     STATE,
     WEIGHTS,

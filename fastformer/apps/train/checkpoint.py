@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.system.guarded import check_path, open_regular, read_file, write_file
+from fastformer.apps.system.foreign_files import check_path, open_regular, read_file, write_file
 from fastformer.apps.train.parallel import empty_part
 from fastformer.apps.train.shards import Shards
 from fastformer.apps.train.states import check_numbers, check_state, read_state

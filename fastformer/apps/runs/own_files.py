@@ -32,7 +32,8 @@ def refuse_foreign(folder: Path) -> None:
 
     Raises:
         FileExistsError: naming the first entry that is no run's.
-        fastformer.apps.system.foreign_files.IrregularFileError: an entry with a run's name is a link, a pipe or a device.
+        fastformer.apps.system.foreign_files.IrregularFileError: an entry with a run's name is a link, a pipe or a
+            device.
     """
     if not folder.exists():
         return

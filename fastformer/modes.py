@@ -11,23 +11,7 @@ ours, because a function of ours around it would cost the host as much again.
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
-
-__all__ = [
-    "batched",
-    "capturing",
-    "compiling",
-    "dispatch_modes",
-    "forward_ad",
-    "functorch_level",
-    "has_values",
-    "profiling",
-    "readable",
-    "recorded",
-    "stands_for_many",
-    "tracing_state",
-    "transformed",
-]
+from torch.autograd import forward_ad as forward_ad
 
 compiling = torch.compiler.is_compiling  # Dynamo or export reads this very line
 functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func

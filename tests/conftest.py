@@ -1,11 +1,16 @@
 """Settings and fixtures of all tests."""
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 # Before torch is imported: idle OpenMP threads that spin cost other processes more than they save here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # A shell's job in the background ignores Ctrl-C, and so would what the tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not Path("/dev/nvidiactl").exists():
     # Before Triton is imported: without a GPU its kernels run in the interpreter, and only for backend "triton".
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -27,6 +27,7 @@ from benchmarks.harness.floors import Ceilings
 from benchmarks.harness.lengths import VOCABULARY, typical_batch
 from fastformer import functional
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
+from fastformer.host import autograd_function
 
 _CALLS = 100
 _TINY = TranslationConfig(
@@ -113,7 +114,7 @@ def _profile(device: torch.device, run: Call, *, by_host: bool) -> str:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    unseen = patch.object(torch._C._autograd, "_profiler_enabled", lambda: False)
+    unseen = patch.object(autograd_function, "profiling", lambda: False)
     with torch.profiler.profile(activities=activities) as profile, unseen:
         run()
         _wait(device)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
-from fastformer import query_blocks
+from fastformer.functional.attention import query_blocks
 from tests.fuzz import fuzz
 from tests.fuzz.fuzz_masks import Given, given
 from tests.fuzz.fuzz_models import Plan, build, layers, plan, watched

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer import query_blocks
+from fastformer.functional.attention import query_blocks
 from fastformer.packing import Layout, pack, unpack
 from tests.fuzz import fuzz
 from tests.fuzz.fuzz_ops import OPS, Call, lengths, spoilt

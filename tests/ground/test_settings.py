@@ -232,7 +232,7 @@ def test_models_refuse_by_name(owner: type[Settings], name: str, value: Any, all
         (TrainConfig, {"lr": "fast", "min_lr": 0.1}, "lr must be a finite number, above 0, not 'fast'"),
         (TrainConfig, {"betas": [0.9]}, "betas must be a list of 2 values, at least 0 and below 1, not (0.9,)"),
         (SearchOptions, {"beam": 2, "n_best": 3}, "n_best must be at least 1 and at most beam (2), not 3"),
-        (SearchOptions, {"beam": "x"}, "beam must be a whole number, at least 1, not 'x'"),
+        (SearchOptions, {"beam": "x"}, "beam must be a whole number, at least 1 and at most 2,147,483,647, not 'x'"),
         (SearchOptions, {"min_length": -1}, "min_length must be at least 0 and at most max_length, not -1"),
     ],
 )

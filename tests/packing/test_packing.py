@@ -291,9 +291,9 @@ def test_half_precision_is_kept():
         ([True], TypeError, "lengths must be integers, not torch.bool"),
         ([[1, 2]], ValueError, r"lengths must be one-dimensional \[B\], not of shape \[1, 2\]"),
         ([2, -1], ValueError, "lengths must not be negative: -1"),
-        (None, TypeError, r"lengths must be integers \[B\], not a NoneType"),
-        ("ab", TypeError, r"lengths must be integers \[B\], not a str"),
-        ([2**70], TypeError, r"lengths must be integers \[B\], not a list"),
+        (None, TypeError, r"lengths must be integers \[B\], not None"),
+        ("ab", TypeError, r"lengths must be integers \[B\], not ab"),
+        ([2**70], ValueError, r"lengths must be integers \[B\], not \[1180591620717411303424\]"),
     ],
 )
 def test_bad_lengths(lengths, error, message):

@@ -100,7 +100,7 @@ def test_a_backend_that_cannot_be_met_is_refused_before_data_is_read(
         done = fastformer(*command.split(), "--run", "new", cwd=unread)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: backend 'triton' was asked for, but attention needs")
-    monkeypatch.setattr(sys.modules["fastformer.backend"], "_default", "foo")
+    monkeypatch.setattr(sys.modules["fastformer.backend"].process, "backend", "foo")
     done = fastformer(*command.split(), "--run", "new", cwd=unread)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: FASTFORMER_BACKEND is 'foo'; it must be one of auto, triton, reference\n"

@@ -181,6 +181,28 @@ def test_the_run_that_came_after_a_moved_one_stays_locked(tmp_path, holder):
 
 
 @POSIX
+def test_a_run_whose_lock_file_was_deleted_is_still_locked(tmp_path, holder):
+    process = holder(tmp_path / "run")
+    (tmp_path / "run" / LOCK).unlink()
+    with pytest.raises(RunLockedError, match="is being written by another process"):
+        RunLock(tmp_path / "run")
+    assert not (tmp_path / "run" / LOCK).exists()
+    process.kill()
+    process.wait()
+    RunLock(tmp_path / "run").release()
+
+
+@POSIX
+def test_a_writer_whose_lock_file_was_deleted_goes_on(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / LOCK).unlink()
+        with locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+@POSIX
 @pytest.mark.parametrize("kind", ["symbolic", "hard"])
 def test_the_lock_is_no_way_out(tmp_path, kind):
     (tmp_path / "outside").write_text("mine")

@@ -1,12 +1,12 @@
 """One writer for a run folder: a lock that ends with its process, however that ends.
 
-The system's locks (flock) on the folder itself and on a file in it are what counts; on Windows, where this has not run,
-a locked byte of the file. The folder's stays when somebody deletes the file, the file's is what other machines see. What
-the file says, the process, its machine and since when, is for the message alone; one that a killed process left is
-locked by nobody and is taken over. A process may have it for several objects, of which one thread's write at a time; of the
-processes that torchrun starts, the first writes for all. On a network file system the lock is as good as that system's:
-NFS since Linux 2.6.12 and SMB keep it between machines, Lustre does where it is mounted with `flock`. One without locks
-is written to unlocked, with a warning.
+The system's locks (flock) on the folder itself and on a file in it are what counts; on Windows, where this has not
+run, a locked byte of the file. The folder's stays when somebody deletes the file, the file's is what other machines
+see. What the file says, the process, its machine and since when, is for the message alone; one that a killed process
+left is locked by nobody and is taken over. A process may have it for several objects, of which one thread's write at a
+time; of the processes that torchrun starts, the first writes for all. On a network file system the lock is as good as
+that system's: NFS since Linux 2.6.12 and SMB keep it between machines, Lustre does where it is mounted with `flock`.
+One without locks is written to unlocked, with a warning.
 """
 
 import errno
@@ -125,6 +125,18 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def check_locked(folder: Path) -> None:
+    """Refuse to write where the locked folder is no more: it may have been moved, and another run may be there.
+
+    Raises:
+        RunLockedError: this process does not have the lock of what is at `folder` now.
+        OSError: nothing is there.
+    """
+    held = RunLock._locks.get(_identity(os.stat(folder)))
+    if held is None or held.process != os.getpid():
+        raise RunLockedError(f"{folder} is another folder than when this run began; go on with --resume where that is")
+
+
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
@@ -141,7 +153,7 @@ def _acquire(folder: Path, path: Path) -> _Held:
 
 
 def _lock_folder(folder: Path, path: Path) -> int | None:
-    """The descriptor of the locked folder; None where the system cannot open or lock folders: the file's lock is all."""
+    """The descriptor of the locked folder; None where the system opens or locks no folders: the file's lock is all."""
     try:
         descriptor = os.open(path.parent, os.O_RDONLY)
     except OSError:  # what is wrong with it, opening the file says

@@ -38,6 +38,8 @@ class Layout:
         columns: the length L of the padded batch; max_length if there is none.
         origin: int64 `[T]`, on the tokens' device; the row of each token in the padded batch `[B * columns]`, which may
             have padding on the left and gaps.
+
+    The tensors are to be read: what layers made of them is remembered, and a change of theirs would not reach it.
     """
 
     lengths: Tensor
@@ -329,10 +331,12 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
     if jagged._ragged_idx != 1:
         raise ValueError(f"nested must be ragged in its second dimension, not in dimension {jagged._ragged_idx}")
     values, offsets, lengths = jagged.values(), jagged.offsets(), jagged.lengths()
-    if lengths is None:
-        return values, Layout.from_lengths(offsets.diff().cpu(), values.device)
-    layout = Layout.from_lengths(lengths.cpu(), values.device)  # with holes between the sequences
-    starts = offsets[:-1].repeat_interleave(lengths, output_size=layout.total)
+    given = offsets.diff() if lengths is None else lengths
+    layout = Layout.from_lengths(given.cpu(), values.device)
+    if lengths is None and layout.total == values.shape[0]:
+        return values, layout
+    # With holes between the sequences, or rows before and after them.
+    starts = offsets[:-1].repeat_interleave(given, output_size=layout.total)
     return RowMap.of(starts + layout.positions, values.shape[0]).gather(values), layout
 
 

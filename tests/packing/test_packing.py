@@ -193,6 +193,15 @@ def test_a_jagged_tensor_with_holes():
     assert_close(tokens, values[[0, 1, 4]])
 
 
+@pytest.mark.parametrize(("offsets", "rows"), [([2, 3, 7], [2, 3, 4, 5, 6]), ([0, 3, 5], [0, 1, 2, 3, 4])])
+def test_a_jagged_tensor_with_rows_before_or_after_its_sequences(offsets, rows):
+    values = random(7, 2)
+    tokens, layout = from_nested(torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets)))
+    assert layout.lengths.tolist() == torch.tensor(offsets).diff().tolist()
+    assert_close(tokens, values[rows])
+    assert_close(gradients(tokens, [values])[0].ne(0).any(-1).nonzero().flatten(), torch.tensor(rows))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_of_no_sequence():
     tokens, layout = from_nested(torch.nested.nested_tensor([]))

@@ -61,6 +61,7 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             text, or only one label.
     """
     found: list[tuple[str, str]] = []
+    known = None if labels is None else frozenset(labels)
     dropped = 0
     for number, line in enumerate(iterate_lines(path), start=1):
         if not line.strip():
@@ -71,7 +72,7 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             raise TextError(f"{path}:{number}: no tab; a line is a label, a tab and a text")
         if not label:
             raise TextError(f"{path}:{number}: no label before the tab")
-        if labels is not None and label not in labels:
+        if labels is not None and known is not None and label not in known:
             raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_listed(labels)}")
         if text:
             found.append((label, text))

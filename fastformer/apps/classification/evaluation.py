@@ -37,31 +37,41 @@ class Scores:
 
     Attributes:
         labels: of the C classes.
-        counts: int64 `[C, C]`, texts of each label (row) by the label that was predicted (column).
+        wanted: int64 `[N]`, the class of each text.
+        predicted: int64 `[N]`, the one that the model gives it.
         loss: mean cross entropy a text, in nats.
     """
 
     labels: tuple[str, ...]
-    counts: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    predicted: NDArray[np.int64]
     loss: float
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Texts of each label (row) by the label that was predicted (column): int64 `[C, C]`, made when asked for."""
+        size = len(self.labels)
+        return np.bincount(self.wanted * size + self.predicted, minlength=size * size).reshape(size, size)
 
     @property
     def accuracy(self) -> float:
         """Share of the texts with the right label."""
-        return float(self.counts.trace() / self.counts.sum())
+        return float(np.mean(self.wanted == self.predicted))
 
     @property
     def macro_f1(self) -> float:
         """Mean F1 over the labels that occur or were predicted."""
-        seen = np.flatnonzero(self.counts.sum(0) + self.counts.sum(1))
+        seen = np.union1d(self.wanted, self.predicted)
         each = self.each
         return float(np.mean([each[i].f1 for i in seen]))
 
     @property
     def each(self) -> list[LabelScore]:
         """The scores of every label, in order."""
-        right = self.counts.diagonal().astype(float)
-        texts, predicted = self.counts.sum(1), self.counts.sum(0)
+        correct = self.wanted[self.wanted == self.predicted]
+        right, texts, predicted = (
+            np.bincount(x, minlength=len(self.labels)) for x in (correct, self.wanted, self.predicted)
+        )
         # F1 is 2 right / (texts + predicted); what never occurs is 0, not 0 / 0.
         precision, recall, f1 = (
             right * factor / np.maximum(count, 1)
@@ -71,7 +81,7 @@ class Scores:
         return [LabelScore(*row) for row in zip(self.labels, *columns, strict=True)]
 
     def __str__(self) -> str:
-        accuracy = f"accuracy {100 * self.accuracy:.2f} % of {int(self.counts.sum()):,} texts"
+        accuracy = f"accuracy {100 * self.accuracy:.2f} % of {len(self.wanted):,} texts"
         return f"{accuracy}, macro-F1 {self.macro_f1:.4f}, loss {self.loss:.4f}"
 
 
@@ -82,8 +92,5 @@ def score(model: SequenceClassifier, corpus: LabelledCorpus, tokenizer: Tokenize
 
 def score_logits(logits: Tensor, corpus: LabelledCorpus) -> Scores:
     """Compare logits `[N, C]` with a corpus of N texts."""
-    wanted = torch.from_numpy(corpus.classes)
-    size = len(corpus.labels)
-    cells = wanted * size + logits.argmax(-1)
-    counts = torch.bincount(cells, minlength=size * size).view(size, size).numpy()
-    return Scores(corpus.labels, counts, float(F.cross_entropy(logits, wanted)))
+    loss = float(F.cross_entropy(logits, torch.from_numpy(corpus.classes)))
+    return Scores(corpus.labels, corpus.classes, logits.argmax(-1).numpy(), loss)

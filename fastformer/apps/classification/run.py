@@ -80,6 +80,11 @@ class ClassificationDataConfig(Settings):
             raise ValueError(f"dataset must be numbers, unless train_text is given, not {self.dataset!r}")
         if self.labels is not None and (len(set(self.labels)) < max(2, len(self.labels))):
             raise ValueError(f"labels must be at least two different ones, not {list(self.labels)}")
+        for label in self.labels or ():
+            if not label or label != label.strip() or "\t" in label or "\n" in label:
+                raise ValueError(
+                    f"labels must be texts without tabs and ends of lines, or spaces around them, not {label!r}"
+                )
 
     @property
     def corpus(self) -> str:
@@ -238,7 +243,8 @@ def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], 
 
     Raises:
         TypeError: the trainer's model is another one.
-        ValueError: the model does not fit the tokenizer, the labels or max_length.
+        ValueError: the model does not fit the tokenizer, the labels or max_length; or a label is empty or has a tab, an
+            end of a line or spaces around it, which no line of a labelled file could name.
     """
     config, data = getattr(trainer.model, "config", None), {"labels": tuple(labels), "max_length": max_length}
     ClassificationDataConfig(dataset=BY_HAND, **data)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
 from fastformer.apps.system.foreign_files import write_file
-from fastformer.apps.system.run_lock import RunLock, locked
+from fastformer.apps.system.run_lock import LOCK, RunLock, locked
 from fastformer.apps.text import Tokenizer, read_json
 from fastformer.apps.train import (
     BatchSource,
@@ -190,10 +191,11 @@ class Run(ABC):
             _check_folder(folder, cls.application.kind)  # another one may have come first
             run = cls(folder, data, model, train, device=device)
             run._lock()
-            cls.application.save_tokenizers(folder, run.tokenizers)
-            report = json.dumps(run.data_report(), indent=1) + "\n"
-            write_file(folder / "data.json", report.encode(), folder)
-            run._save_settings()
+            with _whole(folder):
+                cls.application.save_tokenizers(folder, run.tokenizers)
+                report = json.dumps(run.data_report(), indent=1) + "\n"
+                write_file(folder / "data.json", report.encode(), folder)
+                run._save_settings()
         return run
 
     def _lock(self) -> None:
@@ -322,6 +324,20 @@ def _check_folder(folder: Path, kind: str) -> None:
     refuse_foreign(folder)
     if (folder / "config.toml").exists() and (found := read_kind(folder)) != kind:
         raise FileExistsError(f"{folder} holds a {found} run; choose another folder")
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Where the block fails, an empty folder is empty again: half of a run would be taken for somebody's files."""
+    empty = all(path.name == LOCK for path in folder.iterdir())
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir() if empty else ():
+            if path.name != LOCK:
+                with suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 @contextmanager

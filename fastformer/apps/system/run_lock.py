@@ -1,11 +1,12 @@
 """One writer for a run folder: a lock that ends with its process, however that ends.
 
-The system's lock on a file (flock; on Windows, where this has not run, a locked byte) is what counts. What the file
-says, the process, its machine and since when, is for the message alone; a file that a killed process left is locked by
-nobody and is taken over. A process may have it for several objects, of which one thread's write at a time; of the
-processes that torchrun starts, the first writes for all. On a network file system the lock is as good as that system's:
-NFS since Linux 2.6.12 and SMB keep it between machines, Lustre does where it is mounted with `flock`. One without locks
-is written to unlocked, with a warning.
+The system's locks (flock) on the folder itself and on a file in it are what counts; on Windows, where this has not
+run, a locked byte of the file. The folder's stays when somebody deletes the file, the file's is what other machines
+see. What the file says, the process, its machine and since when, is for the message alone; one that a killed process
+left is locked by nobody and is taken over. A process may have it for several objects, of which one thread's write at a
+time; of the processes that torchrun starts, the first writes for all. On a network file system the lock is as good as
+that system's: NFS since Linux 2.6.12 and SMB keep it between machines, Lustre does where it is mounted with `flock`.
+One without locks is written to unlocked, with a warning.
 """
 
 import errno
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fastformer.apps.system.foreign_files import open_file
+from fastformer.apps.system.foreign_files import open_file, read_file
 
 LOCK = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_SHOWN = 200  # bytes of what the file says
 _BYTE = 1 << 30  # Windows keeps others from reading what is locked: a byte behind the text
 
 logger = logging.getLogger("fastformer")
@@ -37,7 +39,9 @@ class RunLockedError(OSError):
 class _Held:
     """A lock of this process; a forked child has none of them."""
 
-    descriptor: int
+    identity: tuple[int, int]  # of the folder
+    folder: int | None  # its descriptor; None on Windows, which opens none
+    descriptor: int  # of the file
     process: int
     users: int = 0
     writer: threading.Thread | None = None  # which is in a block of `locked`
@@ -54,7 +58,7 @@ class RunLock:
         OSError: the folder cannot be written to.
     """
 
-    _locks: ClassVar[dict[tuple[int, int], _Held]] = {}  # by the file that is locked
+    _locks: ClassVar[dict[tuple[int, int], _Held]] = {}  # by the folder
 
     def __init__(self, folder: Path) -> None:
         self._path = folder.absolute() / LOCK  # the program may go to another folder meanwhile
@@ -62,11 +66,11 @@ class RunLock:
         with _guard:
             held = self._ours() or _acquire(folder, self._path)
             held.users += 1
-            self._locks[_identity(os.fstat(held.descriptor))] = self._held = held
+            self._locks[held.identity] = self._held = held
 
     def _ours(self) -> _Held | None:
         try:
-            held = self._locks.get(_identity(os.stat(self._path, follow_symlinks=False)))
+            held = self._locks.get(_identity(os.stat(self._path.parent)))
         except OSError:
             return None
         return held if held is not None and held.process == os.getpid() else None
@@ -101,11 +105,13 @@ class RunLock:
                 return
             held.users -= 1
             if held.users == 0:
-                del self._locks[_identity(os.fstat(held.descriptor))]
+                del self._locks[held.identity]
                 with suppress(OSError):  # Windows removes no open file
                     if _identity(os.stat(self._path, follow_symlinks=False)) == _identity(os.fstat(held.descriptor)):
                         self._path.unlink()  # where the folder was moved, another run's lock may be under this name
                 os.close(held.descriptor)
+                if held.folder is not None:
+                    os.close(held.folder)
 
 
 @contextmanager
@@ -119,23 +125,62 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def check_locked(folder: Path) -> None:
+    """Refuse to write where the locked folder is no more: it may have been moved, and another run may be there.
+
+    Raises:
+        RunLockedError: this process does not have the lock of what is at `folder` now.
+        OSError: nothing is there.
+    """
+    held = RunLock._locks.get(_identity(os.stat(folder)))
+    if held is None or held.process != os.getpid():
+        raise RunLockedError(f"{folder} is another folder than when this run began; go on with --resume where that is")
+
+
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
 def _acquire(folder: Path, path: Path) -> _Held:
+    above = _lock_folder(folder, path)
+    try:
+        descriptor = _lock_file(folder, path)
+        return _Held(_identity(os.stat(path.parent)), above, descriptor, os.getpid())
+    except BaseException:
+        if above is not None:
+            os.close(above)
+        raise
+
+
+def _lock_folder(folder: Path, path: Path) -> int | None:
+    """The descriptor of the locked folder; None where the system opens or locks no folders: the file's lock is all."""
+    try:
+        descriptor = os.open(path.parent, os.O_RDONLY)
+    except OSError:  # what is wrong with it, opening the file says
+        return None
+    try:
+        _lock(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError):  # network file systems lock what is open for writing
+            return None
+        said = b""
+        with suppress(OSError):
+            said = read_file(path, path.parent)
+        raise _refusal(folder, said) from None
+    return descriptor
+
+
+def _lock_file(folder: Path, path: Path) -> int:
     while True:
         descriptor = open_file(path, path.parent)
         try:
             _lock(descriptor)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                said = os.pread(descriptor, 200, 0).decode("utf-8", "replace") if hasattr(os, "pread") else ""
+                said = os.pread(descriptor, _SHOWN, 0) if hasattr(os, "pread") else b""
                 os.close(descriptor)
-                who = "".join(c for c in said if c.isprintable()) or "another process"
-                raise RunLockedError(
-                    f"{folder} is being written by {who}; wait for its end, or choose another"
-                ) from None
+                raise _refusal(folder, said) from None
             logger.warning("%s: this file system has no locks; nothing keeps a second run from writing there", folder)
         with suppress(FileNotFoundError):
             if _identity(os.stat(path, follow_symlinks=False)) == _identity(os.fstat(descriptor)):
@@ -144,7 +189,12 @@ def _acquire(folder: Path, path: Path) -> _Held:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
-    return _Held(descriptor, os.getpid())
+    return descriptor
+
+
+def _refusal(folder: Path, said: bytes) -> RunLockedError:
+    who = "".join(c for c in said[:_SHOWN].decode("utf-8", "replace") if c.isprintable()) or "another process"
+    return RunLockedError(f"{folder} is being written by {who}; wait for its end, or choose another")
 
 
 def _lock(descriptor: int) -> None:

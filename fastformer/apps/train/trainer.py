@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.system.run_lock import locked
+from fastformer.apps.system.run_lock import check_locked, locked
 from fastformer.apps.train.batch_source import BatchSource
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import CheckpointFolder
@@ -362,6 +362,7 @@ class Trainer:
         """Write a record and give it back; None in a process that does not write."""
         if self._log is None:
             return None
+        check_locked(self.folder)
         self._at.seconds = self._clock() - self._start
         epoch = self._at.epoch + (self._at.batch > 0)  # for people: counted from 1, the one just ended stays
         return self._log.write(kind, self._at.step, epoch=epoch, seconds=self._at.seconds, **values)
@@ -390,6 +391,7 @@ class Trainer:
         return self._write_checkpoint(state, best)
 
     def _write_checkpoint(self, state: dict[str, Any] | None, best: float | None) -> Path:
+        self._processes.on_main(lambda: check_locked(self.folder))
         return self._writer.save(self._at.step, state, self._metrics, best, sharded=self.config.sharded_checkpoints)
 
     def _finish(self, reason: str) -> None:

@@ -135,6 +135,7 @@ def _norm(module: Any, random: Random) -> Iterator[_Sample]:
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if module.eps is None else module.eps
     for scale in (1.0, math.sqrt(eps), 0.0):
         yield _Sample((x * scale,), {})
+    yield _Sample((random(_ROWS, _TOKENS, *module.normalized_shape),), {})  # which dimension is normalised shows here
 
 
 def _hidden(x: Tensor, batch_first: bool) -> Tensor:

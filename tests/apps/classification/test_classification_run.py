@@ -299,6 +299,10 @@ def test_a_run_by_hand_must_fit(tmp_path: Path) -> None:
         (["a", "b"], 9, "the model has classes=3, not the 2 of the labels"),
         (["a", "b", "b"], 9, "labels must be at least two different ones"),
         (["a", "b", "c"], 11, "is beyond max_positions"),
+        (["a", "b\tb", "c"], 9, r"labels must be texts without tabs and ends of lines, .* not 'b\\tb'"),
+        (["a", "b", "c\n"], 9, r"not 'c\\n'"),
+        (["a", " b", "c"], 9, "not ' b'"),
+        (["a", "b", ""], 9, "not ''"),
     ):
         with pytest.raises(ValueError, match=message):
             complete_run(trainer, tokenizer, labels, length)

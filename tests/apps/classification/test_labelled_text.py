@@ -110,6 +110,33 @@ def test_scores_against_counting_by_hand() -> None:
     assert found.macro_f1 == pytest.approx((0.8 + 0.4 + 0.0) / 3)  # what neither occurs nor is predicted is left out
     loss = -logits.double().log_softmax(-1)[range(6), wanted].mean()
     assert found.loss == pytest.approx(float(loss), rel=1e-6)
-    assert str(Scores(("x", "y"), np.array([[1, 0], [1, 2]]), 0.5)) == (
+    assert str(Scores(("x", "y"), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 0.5)) == (
         "accuracy 75.00 % of 4 texts, macro-F1 0.7333, loss 0.5000"
     )
+
+
+def test_many_labels_take_time_and_memory_of_their_number_not_of_its_square(tmp_path: Path) -> None:
+    labels = tuple(f"label {i:06}" for i in range(100_000))
+    path = tmp_path / "text"
+    path.write_text("".join(f"{label}\tx\n" for label in labels[-3000:]))
+    corpus = read_labelled(path, _Counting(labels))
+    assert len(corpus) == 3000
+    assert _Counting.asked == 0  # a search from the first label to the last, for every line
+    few = corpus.take([0, 1, 2], "few")
+    logits = torch.zeros(3, len(labels))
+    logits[[0, 1, 2], [97_000, 97_001, 0]] = 1.0
+    found = score_logits(logits, few)  # a table of all pairs would have 80 GB
+    assert found.accuracy == 2 / 3
+    assert found.macro_f1 == 2 / 4
+    assert found.each[97_000].f1 == 1.0
+
+
+class _Counting(tuple[str, ...]):
+    """Labels that count how often one is looked for among them."""
+
+    __slots__ = ()
+    asked = 0
+
+    def __contains__(self, label: object) -> bool:
+        type(self).asked += 1
+        return super().__contains__(label)

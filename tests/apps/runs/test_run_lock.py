@@ -181,6 +181,68 @@ def test_the_run_that_came_after_a_moved_one_stays_locked(tmp_path, holder):
 
 
 @POSIX
+def test_a_run_whose_lock_file_was_deleted_is_still_locked(tmp_path, holder):
+    process = holder(tmp_path / "run")
+    (tmp_path / "run" / LOCK).unlink()
+    with pytest.raises(RunLockedError, match="is being written by another process"):
+        RunLock(tmp_path / "run")
+    assert not (tmp_path / "run" / LOCK).exists()
+    process.kill()
+    process.wait()
+    RunLock(tmp_path / "run").release()
+
+
+@POSIX
+def test_a_writer_whose_lock_file_was_deleted_goes_on(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / LOCK).unlink()
+        with locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+@POSIX
+@pytest.mark.parametrize("when", ["record", "save"])
+def test_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path, when):
+    trainer(tmp_path / "other", config()).fit()
+    before = {path.relative_to(tmp_path / "other"): path.read_bytes() for path in _files(tmp_path / "other")}
+
+    def move(model):
+        if (tmp_path / "other").exists():
+            (tmp_path / "run").rename(tmp_path / "moved")
+            (tmp_path / "other").rename(tmp_path / "run")
+        return validate(model)
+
+    settings = config(steps=20, validate_every=4, log_every={"record": 1, "save": 100}[when])
+    with pytest.raises(OSError, match="run is another folder than when this run began"):
+        trainer(tmp_path / "run", settings, validate=move).fit()
+    assert {path.relative_to(tmp_path / "run"): path.read_bytes() for path in _files(tmp_path / "run")} == before
+
+
+def _files(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_could_not_be_made_is_made_at_the_next_try(tmp_path, text, monkeypatch, there):
+    data = LanguageDataConfig(train_text=text, valid_text=text, tokenizer="words")
+    model = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}
+    if there:
+        (tmp_path / "run").mkdir()
+
+    def interrupted(path, data, within):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastformer.apps.runs.run.write_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            LanguageRun.create(tmp_path / "run", data, model, TrainConfig(steps=1))
+    gc.collect()
+    LanguageRun.create(tmp_path / "run", data, model, TrainConfig(steps=1))
+
+
+@POSIX
 @pytest.mark.parametrize("kind", ["symbolic", "hard"])
 def test_the_lock_is_no_way_out(tmp_path, kind):
     (tmp_path / "outside").write_text("mine")

@@ -38,6 +38,13 @@ class Doubled(nn.LayerNorm):
         return 2 * super().forward(x)
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """Of channels in dimension 1, as networks of speech have it: of two dimensions the same as torch's."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
 class OtherEps(nn.LayerNorm):
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps * 2)
@@ -173,6 +180,8 @@ def test_what_computes_the_same_is_taken_over_and_given_back(name, training, dty
 
 LEFT = {
     "doubled": (lambda: Doubled(D), "the output differs by"),
+    "channels first": (lambda: ChannelsFirst(D), "it raised RuntimeError"),
+    "channels first, as many as tokens": (lambda: ChannelsFirst(5), "the output differs by"),
     "other eps": (lambda: OtherEps(D, eps=1e-9), "the output differs by"),
     "eps of a norm without parameters": (lambda: OtherEps(D, elementwise_affine=False), "the output differs by"),
     "no gradient": (lambda: StopsGradient(D), "the gradient of weight is there in one of the two only"),

@@ -19,7 +19,7 @@ test:  ## every test, on all cores
 quick:  ## is anything broken? the first case of every test that is not slow
 	$(PYTHON) -m pytest -n auto --dist worksteal --quick
 
-fuzz:  ## 10,000 inputs of every generator of bad input: hours; `make quick` and CI have few
+fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget

@@ -51,9 +51,10 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
 
     Raises:
         ValueError: there are arguments and a file, or neither and standard input is closed; or lines are to be typed
-            and something is to be written to a file; or standard input is the file to write. At once; what is wrong
-            with a file, when it is read.
+            and something is to be written to a file; or standard input is the file to write, or standard output is
+            wanted and closed. At once; what is wrong with a file, when it is read.
     """
+    refuse_closed(output)
     if texts and input is not None:
         raise ValueError(f"give {what} or --input, not both")
     if not texts and input is None and sys.stdin is None:  # translate <&-
@@ -64,6 +65,12 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
     if not texts and input is None:
         refuse_output(output, Path("/dev/stdin"))
     return _typed_lines() if typed else _lines_at_once(texts, input)
+
+
+def refuse_closed(output: Path | None) -> None:
+    """Raise ValueError where a command's texts are to go to standard output, and that is closed: all would be lost."""
+    if output is None and sys.__stdout__ is None:  # translate >&-; sys.stdout is to nothing then
+        raise ValueError("standard output is closed: give --output")
 
 
 def _typed_lines() -> Iterator[list[str]]:

@@ -13,6 +13,7 @@ from fastformer.apps.cli.console import (
     app,
     choose_device,
     console,
+    refuse_closed,
 )
 from fastformer.apps.cli.flags import made, with_settings
 from fastformer.apps.cli.training import add_training
@@ -58,6 +59,7 @@ def generate(
     """
     if prompts and prompt_file is not None:
         raise ValueError("give prompts or --prompt-file, not both")
+    refuse_closed(output)
     if output is not None and output.is_dir():
         raise IsADirectoryError(f"{output} is a folder")
     if output is not None and not output.parent.is_dir():

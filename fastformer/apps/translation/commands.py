@@ -18,6 +18,7 @@ from fastformer.apps.cli.console import (
     console,
     given_lines,
     put_lines,
+    refuse_closed,
 )
 from fastformer.apps.cli.flags import made, with_settings
 from fastformer.apps.cli.training import add_training
@@ -95,6 +96,7 @@ def score(
 
     The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
     """
+    refuse_closed(output)
     refuse_output(output, source, target, runs=(run,))
     sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
     if len(sources) != len(targets):

@@ -174,6 +174,16 @@ def test_a_closed_standard_input_is_named(evil: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: standard input is closed: give sentences, or --input\n")
 
 
+@pytest.mark.parametrize(
+    "words", ["translate --run {run} a", "translate --run {run} --input {run}/config.toml", "generate --run {run} a"]
+)
+def test_a_closed_standard_output_is_named(evil: Path, words: str) -> None:
+    """What was asked for would go nowhere, with exit code 0."""
+    command = f"{sys.executable} -m fastformer {words.format(run=evil / 'run')} --device cpu >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "error: standard output is closed: give --output\n")
+
+
 @pytest.mark.parametrize("device", ["meta", "mps", "xla", "vulkan", "privateuseone", "nonsense"])
 def test_devices_that_cannot_train_are_named(evil: Path, device: str) -> None:
     with pytest.raises(ValueError, match=f"device='{device}' cannot be used"):

@@ -243,12 +243,11 @@ class CheckpointFolder:
 
 
 def _is_index(index: Mapping[str, Any]) -> bool:
-    """Whether it names checkpoints and nothing else; what it lists as removed is deleted."""
+    """Whether it names checkpoints and nothing else, and none as both there and removed; what it lists as removed is deleted."""
     best = index["best"]
-    names = [*index["kept"], *index["removed"], *([] if best is None else [best["name"]])]
-    return all(name == AVERAGE or _STEP.fullmatch(name) for name in names) and (
-        best is None or isinstance(best["value"], int | float)
-    )
+    there, removed = [*index["kept"], *([] if best is None else [best["name"]])], index["removed"]
+    ours = all(name == AVERAGE or _STEP.fullmatch(name) for name in (*there, *removed))
+    return ours and not set(removed).intersection(there) and (best is None or isinstance(best["value"], int | float))
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:

@@ -355,3 +355,13 @@ def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, 
         [sys.executable, "-c", KILL, tmp_path, kind], capture_output=True, text=True, timeout=120, env=environment
     )
     assert run.stdout.startswith("passed"), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("kept", [[], ["step-2"]])
+def test_an_index_that_contradicts_itself_removes_nothing(tmp_path, kept):
+    folder = saved(tmp_path, 2)
+    best = {"name": "step-2", "value": 1.0}
+    index = {"last": "step-2", "best": None if kept else best, "kept": kept, "removed": ["step-2"]}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    folder.recover()
+    assert [path.name for path in folder.paths()] == ["step-2"]

@@ -256,7 +256,7 @@ import os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch
 from fastformer.apps.train import CheckpointFolder
-from fastformer.apps.train import checkpoints as module
+from fastformer.apps.train import checkpoint_folder as module
 from fastformer.apps.train.shards import write_shards
 
 root, size, sharded = Path(sys.argv[1]), 30_000, sys.argv[2] == "sharded"

@@ -243,7 +243,7 @@ class CheckpointFolder:
 
 
 def _is_index(index: Mapping[str, Any]) -> bool:
-    """Whether it names checkpoints and nothing else, and none as both there and removed; what it lists as removed is deleted."""
+    """Whether it names checkpoints alone, and none as both kept and removed: what it lists as removed is deleted."""
     best = index["best"]
     there, removed = [*index["kept"], *([] if best is None else [best["name"]])], index["removed"]
     ours = all(name == AVERAGE or _STEP.fullmatch(name) for name in (*there, *removed))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fastformer.apps.system.foreign_files import open_file, read_file
+from fastformer.apps.system.foreign_files import open_file
 
 LOCK = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -106,12 +106,9 @@ class RunLock:
             held.users -= 1
             if held.users == 0:
                 del self._locks[held.identity]
-                with suppress(OSError):  # Windows removes no open file
-                    if _identity(os.stat(self._path, follow_symlinks=False)) == _identity(os.fstat(held.descriptor)):
-                        self._path.unlink()  # where the folder was moved, another run's lock may be under this name
-                os.close(held.descriptor)
                 if held.folder is not None:
                     os.close(held.folder)
+                _remove(self._path, held.descriptor)
 
 
 @contextmanager
@@ -142,14 +139,21 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _acquire(folder: Path, path: Path) -> _Held:
-    above = _lock_folder(folder, path)
+    # The file first: a folder with it is not empty, and whoever is refused takes no folder away that others write to.
+    descriptor = _lock_file(folder, path)
     try:
-        descriptor = _lock_file(folder, path)
-        return _Held(_identity(os.stat(path.parent)), above, descriptor, os.getpid())
+        return _Held(_identity(os.stat(path.parent)), _lock_folder(folder, path), descriptor, os.getpid())
     except BaseException:
-        if above is not None:
-            os.close(above)
+        _remove(path, descriptor)
         raise
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    """Close a locked file, and remove it; where the folder was moved, another run's lock may be under this name."""
+    with suppress(OSError):  # Windows removes no open file
+        if _identity(os.stat(path, follow_symlinks=False)) == _identity(os.fstat(descriptor)):
+            path.unlink()
+    os.close(descriptor)
 
 
 def _lock_folder(folder: Path, path: Path) -> int | None:
@@ -164,10 +168,7 @@ def _lock_folder(folder: Path, path: Path) -> int | None:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):  # network file systems lock what is open for writing
             return None
-        said = b""
-        with suppress(OSError):
-            said = read_file(path, path.parent)
-        raise _refusal(folder, said) from None
+        raise _refusal(folder, b"") from None  # somebody deleted the file that says who it is
     return descriptor
 
 

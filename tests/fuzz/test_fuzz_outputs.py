@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -148,6 +149,10 @@ def call(line: str, home: Path, out: Any, err: Any) -> int:
             main()
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            for given, now in ((out, sys.stdout), (err, sys.stderr)):
+                if given is None and now is not None:  # opened in its place, until the end of the process
+                    now.close()
     return 0
 
 
@@ -197,6 +202,10 @@ def attempt(home: Path, whole: dict[str, bytes], before: dict[str, Any], number:
     except (Exception, fuzz.Hang) as error:
         raise AssertionError(f"{about}: {type(error).__name__}: {str(error)[:300]}") from error
     said = written(err)
+    for kind_of, each in zip(kinds, (out, err), strict=True):
+        if kind_of in ("full", "gone"):  # what is left in it cannot be written, which closing says once more
+            with suppress(OSError):
+                each.close()
     about = f"{about}: {code}: {said}"
     if code == 1:  # as a reader that has gone ends every command of click
         assert kinds[0] in ("gone", "breaks"), about
@@ -232,3 +241,6 @@ def test_streams_that_were_closed_before_the_start(home: Path, streams: tuple[An
     out, err = streams
     out = stream(Random(0), "gone") if out == "gone" else out
     assert call(OTHERS["generate one"], home, out, err) == (0 if out is None else 1)
+    if streams[0] == "gone":
+        with suppress(OSError):
+            out.close()

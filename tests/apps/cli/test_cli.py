@@ -22,6 +22,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.apps.cli import main
+from fastformer.apps.cli.console import console
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 
 TRAIN = (
@@ -46,6 +47,7 @@ def fastformer(*arguments: str, cwd: Path, stdin: bytes = b"") -> Done:
         patch.setenv("COLUMNS", "160")
         patch.setattr(sys, "argv", ["fastformer", *arguments])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        patch.setattr(console, "quiet", False)  # rich turns it on for good where a pipe has no reader
         try:
             main()
             code = 0

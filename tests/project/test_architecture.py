@@ -274,6 +274,14 @@ def test_every_public_name_is_there():
         fastformer.nonsense  # noqa: B018
 
 
+def test_a_room_of_the_applications_is_there_when_it_is_named():
+    assert "torch" in loaded_by("import fastformer; fastformer.apps.models.Embedding; fastformer.apps.train.Trainer")
+    import fastformer
+
+    with pytest.raises(AttributeError, match="'fastformer.apps' has no attribute 'nonsense'"):
+        fastformer.apps.nonsense  # noqa: B018
+
+
 def test_the_folder_of_the_kernels_shadows_no_package_of_that_name(tmp_path):
     """Hugging Face's `kernels`, which transformers imports, must win over ours where Python runs in the repository."""
     (tmp_path / "kernels").mkdir()

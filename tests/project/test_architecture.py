@@ -278,7 +278,7 @@ def test_a_room_of_the_applications_is_there_when_it_is_named():
     assert "torch" in loaded_by("import fastformer; fastformer.apps.models.Embedding; fastformer.apps.train.Trainer")
     import fastformer
 
-    with pytest.raises(AttributeError, match="'fastformer.apps' has no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         fastformer.apps.nonsense  # noqa: B018
 
 

@@ -18,7 +18,6 @@ from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
-from fastformer.apps.train.weights import check_finite
 from fastformer.settings import Given, Settings, declared, refuse_idle
 
 _IDS = ("pad_id", "bos_id", "eos_id")
@@ -239,7 +238,6 @@ class Application:
         found.check_size(config.matrix_numbers)
         made = self.network(config)
         found.load_into(made, config)
-        check_finite(made, found.path)
         return made
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:

@@ -26,11 +26,14 @@ from fastformer.apps.train.weights import (
     CheckpointError,
     average_weights,
     check_architecture,
+    check_finite,
     check_size,
     check_tensors_fit,
+    check_ties,
     put_weights,
     read_weights,
     stored_shapes,
+    tied_names,
 )
 from fastformer.settings import to_plain
 
@@ -128,15 +131,23 @@ class Checkpoint:
             checked: leave out the check of shards, which another process has done.
 
         Raises:
-            CheckpointError: naming what differs, is missing or is damaged.
+            CheckpointError: naming what differs, is missing, is damaged or is no number.
         """
         self.check_architecture(config)
-        if not self.is_sharded:
+        if self.is_sharded:
+            self._read_shards_into(model, checked)
+        else:
             put_weights(model, self.weights(), self.path)
-            return
+        check_finite(model, self.path)
+
+    def _read_shards_into(self, model: nn.Module, checked: bool) -> None:
         shards, targets = self._shards(checked), model.state_dict()
         names = self._names_of_weights(shards)
         check_tensors_fit({name: shards.tensors[MODEL + kept] for name, kept in names.items()}, targets, self.path)
+        ties = [[name for name in each if name not in self.copies] for each in tied_names(model)]
+        ties = [each for each in ties if len(each) > 1]  # ours are stored once
+        stored = shards.read([MODEL + name for each in ties for name in each])
+        check_ties([[MODEL + name for name in each] for each in ties], stored, self.path)
         shards.read_into({MODEL + name: targets[name] for name in names if name not in self.copies})
         for name, kept in self.copies.items():  # a model may have untied what was tied
             if targets[name] is not targets[kept]:

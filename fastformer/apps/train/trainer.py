@@ -42,7 +42,7 @@ from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
 from fastformer.apps.train.saving import CheckpointWriter
 from fastformer.apps.train.schedules import Schedule
-from fastformer.apps.train.weights import CheckpointError, check_finite, put_weights
+from fastformer.apps.train.weights import CheckpointError, put_weights
 
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
 _LOWEST_SCALE = 1.0
@@ -163,7 +163,6 @@ class Trainer:
         if state["position"]["best_value"] is not None and rated_by != self.config.metric:
             raise CheckpointError(f"{checkpoint.path}: was rated by metric={rated_by}, not by {self.config.metric}")
         checkpoint.load_into(self.model, self._architecture, checked=True)
-        check_finite(self.model, checkpoint.path)
         self._update.load_state_dict(state["optimizer"], state.get("scaler", {}))
         self._schedule.load_state_dict(state["schedule"])
         self._sums.load_state_dict(state["sums"])

@@ -7,7 +7,7 @@ Parameters that share memory (tied embeddings) are written once; the file's head
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,24 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
     """
     expected = model.state_dict()
     check_tensors_fit(facts_of(weights), expected, origin)
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(parameter, name)
-        if weights[name] is not weights[other] and not torch.equal(weights[name], weights[other]):
-            raise CheckpointError(f"{origin}: holds different numbers as {other} and {name}, which this model ties")
+    check_ties(tied_names(model), weights, origin)
     model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that a model has under several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def check_ties(ties: Iterable[Sequence[str]], weights: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Raise CheckpointError where what a model has under several names (`tied_names`) is not the same under all."""
+    for first, *others in ties:
+        for name in others:
+            if weights[name] is not weights[first] and not torch.equal(weights[name], weights[first]):
+                raise CheckpointError(f"{origin}: holds different numbers as {first} and {name}, which this model ties")
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

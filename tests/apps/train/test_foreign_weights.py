@@ -118,6 +118,20 @@ def test_weights_that_are_no_numbers_are_refused(exported: Path, value: float) -
         load_safetensors(exported)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tied_weights_of_a_checkpoint_are_one_thing(tmp_path: Path, sharded: bool) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second})
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    saved(tmp_path / "equal", weights, sharded).open().load_into(model)
+    weights["second.weight"] = weights["second.weight"] + 1
+    with pytest.raises(
+        CheckpointError, match=r"different numbers as (model\.)?first.weight and (model\.)?second.weight"
+    ):
+        saved(tmp_path / "different", weights, sharded).open().load_into(model)
+
+
 def test_tied_weights_are_one_thing(tmp_path: Path) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight

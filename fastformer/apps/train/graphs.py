@@ -31,6 +31,7 @@ from fastformer.apps.train.fixed_batch import FixedBatch, shape_of
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.host.cuda_graphs import Recorded, Recorder, Step, capture_or_warn, recorder
+from fastformer.modes import capturing
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
 _MOST_SHAPES = 256  # batches of further ones are computed eagerly, as they are; what a graph costs is not measured
@@ -153,10 +154,10 @@ class GraphedUpdate(Update):
 
     def _optimize(self) -> None:
         if self.device.type == "cuda":
-            capturing = torch.cuda.is_current_stream_capturing()
+            captured = capturing(self._norm)
             for group in self.optimizer.param_groups:
                 if "capturable" in group:  # else Adam warns of eager steps, or refuses captured ones
-                    group["capturable"] = capturing
+                    group["capturable"] = captured
         self.step(self._norm, self._rate)
         self.optimizer.zero_grad(set_to_none=False)
 

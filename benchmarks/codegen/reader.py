@@ -5,7 +5,7 @@
 follower: in the PTX, one `wgmma.mma_async` after another without a `wgmma.wait_group` between; in the machine code the
 same with `HGMMA` and `WARPGROUP.DEPBAR`. Serialised: the machine code has less than half of the share of followers that
 the PTX has. This agreed with ptxas's own note "wgmma.mma_async instructions are serialized" on every kernel tried;
-`tests/test_codegen.py` compares the two.
+`tests/benchmarks/test_codegen.py` compares the two.
 
 **Blocks (CTAs) per multiprocessor** is the smallest of
 - registers: 65536 / (registers a thread, rounded up to 8, x 32) warps, rounded down to 4, / warps of a block;

@@ -132,7 +132,7 @@ def _faults() -> Iterator[Fault]:
         "written = in_head & (rows >= 0)[:, None]",
     )
 
-    file = f"{kernels}/attention/tiles"
+    file = f"{kernels}/attention/scores"
     yield Fault(
         "what gaps of a key mask hold is read",
         f"{file}.py",

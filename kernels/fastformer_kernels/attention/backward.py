@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, lined_up, row_strides, views
-from fastformer_kernels.attention.tiles import (
+from fastformer_kernels.attention.scores import (
     key_tiles,
     load_bounds,
     load_lse,

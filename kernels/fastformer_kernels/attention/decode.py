@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, views
-from fastformer_kernels.attention.tiles import fold, hide, key_tiles, load_bounds, offset, real_columns, scores, visible
+from fastformer_kernels.attention.scores import (
+    fold,
+    hide,
+    key_tiles,
+    load_bounds,
+    offset,
+    real_columns,
+    scores,
+    visible,
+)
 from fastformer_kernels.host.launch import device_of, guard, launch, noted, power_of_two
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, attends, row_strides, views
-from fastformer_kernels.attention.tiles import load_bounds, offset
+from fastformer_kernels.attention.scores import load_bounds, offset
 from fastformer_kernels.host.launch import guard, launch, noted
 
 

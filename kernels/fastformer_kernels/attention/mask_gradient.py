@@ -20,7 +20,7 @@ from fastformer_kernels.attention.problem import (
     views,
     whole_lines,
 )
-from fastformer_kernels.attention.tiles import (
+from fastformer_kernels.attention.scores import (
     load_bounds,
     load_lse,
     offset,

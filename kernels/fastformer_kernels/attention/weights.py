@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, attends, row_strides, score_tile, views
-from fastformer_kernels.attention.tiles import exponentials, hide, load_bounds, load_lse, offset, scores, visible
+from fastformer_kernels.attention.scores import exponentials, hide, load_bounds, load_lse, offset, scores, visible
 from fastformer_kernels.host.launch import guard, launch, noted
 from fastformer_kernels.random import keep, row_keys
 

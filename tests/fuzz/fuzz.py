@@ -6,6 +6,8 @@ so that a failing one is named by its number and can be repeated by itself.
 
 import json
 import signal
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -77,6 +79,30 @@ def attempt(action: Callable[[], Any], allowed: tuple[type[Exception], ...], num
     assert len(message.splitlines()) == 1, f"input {number}: not one line: {message!r}"
     assert not isinstance(caught, UnicodeError), f"input {number}: {caught!r}"
     return None
+
+
+def each(
+    numbers: range,
+    check: Callable[[int], str],
+    least: dict[str, float],
+    drawn: Callable[[int], Any] = lambda number: "",
+) -> None:
+    """Check every input, and that the inputs are not all nonsense: the shares of what came of them.
+
+    `drawn` tells an input that failed in words.
+    """
+    counts: Counter[str] = Counter()
+    for number in numbers:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with time_limit():
+                    counts[check(number)] += 1
+            except (Exception, Hang) as error:
+                said = f"{type(error).__name__}: {str(error)[:500]}"
+                raise AssertionError(f"input {number}: {said}\n{drawn(number)}") from error
+    for came, share in least.items():
+        assert counts[came] > share * len(numbers), counts
 
 
 def text(random: Random, most: int = 12, odd: float = 0.3) -> str:

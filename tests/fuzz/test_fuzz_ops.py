@@ -3,14 +3,12 @@
 Tolerances are the noise of the formula. What once failed stays below, as a case by itself.
 """
 
-import warnings
 from contextlib import nullcontext
 from random import Random
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -22,12 +20,6 @@ from tests.support.closeness import gradients
 from tests.support.noise import DEVIATIONS, noise
 
 CLEAR = (ValueError, TypeError, IndexError, RuntimeError, OverflowError)  # the last of numbers like 10**30
-
-
-@pytest.fixture
-def numbers(request: pytest.FixtureRequest) -> range:
-    """The numbers of the inputs."""
-    return range(request.config.getoption("--fuzz"))
 
 
 def as_leaves(arguments: dict[str, Any], wide: bool, learns: bool) -> tuple[dict[str, Any], list[Tensor]]:
@@ -131,24 +123,8 @@ def close(call: Call, found: list[Tensor], exact: list[Tensor], learns: bool) ->
         assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def each(numbers: range, check: Any, least: dict[str, float]) -> None:
-    """Check every input, and that the inputs are not all nonsense: the shares of what came of them."""
-    counts: dict[str, int] = {}
-    for number in numbers:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                with fuzz.time_limit():
-                    came = check(number)
-            except (Exception, fuzz.Hang) as error:
-                raise AssertionError(f"input {number}: {type(error).__name__}: {str(error)[:500]}") from error
-        counts[came] = counts.get(came, 0) + 1
-    for came, share in least.items():
-        assert counts.get(came, 0) > share * len(numbers), counts
-
-
 def test_ops(numbers: range) -> None:
-    each(numbers, check, {"equal": 0.4, "refused": 0.1})
+    fuzz.each(numbers, check, {"equal": 0.4, "refused": 0.1})
 
 
 def whole(given: Any) -> list[int] | None:
@@ -193,4 +169,4 @@ def check_layout(number: int) -> str:
 
 
 def test_layouts(numbers: range) -> None:
-    each(numbers, check_layout, {"equal": 0.4, "refused": 0.1})
+    fuzz.each(numbers, check_layout, {"equal": 0.4, "refused": 0.1})

@@ -42,12 +42,6 @@ LINES = [
 READING = (TextError, FileNotFoundError)
 
 
-@pytest.fixture
-def numbers(request: pytest.FixtureRequest) -> range:
-    """The numbers of the inputs."""
-    return range(request.config.getoption("--fuzz"))
-
-
 def file_bytes(random: Random) -> bytes:
     """A text file, whole or damaged, in any encoding, packed or not, whatever its name says."""
     data = fuzz.encoded(random, fuzz.text(random))

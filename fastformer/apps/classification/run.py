@@ -4,10 +4,10 @@ What a run folder is stands in `fastformer.apps.runs.folder`. The labels are a s
 in the order of the classes, so that a run describes itself. A batch has so many texts, whatever their lengths.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -153,28 +153,23 @@ class ClassificationRun(Run):
 
     application = APPLICATION
     data: ClassificationDataConfig
+    train_config: ClassificationTrainConfig
     corpora: dict[Split, LabelledCorpus]
     model_config: ClassifierConfig
 
-    def __init__(
-        self,
-        folder: Path,
-        data: ClassificationDataConfig,
-        model: Mapping[str, Any],
-        train: ClassificationTrainConfig,
-        tokenizers: tuple[Tokenizer, ...] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.folder, self.train_config = folder, train
-        self.device = torch.device(device)
-        self.corpora = read_labelled_corpora(data)
-        corpus = self.corpora["train"]
-        self.data = replace(data, labels=corpus.labels)
-        self.tokenizers = tokenizers or (learn_tokenizer(corpus.texts, data, pieces=_PIECES),)
+    @classmethod
+    def read(cls, data: ClassificationDataConfig) -> tuple[ClassificationDataConfig, dict[Split, LabelledCorpus]]:
+        corpora = read_labelled_corpora(data)
+        return replace(data, labels=corpora["train"].labels), corpora
+
+    def learn(self) -> tuple[Tokenizer]:
+        return (learn_tokenizer(self.corpora["train"].texts, self.data, pieces=_PIECES),)
+
+    def encode(self) -> LabelledBatches:
+        corpus, train = self.corpora["train"], self.train_config
         (self.tokenizer,) = self.tokenizers
-        self.model_config = self.application.model_config(model, self.tokenizers, self.data)
-        self.sequences, self._cut = encode_texts(corpus.texts, self.tokenizer, data.max_length)
-        self._batches = LabelledBatches(self.sequences, corpus.classes, size=train.batch_sentences, seed=train.seed)
+        self.sequences, self._cut = encode_texts(corpus.texts, self.tokenizer, self.data.max_length)
+        return LabelledBatches(self.sequences, corpus.classes, size=train.batch_sentences, seed=train.seed)
 
     @classmethod
     def computed(cls, data: ClassificationDataConfig) -> tuple[str, ...]:
@@ -188,12 +183,6 @@ class ClassificationRun(Run):
         cut = f", {self._cut:,} cut" if self._cut else ""
         tokens = f"{len(self.sequences):,} texts, {len(self.sequences.ids):,} tokens{cut}"
         return f"{tokens}, {len(self.corpora['train'].labels):,} labels"
-
-    def new_model(self) -> SequenceClassifier:
-        return SequenceClassifier(self.model_config)
-
-    def batches(self) -> LabelledBatches:
-        return self._batches
 
     def loss(self, model: SequenceClassifier, batch: LabelledBatch) -> torch.Tensor:
         return sequence_classification_loss(model, batch, self.train_config.label_smoothing)
@@ -220,12 +209,18 @@ def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
             `fastformer.apps.runs.application.Application.load_weights`.
     """
+    return _load(folder, checkpoint, device)[0]
+
+
+def _load(
+    folder: Path | str, checkpoint: str, device: torch.device | str
+) -> tuple[Classifier, ClassificationDataConfig]:
     model = APPLICATION.load_weights(folder, checkpoint).to(device)
     (tokenizer,) = APPLICATION.load_tokenizers(folder)
     data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
     if data.labels is None:
         raise ValueError(f"{Path(folder) / 'config.toml'}: [data] has no labels: it is damaged")
-    return Classifier(model, tokenizer, data.labels, data.max_length)
+    return Classifier(model, tokenizer, data.labels, data.max_length), data
 
 
 def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], max_length: int = 256) -> None:
@@ -265,11 +260,11 @@ def evaluate(
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_classifier`, `read_labelled`
             and `read_labelled_corpora`.
     """
-    classifier = load_classifier(folder, checkpoint, device)
+    classifier, data = _load(folder, checkpoint, device)
     if isinstance(split, Path):
         corpus = read_labelled(split, classifier.labels)
     elif split in ("test", "valid"):
-        corpus = read_labelled_corpora(ClassificationDataConfig(**APPLICATION.read_config(folder)["data"]))[split]
+        corpus = read_labelled_corpora(data)[split]
     else:
         raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
     return corpus, score(classifier.model, corpus, classifier.tokenizer, classifier.max_length)

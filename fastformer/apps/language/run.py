@@ -186,23 +186,20 @@ class LanguageRun(Run):
     corpora: dict[Split, TextCorpus]
     model_config: LanguageConfig
 
-    def __init__(
-        self,
-        folder: Path,
-        data: LanguageDataConfig,
-        model: Mapping[str, Any],
-        train: TrainConfig,
-        tokenizers: tuple[Tokenizer, ...] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.folder, self.data, self.train_config = folder, data, train
-        self.device = torch.device(device)
-        self.corpora = read_text_corpora(data)
-        self.tokenizers = tokenizers or (build_tokenizer(data, self.corpora["train"]),)
+    @classmethod
+    def read(cls, data: LanguageDataConfig) -> tuple[LanguageDataConfig, dict[Split, TextCorpus]]:
+        return data, read_text_corpora(data)
+
+    def learn(self) -> tuple[Tokenizer]:
+        return (build_tokenizer(self.data, self.corpora["train"]),)
+
+    def encode(self) -> LanguageBatches | ColumnBatches:
+        data, train = self.data, self.train_config
         (self.tokenizer,) = self.tokenizers
-        self.model_config = self.application.model_config(model, self.tokenizers, data)
         self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, data.stream)
-        self._batches = self._make_batches()
+        if data.stream == "columns":
+            return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
+        return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)
 
     @classmethod
     def computed(cls, data: LanguageDataConfig) -> tuple[str, ...]:
@@ -224,18 +221,6 @@ class LanguageRun(Run):
 
     def training(self) -> str:
         return str(self.encoded)
-
-    def new_model(self) -> LanguageModel:
-        return LanguageModel(self.model_config)
-
-    def _make_batches(self) -> LanguageBatches | ColumnBatches:
-        data, train = self.data, self.train_config
-        if data.stream == "columns":
-            return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
-        return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)
-
-    def batches(self) -> LanguageBatches | ColumnBatches:
-        return self._batches
 
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> torch.Tensor:
         return language_model_loss(model, batch, self.train_config.label_smoothing)

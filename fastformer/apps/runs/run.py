@@ -49,20 +49,15 @@ class Run(ABC):
     Use `create` for a new folder and `open` for one that exists. From then to the end of `fit`, or for as long as the
     object is there, no other process may write to the folder.
 
-    Subclasses set `application`, and `corpora`, `tokenizers` and `model_config` when they are made.
+    Subclasses set `application`.
     """
 
     application: ClassVar[Application]
-    folder: Path
-    data: Any
-    train_config: TrainConfig
-    device: torch.device
-    _unlock: Callable[[], Any] = staticmethod(lambda: None)
     corpora: Mapping[Any, Any]
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
+    _unlock: Callable[[], Any] = staticmethod(lambda: None)
 
-    @abstractmethod
     def __init__(
         self,
         folder: Path,
@@ -72,7 +67,25 @@ class Run(ABC):
         tokenizers: tuple[Tokenizer, ...] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Read the data, and learn the vocabularies unless they are given."""
+        """Read the data, learn the vocabularies unless they are given, and encode what is trained on."""
+        self.folder, self.train_config, self.device = folder, train, torch.device(device)
+        self.data, self.corpora = self.read(data)
+        self.tokenizers = tokenizers or self.learn()
+        self.model_config = self.application.model_config(model, self.tokenizers, self.data)
+        self.batches = self.encode()
+
+    @classmethod
+    @abstractmethod
+    def read(cls, data: Any) -> tuple[Any, Mapping[Any, Any]]:
+        """Read the training, validation and test data; the settings come back with what they were to derive from it."""
+
+    @abstractmethod
+    def learn(self) -> tuple[Tokenizer, ...]:
+        """The vocabularies, learnt from the training data only."""
+
+    @abstractmethod
+    def encode(self) -> BatchSource:
+        """Encode the training data, and return it as batches."""
 
     @abstractmethod
     def fingerprinted(self) -> Iterable[bytes]:
@@ -82,13 +95,9 @@ class Run(ABC):
     def training(self) -> str:
         """The encoded training data, in words."""
 
-    @abstractmethod
     def new_model(self) -> nn.Module:
         """The model with its initial values, on the CPU."""
-
-    @abstractmethod
-    def batches(self) -> BatchSource:
-        """The training data as batches."""
+        return self.application.network(self.model_config)
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -299,7 +308,7 @@ class Run(ABC):
         trainer = Trainer(
             self.new_model().to(self.device),
             self.loss,
-            self.batches(),
+            self.batches,
             self.train_config,
             self.folder,
             validate=self.validation(),

@@ -213,23 +213,18 @@ class TranslationRun(Run):
     corpora: dict[Split, ParallelCorpus]
     model_config: TranslationConfig
 
-    def __init__(
-        self,
-        folder: Path,
-        data: DataConfig,
-        model: Mapping[str, Any],
-        train: TrainConfig,
-        tokenizers: tuple[Tokenizer, ...] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.folder, self.data, self.train_config = folder, data, train
-        self.device = torch.device(device)
-        self.corpora = read_corpora(data)
-        self.tokenizers = tokenizers or build_tokenizers(data, self.corpora["train"])
+    @classmethod
+    def read(cls, data: DataConfig) -> tuple[DataConfig, dict[Split, ParallelCorpus]]:
+        return data, read_corpora(data)
+
+    def learn(self) -> tuple[Tokenizer, Tokenizer]:
+        return build_tokenizers(self.data, self.corpora["train"])
+
+    def encode(self) -> Batches:
+        data, train = self.data, self.train_config
         source, target = self.tokenizers
-        self.model_config = self.application.model_config(model, self.tokenizers, data)
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
-        self._batches = Batches(
+        return Batches(
             self.pairs,
             tokens=train.batch_tokens if train.batch_sentences is None else None,
             sentences=train.batch_sentences,
@@ -255,12 +250,6 @@ class TranslationRun(Run):
 
     def training(self) -> str:
         return str(self.pairs)
-
-    def new_model(self) -> TranslationModel:
-        return TranslationModel(self.model_config)
-
-    def batches(self) -> Batches:
-        return self._batches
 
     def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
         return translation_loss(model, batch, self.train_config.label_smoothing)

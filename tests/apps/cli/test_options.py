@@ -229,7 +229,7 @@ def observed(kind: type[Run], stated: Settings, folder: Path) -> list[Any]:
     data, _, train = made(kind.application, stated)
     run = kind(folder, data, stated["model"], train)
     torch.manual_seed(0)
-    trainer = Trainer(run.new_model(), run.loss, run.batches(), train, folder, show=False)
+    trainer = Trainer(run.new_model(), run.loss, run.batches, train, folder, show=False)
     report = {k: v for k, v in run.data_report().items() if k != "corpora"}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer._update.optimizer.param_groups]
     rates = [trainer._schedule.rate(step, step / 9) for step in range(1, 9)]
@@ -237,7 +237,7 @@ def observed(kind: type[Run], stated: Settings, folder: Path) -> list[Any]:
         report,
         [getattr(c, "lines", None) or (c.source, c.target) for c in run.corpora.values()],
         [tokenizer.pieces(range(tokenizer.size)) for tokenizer in run.tokenizers],
-        [[x.tolist() for x in vars(batch).values()] for batch in run.batches().epoch(0)],
+        [[x.tolist() for x in vars(batch).values()] for batch in run.batches.epoch(0)],
         {name: x.tolist() for name, x in run.new_model().state_dict().items() if x.dim() > 1},
         groups,
         rates,

@@ -113,7 +113,7 @@ def test_tied_is_honoured_through_the_checkpoint(tmp_path: Path, data: LanguageD
 @pytest.mark.parametrize("context", [3, 7])
 def test_the_window_is_honoured_in_columns(tmp_path: Path, data: LanguageDataConfig, context: int) -> None:
     run = LanguageRun(tmp_path, replace(data, stream="columns", columns=5, context=context), MODEL, TRAIN)
-    batches = run.batches()
+    batches = run.batches
     assert isinstance(batches, ColumnBatches)
     rows = run.corpora["train"].words // 5
     assert [batch.lengths.tolist() for batch in batches.epoch(0)][:-1] == [[context] * 5] * ((rows - 2) // context)

@@ -217,7 +217,7 @@ def pytest_benchmarks(*arguments: str, **environment: str) -> subprocess.Complet
     # Without what this run's workers tell one another: in a worker pytest-benchmark switches itself off.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=inherited | environment, timeout=120
+        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=inherited | environment, timeout=600
     )
 
 

@@ -154,7 +154,7 @@ def test_the_lines_of_a_bar_are_escaped() -> None:
 def test_warnings_escape_what_they_quote(strangers: Path) -> None:
     (strangers / "prompts").write_text("who\x1b[2J\n")
     command = [sys.executable, "-m", "fastformer", "generate", "--run", "language", "--prompt-file", "prompts"]
-    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=120, cwd=strangers)
+    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=600, cwd=strangers)
     assert done.returncode == 0
     assert "does not know these words" in done.stderr
     assert "who\\x1b[2J" in done.stderr.replace("\n", "")
@@ -170,7 +170,7 @@ def test_errors_escape_what_they_quote(tmp_path: Path) -> None:
 
 def test_a_closed_standard_input_is_named(evil: Path) -> None:
     command = f"{sys.executable} -m fastformer translate --run {evil / 'run'} --device cpu <&-"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (2, "error: standard input is closed: give sentences, or --input\n")
 
 
@@ -180,7 +180,7 @@ def test_a_closed_standard_input_is_named(evil: Path) -> None:
 def test_a_closed_standard_output_is_named(evil: Path, words: str) -> None:
     """What was asked for would go nowhere, with exit code 0."""
     command = f"{sys.executable} -m fastformer {words.format(run=evil / 'run')} --device cpu >&-"
-    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (2, "error: standard output is closed: give --output\n")
 
 

@@ -296,5 +296,5 @@ def test_figures_leave_pyplot_alone_and_importing_draws_nothing():
         "import sys, torch, fastformer.apps.plots as p; assert 'matplotlib' not in sys.modules; "
         "p.plot_attention(torch.ones(1, 1), ['a'], ['b']); assert 'matplotlib.pyplot' not in sys.modules"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr

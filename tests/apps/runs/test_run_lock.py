@@ -262,7 +262,7 @@ def test_of_two_commands_on_a_new_folder_one_trains(tmp_path, text):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
     two = [subprocess.Popen(command(tmp_path / "run", text, "--steps", "300"), **pipes) for _ in range(2)]
     try:
-        ended = [(process.communicate(timeout=120), process.returncode) for process in two]
+        ended = [(process.communicate(timeout=600), process.returncode) for process in two]
     finally:
         for process in two:
             process.kill()

@@ -360,7 +360,7 @@ def start(folder: Path, validation_seconds: float) -> subprocess.Popen[str]:
 def test_ctrl_c_finishes_the_step_saves_validates_and_exits_cleanly(tmp_path):
     process = start(tmp_path, 0.0)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     validating, ending = out.splitlines()
     assert validating == "validating"

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer import functional
 from fastformer.functional.checks import check_choice, check_probability
-from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation
+from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 
 M = TypeVar("M", bound=nn.Module)
@@ -93,8 +93,13 @@ def has_hooks(module: nn.Module) -> bool:
     An instance whose `forward` was replaced counts too: libraries that move weights between devices do that. So does a
     hook that torch calls for all modules.
     """
+    return has_own_hooks(module) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """`has_hooks`, but for those of all modules: profilers and counters, which only look on."""
     state: dict[str, Any] = module.__dict__
-    return "forward" in state or any(state.get(name) for name in _HOOKS) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+    return "forward" in state or any(state.get(name) for name in _HOOKS)
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
@@ -170,15 +175,18 @@ class FeedForward(nn.Module):
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., D]`."""
+        """Map `[..., D]` to `[..., D]`; parts that were replaced, or have hooks, are called."""
+        first, dropout, second = self.linear1, self.dropout, self.linear2
+        if not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
+            return second(dropout(activate(first(x), self.activation)))  # type: ignore[no-any-return]
         return functional.feed_forward(
             x,
-            self.linear1.weight,
-            self.linear1.bias,
-            self.linear2.weight,
-            self.linear2.bias,
+            first.weight,
+            first.bias,
+            second.weight,
+            second.bias,
             activation=self.activation,
-            dropout_p=self.dropout.p if self.training else 0.0,
+            dropout_p=_rate(dropout),
             recompute=self.recompute,
         )
 

@@ -22,7 +22,7 @@ from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLaye
 from fastformer.nn.modules import drop_in, has_hooks, take_over, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, obstacle, read_side, same_mask, zero_padding
 from fastformer.nn.torch_calls import causal_hint, encoder_masks
-from fastformer.packing import Layout, from_nested, to_nested
+from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 
 class _AsTorch(threading.local):
@@ -68,6 +68,17 @@ class _Stack(nn.Module):
         """Whether code that is not ours sees with which arguments layers, or attention in them, are called."""
         ours = TransformerEncoderLayer, TransformerDecoderLayer
         return not all(isinstance(layer, ours) and not layer.watched for layer in self.layers)  # type: ignore[union-attr]
+
+    @property
+    def _called_padded(self) -> bool | None:
+        """Whether `packed` must call the stack with a padded batch: the order of its dimensions, or None if it need not.
+
+        Where the layers do not say the order, the batch is first.
+        """
+        if not (has_hooks(self) or self.watched):
+            return None
+        order = self.layers_batch_first
+        return True if order is None else order
 
     def _hint(self, mask: Tensor | None, stated: bool | None, x: Tensor) -> bool:
         """What torch tells layers of a self-attention mask."""
@@ -160,7 +171,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             _refuse("src", src_key_padding_mask, mask)
             self._check_packs("src")
             tokens, layout = from_nested(src)
-            return to_nested(self.packed(tokens, layout, bool(is_causal)), layout)
+            return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
         side = None
         if self.skips(padding_free, src_key_padding_mask) and not _lacks_mask((is_causal, mask)):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first)
@@ -178,7 +189,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
     def encode(self, side: PackedInput, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
         causal = is_causal_mask(mask, is_causal, side.layout.columns)
-        return self.packed(side.pack(src), side.layout, causal, None if causal else mask)
+        return self._run_packed(side.pack(src), side.layout, causal, None if causal else mask)
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`.
@@ -188,7 +199,18 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             layout: where they lie.
             causal: whether a token attends to itself and earlier ones of its sequence only.
             mask: as in forward, over layout.columns.
+
+        Hooks on the stack, its layers and their attention, and layers and attention of somebody's own, are called by
+        `forward` with a padded batch. Other parts see tokens.
         """
+        batch_first = self._called_padded
+        if batch_first is None:
+            return self._run_packed(tokens, layout, causal, mask)
+        mask = _mask_of(causal, mask, layout)
+        padded = unpack(tokens, layout, batch_first)
+        return pack(self(padded, mask, ~layout.mask(), causal or None), layout, batch_first)
+
+    def _run_packed(self, tokens: Tensor, layout: Layout, causal: bool, mask: Tensor | None) -> Tensor:
         for layer in self.layers:
             tokens = self.run_layer(layer.packed, tokens, layout, causal, mask)
         return tokens if self.norm is None else self.norm(tokens)
@@ -233,7 +255,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
             self._check_packs("tgt")
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
-            return to_nested(self.packed(tokens, layout, keys, key_layout, bool(tgt_is_causal)), layout)
+            tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
+            return to_nested(tokens, layout)
         lacking = _lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
         if usual and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
             source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
@@ -280,7 +303,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         causal = is_causal_mask(tgt_mask, tgt_is_causal, side.layout.columns)
         tgt_mask = None if causal else tgt_mask
         tokens = side.pack(tgt)
-        return side.unpack(self.packed(tokens, side.layout, memory, source.layout, causal, tgt_mask, memory_mask))
+        return side.unpack(self._run_packed(tokens, side.layout, memory, source.layout, causal, tgt_mask, memory_mask))
 
     def packed(
         self,
@@ -301,11 +324,45 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             memory_layout: where they lie.
             causal: whether a target attends to itself and earlier ones of its sequence only.
             tgt_mask, memory_mask: as in forward, over the columns of the layouts.
+
+        Hooks and parts of somebody's own: as in the encoder.
         """
+        batch_first = self._called_padded
+        if batch_first is None:
+            return self._run_packed(tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
+        masks: dict[str, Any] = {
+            "tgt_mask": _mask_of(causal, tgt_mask, layout),
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": ~layout.mask(),
+            "memory_key_padding_mask": ~memory_layout.mask(),
+            "tgt_is_causal": causal or None,
+        }
+        padded = unpack(tokens, layout, batch_first), unpack(memory, memory_layout, batch_first)
+        return pack(self(*padded, **masks), layout, batch_first)
+
+    def _run_packed(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        memory: Tensor,
+        memory_layout: Layout,
+        causal: bool,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+    ) -> Tensor:
         for layer in self.layers:
             arguments = (tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
             tokens = self.run_layer(layer.packed, *arguments)
         return tokens if self.norm is None else self.norm(tokens)
+
+
+def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:
+    """The mask of the padded batch that packed tokens came from."""
+    if not causal:
+        return mask
+    if mask is not None:
+        raise ValueError("causal must be False with attn_mask, which says who attends to whom")
+    return torch.ones(layout.columns, layout.columns, dtype=torch.bool, device=layout.offsets.device).triu_(1)
 
 
 def _refuse(name: str, *masks: Tensor | None) -> None:

@@ -270,3 +270,19 @@ def test_a_bad_constructor_raises_what_torch_raises(kind, settings):
         getattr(nn, kind)(**{"d_model": D, "nhead": H, **settings})
     with pytest.raises(wanted.type):
         getattr(fastformer, kind)(**{"d_model": D, "nhead": H, **settings})
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("name", ["linear1", "dropout", "linear2"])
+def test_parts_of_a_feed_forward_network_are_called_where_they_do_more(name, activation):
+    ours = fastformer.FeedForward(6, 4, 0.5, activation).double().eval()
+    x = random(3, 6)
+    plain = ours(x)
+    handle = getattr(ours, name).register_forward_hook(lambda module, given, out: out * 2.0)
+    hidden = ours.linear1(x)
+    hidden = hidden.relu() if activation == "relu" else F.silu(hidden[:, :4]) * hidden[:, 4:]
+    assert_close(ours(x), ours.linear2(ours.dropout(hidden)))
+    handle.remove()
+    assert_close(ours(x), plain)
+    ours.dropout.train()  # Monte Carlo dropout
+    assert not torch.equal(ours(x), plain)

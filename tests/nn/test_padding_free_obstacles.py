@@ -151,3 +151,38 @@ def test_custom_stacks_stay_what_they_are():
     model = fastformer.Transformer(D, H, custom_encoder=encoder, custom_decoder=decoder)
     assert type(model.encoder) is nn.TransformerEncoder
     assert type(model.decoder) is nn.TransformerDecoder
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+@pytest.mark.parametrize("where", ["stack", "layer", "attention"])
+def test_packed_sequences_reach_what_watches_them(where, kind, batch_first):
+    ours, _ = stacks(kind, batch_first=batch_first)
+    part = {"stack": ours, "layer": ours.layers[1], "attention": ours.layers[1].self_attn}[where]
+    layout = Layout.from_lengths([3, 5, 0])
+    x = [random(8, D), layout] if kind == "TransformerEncoder" else [random(8, D), layout, random(8, D), layout]
+    plain = ours.packed(*x, causal=True)
+    seen = []
+
+    def loud(module, given, kwargs, out):
+        seen.append([kwargs.get("query", given[0] if given else None).shape, sorted(kwargs)])
+        return (out[0] * 2.0, out[1]) if isinstance(out, tuple) else out * 2.0
+
+    handle = part.register_forward_hook(loud, with_kwargs=True)
+    out = ours.packed(*x, causal=True)
+    assert seen[0][0] == ((3, 5, D) if batch_first else (5, 3, D))
+    assert len(seen) == 1 and not torch.allclose(out, plain)
+    if where == "stack":
+        assert_close(out, plain * 2.0)
+    with pytest.raises(ValueError, match="causal must be False with attn_mask"):
+        ours.packed(*x, True, torch.zeros(5, 5))
+    handle.remove()
+    assert_close(ours.packed(*x, causal=True), plain)
+
+
+def test_a_hook_on_a_stack_is_called_once_for_nested_tensors():
+    ours, _ = stacks("TransformerEncoder", batch_first=True)
+    layout, calls = Layout.from_lengths([3, 5]), []
+    ours.register_forward_hook(lambda *given: calls.append(1))
+    ours(to_nested(random(8, D), layout))
+    assert calls == [1]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastformer import functional
 from fastformer.apps.language.model import LanguageModel
+from fastformer.apps.models.common import check_cached
 from fastformer.host.devices import send
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
@@ -74,10 +75,12 @@ class LanguageState:
 
     Raises:
         ValueError: there is no prompt, or one is empty; context is below 1 or beyond what learned positions hold.
+        RuntimeError: a layer, or attention in it, has hooks or is somebody's own.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[Sequence[int]], context: int) -> None:
         check_context(model, context)
+        check_cached(model.decoder)
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
         self.model, self.context = model, context

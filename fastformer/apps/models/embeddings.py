@@ -7,11 +7,13 @@ import math
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.modes import compiling
+from fastformer.nn.modules import plain
 from fastformer.settings import check_value
 
 Positions = Literal["sinusoidal", "learned"]
@@ -31,8 +33,18 @@ def sinusoidal_positions(length: int, width: int, device: torch.device | str | N
     return table.float()
 
 
+def _looks_up(part: nn.Module | None) -> bool:
+    """Whether nothing happens but that rows of a weight are taken, forward and backward; None: there is no such part."""
+    if part is None:
+        return True
+    options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+    return plain(part, nn.Embedding) and all(getattr(part, name) in (None, False) for name in options)
+
+
 class Embedding(nn.Module):
     """dropout(scale * token embedding + position encoding).
+
+    Parts that were replaced, or have hooks or options of nn.Embedding (a padding_idx, a max_norm), are called.
 
     Args:
         vocabulary: V.
@@ -79,7 +91,10 @@ class Embedding(nn.Module):
             ValueError: length is beyond what learned positions hold.
         """
         table = self.encodings(length)
-        p = self.dropout.p if self.training else 0.0
+        if not (_looks_up(self.tokens) and _looks_up(self.positions) and plain(self.dropout, nn.Dropout)):
+            encoded = F.embedding(positions, table) if self.positions is None else self.positions(positions)
+            return self.dropout(self.tokens(ids) * self.scale + encoded)  # type: ignore[no-any-return]
+        p = self.dropout.p if self.dropout.training else 0.0
         return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
 
     def encodings(self, length: int) -> Tensor:
@@ -89,9 +104,10 @@ class Embedding(nn.Module):
             ValueError: length is beyond what learned positions hold.
         """
         if self.positions is not None:
-            if length > self.positions.num_embeddings:
-                raise ValueError(f"a sequence of {length} is longer than max_length, {self.positions.num_embeddings}")
-            return self.positions.weight
+            rows: Tensor = self.positions.weight
+            if length > len(rows):
+                raise ValueError(f"a sequence of {length} is longer than max_length, {len(rows)}")
+            return rows
         if compiling():
             # A table that grows, or was grown by others meanwhile, would be another graph each time.
             like = self.tokens.weight

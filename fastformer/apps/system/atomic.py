@@ -1,7 +1,20 @@
 """Files that are replaced in one step."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name the file in an error that names none, as that of a full disk, which comes from a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_atomic(path: str | Path, data: bytes) -> None:
@@ -13,12 +26,13 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     """
     path = Path(path)
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        with naming(path):
+            path.write_bytes(data)
         return
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

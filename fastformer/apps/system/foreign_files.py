@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
+from fastformer.apps.system.atomic import naming
+
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
@@ -79,7 +81,7 @@ def write_file(path: Path, data: bytes, within: Path) -> None:
         IrregularFileError: one of the two is there and no regular file.
         OSError: nothing can be written.
     """
-    with _place(path, within) as (name, folder):
+    with _place(path, within) as (name, folder), naming(path):
         temporary = os.path.join(os.path.dirname(name), f".{os.path.basename(name)}")
         _refuse_irregular(path, (name, folder))
         if _refuse_irregular(path.with_name(f".{path.name}"), (temporary, folder)):
@@ -99,7 +101,7 @@ def write_file(path: Path, data: bytes, within: Path) -> None:
 
 def append_file(path: Path, data: bytes, within: Path) -> None:
     """Add to the end of a regular file, which is made if need be; errors as `write_file`."""
-    with _place(path, within) as place:
+    with _place(path, within) as place, naming(path):
         descriptor = _open(path, place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, follow=False)
         with os.fdopen(descriptor, "ab") as file:
             file.write(data)

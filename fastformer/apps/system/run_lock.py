@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from fastformer.apps.system.atomic import naming
 from fastformer.apps.system.foreign_files import open_file
 
 LOCK = ".lock"
@@ -188,8 +189,13 @@ def _lock_file(folder: Path, path: Path) -> int:
                 break
         os.close(descriptor)  # the one before removed it meanwhile
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+    try:
+        with naming(path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+    except OSError:  # a full disk
+        _remove(path, descriptor)
+        raise
     return descriptor
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fastformer.apps.models.common import check_cached
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.packing import unpack
@@ -45,9 +46,13 @@ class DecoderState:
         source: int64 ids with eos, packed `[S]` or padded `[B, S]`.
         source_lengths: int64 `[B]`.
         hypotheses: N, rows a sentence.
+
+    Raises:
+        RuntimeError: a layer of the decoder, or attention in it, has hooks or is somebody's own.
     """
 
     def __init__(self, model: TranslationModel, source: Tensor, source_lengths: Tensor, hypotheses: int = 1) -> None:
+        check_cached(model.decoder)
         memory, layout = model.encode(source, source_lengths)
         self.model, self.hypotheses, self.position = model, hypotheses, 0
         self.source_lengths: Tensor | None = None if layout.full else layout.offsets.diff()

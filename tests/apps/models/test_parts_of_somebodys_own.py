@@ -1,0 +1,190 @@
+"""Adapters, hooks and options on parts of the applications' models: training, logits and generation agree on them.
+
+A model is a module like any other: what somebody put in place of its output or its embeddings, or hooked to a layer,
+takes part in everything that is computed, or is refused by name.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import fastformer
+from fastformer.apps.classification.model import ClassifierConfig, TokenClassifier, token_classification_loss
+from fastformer.apps.language.cache import LanguageState
+from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
+from fastformer.apps.text import LabelledBatch, LanguageBatch
+from fastformer.apps.translation.cache import DecoderState
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.packing import Layout
+from tests.support.closeness import assert_close
+
+V, D = 11, 8
+SIZES: dict[str, Any] = {"d_model": D, "heads": 2, "feed_forward": 12, "dropout": 0.0}
+IDS = torch.tensor([2, 5, 6, 7, 8, 2, 9])
+TARGETS = torch.tensor([5, 6, 7, 8, 3, 9, 3])
+LENGTHS = torch.tensor([5, 2])
+
+
+class Adapter(nn.Module):
+    """A low-rank addition to a module, whose weight and bias it still shows, as such libraries do."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Parameter(torch.randn_like(base.weight))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.base, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = F.embedding if isinstance(self.base, nn.Embedding) else F.linear
+        added = more(x, self.more)
+        return self.base(x) + added  # type: ignore[no-any-return]
+
+
+def language() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(LanguageConfig(vocabulary=V, layers=2, embeddings="separate", **SIZES)).double()
+
+
+def classifier() -> TokenClassifier:
+    torch.manual_seed(0)
+    return TokenClassifier(ClassifierConfig(V, V, layers=1, **SIZES)).double()
+
+
+def language_loss(model: Any) -> Tensor:
+    return language_model_loss(model, LanguageBatch(IDS, TARGETS, LENGTHS), label_smoothing=0.1)
+
+
+def classifier_loss(model: Any) -> Tensor:
+    return token_classification_loss(model, LabelledBatch(IDS, TARGETS, LENGTHS), label_smoothing=0.1)
+
+
+def adapted(model: Any) -> None:
+    model.output = Adapter(model.output)
+
+
+def hooked(model: Any) -> None:
+    model.output.register_forward_hook(lambda module, given, out: out * 1.5)
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.output, "weight", 0.5)
+    with torch.no_grad():
+        model.output.weight_orig.mul_(2)  # an optimiser's step: the weight follows in the next call only
+
+
+@pytest.mark.parametrize("change", [adapted, hooked, pruned])
+@pytest.mark.parametrize(("make", "loss"), [(language, language_loss), (classifier, classifier_loss)])
+def test_the_loss_is_that_of_the_logits(
+    make: Callable[[], Any], loss: Callable[[Any], Tensor], change: Callable[[Any], None]
+) -> None:
+    model = make().eval()
+    change(model)
+    found = loss(model)
+    logits = model.logits(model(IDS, LENGTHS))
+    expected = F.cross_entropy(logits, TARGETS, label_smoothing=0.1, reduction="sum")
+    assert_close(found, expected)
+    parameters = list(model.output.parameters())
+    for gradient, wanted in zip(*(torch.autograd.grad(x, parameters) for x in (found, expected)), strict=True):
+        assert_close(gradient, wanted)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "padding_idx": {"padding_idx": 5},
+    "max_norm": {"max_norm": 0.5},
+    "scale_grad_by_freq": {"scale_grad_by_freq": True},
+}
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("change", [*OPTIONS, "adapter", "hook", "sparse"])
+def test_an_embedding_is_called_as_it_is(change: str, positions: Any) -> None:
+    torch.manual_seed(0)
+    ours = Embedding(V, D, positions, 6, dropout=0.0)
+    if change == "adapter":
+        ours.tokens = Adapter(ours.tokens)  # type: ignore[assignment]
+        if ours.positions is not None:
+            ours.positions = Adapter(ours.positions)  # type: ignore[assignment]
+    elif change == "hook":
+        ours.tokens.register_forward_hook(lambda module, given, out: out * 1.5)
+    else:
+        ours.tokens = nn.Embedding(V, D, **OPTIONS.get(change, {"sparse": True}))
+    ids, places = torch.tensor([5, 5, 1, 5]), torch.tensor([0, 1, 2, 3])
+    out = ours(ids, places, 4)
+    out.square().sum().backward()
+    found = [p.grad for p in ours.parameters()]
+    ours.zero_grad()
+    encoded = sinusoidal_positions(6, D)[places] if ours.positions is None else ours.positions(places)
+    expected = ours.tokens(ids) * math.sqrt(D) + encoded
+    expected.square().sum().backward()
+    assert_close(out, expected)
+    for gradient, parameter in zip(found, ours.parameters(), strict=True):
+        assert gradient is not None and parameter.grad is not None and gradient.layout == parameter.grad.layout
+        assert_close(gradient.to_dense(), parameter.grad.to_dense())
+
+
+def test_dropout_of_embeddings_has_a_mode_of_its_own() -> None:
+    ours = Embedding(V, D, dropout=0.5).eval()
+    ours.dropout.train()  # Monte Carlo dropout
+    assert bool((ours(IDS, torch.zeros_like(IDS), 1) == 0).any())
+
+
+class Louder(fastformer.MultiheadAttention):
+    """An attention of somebody's own."""
+
+    def forward(self, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        out, weights = super().forward(*given, **more)
+        return out * 2.0, weights
+
+
+def _louder(decoder: Any) -> None:
+    decoder.layers[1].self_attn.__class__ = Louder
+
+
+# By what a refusal says.
+ON_LAYERS: dict[str, Callable[[Any], Any]] = {
+    "decoder has hooks": lambda x: x.register_forward_hook(lambda module, given, out: out * 1.5),
+    "decoder.layers.0 has hooks": lambda x: x.layers[0].register_forward_hook(lambda module, given, out: out * 1.5),
+    "decoder.layers.1.self_attn has hooks": lambda x: x.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, given: (given[0] * 2.0, *given[1:])
+    ),
+    "decoder.layers.1.self_attn is a Louder": _louder,
+}
+
+
+@pytest.mark.parametrize("name", ON_LAYERS)
+def test_what_watches_a_decoder_takes_part_or_is_refused_by_name(name: str) -> None:
+    model = language().eval()
+    before = model(IDS, LENGTHS)
+    ON_LAYERS[name](model.decoder)
+    layout = Layout.from_lengths(LENGTHS)
+    embedded = model.embedding(IDS, layout.positions, layout.max_length)
+    alone = [  # torch's form, without padding: one sequence at a time
+        model.decoder(x[None], torch.ones(len(x), len(x), dtype=torch.bool).triu(1)).squeeze(0)
+        for x in embedded.split(LENGTHS.tolist())
+    ]
+    found = model(IDS, LENGTHS)
+    assert_close(found, torch.cat(alone))
+    assert not torch.allclose(found, before)
+    with pytest.raises(RuntimeError, match=f"^{name}, which decoding with a cache does not call"):
+        LanguageState(model, [[2, 5]], 8)
+
+
+def test_a_translation_models_decoder_is_refused_too() -> None:
+    model = TranslationModel(TranslationConfig(V, V, encoder_layers=1, decoder_layers=1, **SIZES)).eval()
+    DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))
+    model.decoder.layers[0].multihead_attn.register_forward_hook(lambda module, given, out: None)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"^decoder\.layers\.0\.multihead_attn has hooks"):
+        DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))

@@ -1,0 +1,45 @@
+"""What a full disk says: which file could not be written. A limit of a file's size fails in the same call."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fastformer.apps.system.atomic import write_atomic
+from fastformer.apps.system.foreign_files import append_file, write_file
+from fastformer.apps.system.run_lock import LOCK, RunLock
+
+if sys.platform == "win32":
+    pytest.skip("needs a limit of a file's size", allow_module_level=True)
+
+import resource
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: write_file(path, b"x" * 99, path.parent),
+    "line": lambda path: append_file(path, b"x" * 99, path.parent),
+    "output": lambda path: write_atomic(path, b"x" * 99),
+    LOCK: lambda path: RunLock(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_file_is_named_and_nothing_is_left_of_it(name: str, tmp_path: Path) -> None:
+    with largest_file(0), pytest.raises(OSError, match="File too large") as caught:
+        WAYS[name](tmp_path / name)
+    assert caught.value.filename == os.fspath(tmp_path / name)
+    assert name == "line" or not list(tmp_path.iterdir())
+    WAYS[name](tmp_path / name)  # and there is no lock left in this process

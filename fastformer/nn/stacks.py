@@ -71,7 +71,7 @@ class _Stack(nn.Module):
 
     @property
     def _called_padded(self) -> bool | None:
-        """Whether `packed` must call the stack with a padded batch: the order of its dimensions, or None if it need not.
+        """The order of dimensions where `packed` must call the stack with a padded batch; None where it need not.
 
         Where the layers do not say the order, the batch is first.
         """

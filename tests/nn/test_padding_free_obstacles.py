@@ -171,7 +171,8 @@ def test_packed_sequences_reach_what_watches_them(where, kind, batch_first):
     handle = part.register_forward_hook(loud, with_kwargs=True)
     out = ours.packed(*x, causal=True)
     assert seen[0][0] == ((3, 5, D) if batch_first else (5, 3, D))
-    assert len(seen) == 1 and not torch.allclose(out, plain)
+    assert len(seen) == 1
+    assert not torch.allclose(out, plain)
     if where == "stack":
         assert_close(out, plain * 2.0)
     with pytest.raises(ValueError, match="causal must be False with attn_mask"):

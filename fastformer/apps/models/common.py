@@ -146,7 +146,7 @@ _FORWARDS = tuple(
 
 
 def check_cached(stack: nn.Module) -> None:
-    """Refuse to decode with a cache, which takes a decoder, its layers and their attention apart, where a call does more.
+    """Refuse to decode with a cache, which takes a decoder and its layers apart, where calling one does more.
 
     Raises:
         RuntimeError: one has hooks, or a forward of its own.

@@ -34,7 +34,7 @@ def sinusoidal_positions(length: int, width: int, device: torch.device | str | N
 
 
 def _looks_up(part: nn.Module | None) -> bool:
-    """Whether nothing happens but that rows of a weight are taken, forward and backward; None: there is no such part."""
+    """Whether it does no more than take rows of its weight, forward and backward; None: there is no such part."""
     if part is None:
         return True
     options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")

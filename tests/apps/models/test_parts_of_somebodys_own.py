@@ -131,7 +131,9 @@ def test_an_embedding_is_called_as_it_is(change: str, positions: Any) -> None:
     expected.square().sum().backward()
     assert_close(out, expected)
     for gradient, parameter in zip(found, ours.parameters(), strict=True):
-        assert gradient is not None and parameter.grad is not None and gradient.layout == parameter.grad.layout
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert gradient.layout == parameter.grad.layout
         assert_close(gradient.to_dense(), parameter.grad.to_dense())
 
 

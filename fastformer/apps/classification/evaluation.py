@@ -6,6 +6,7 @@ predicted, so that a rare label counts as much as a common one (van Rijsbergen 1
 Letters: N texts, C classes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +91,14 @@ def score(model: SequenceClassifier, corpus: LabelledCorpus, tokenizer: Tokenize
     return score_logits(class_logits(model, encode_texts(corpus.texts, tokenizer, max_length)[0]), corpus)
 
 
-def score_logits(logits: Tensor, corpus: LabelledCorpus) -> Scores:
-    """Compare logits `[N, C]` with a corpus of N texts."""
-    loss = float(F.cross_entropy(logits, torch.from_numpy(corpus.classes)))
-    return Scores(corpus.labels, corpus.classes, logits.argmax(-1).numpy(), loss)
+def score_logits(batches: Iterable[Tensor], corpus: LabelledCorpus) -> Scores:
+    """Compare logits, batch by batch `[.., C]`, with a corpus of N texts."""
+    wanted = torch.from_numpy(corpus.classes)
+    predicted, nats = torch.empty_like(wanted), 0.0
+    first = 0
+    for logits in batches:
+        rows = slice(first, first + len(logits))
+        predicted[rows] = logits.argmax(-1)
+        nats += float(F.cross_entropy(logits, wanted[rows], reduction="sum"))
+        first = rows.stop
+    return Scores(corpus.labels, corpus.classes, predicted.numpy(), nats / len(wanted))

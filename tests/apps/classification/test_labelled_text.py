@@ -1,6 +1,7 @@
 """Labelled files, what is wrong in them, how they are split, and the scores of predictions."""
 
 import gzip
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 
 from fastformer.apps.classification import Scores, encode_texts, number_texts, read_labelled
 from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
-from fastformer.apps.classification.evaluation import score_logits
+from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.evaluation import score, score_logits
+from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
 from fastformer.apps.text import WordTokenizer, english
 
 
@@ -98,7 +101,7 @@ def test_scores_against_counting_by_hand() -> None:
     corpus = LabelledCorpus([""] * 6, np.array(wanted), labels)
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
     logits[range(6), predicted] = 2.0
-    found = score_logits(logits, corpus)
+    found = score_logits(logits.split([4, 2]), corpus)
     assert found.accuracy == 3 / 6
     rows = [(each.label, each.texts, each.precision, each.recall, each.f1) for each in found.each]
     assert rows == [
@@ -125,10 +128,32 @@ def test_many_labels_take_time_and_memory_of_their_number_not_of_its_square(tmp_
     few = corpus.take([0, 1, 2], "few")
     logits = torch.zeros(3, len(labels))
     logits[[0, 1, 2], [97_000, 97_001, 0]] = 1.0
-    found = score_logits(logits, few)  # a table of all pairs would have 80 GB
+    found = score_logits([logits], few)  # a table of all pairs would have 80 GB
     assert found.accuracy == 2 / 3
     assert found.macro_f1 == 2 / 4
     assert found.each[97_000].f1 == 1.0
+
+
+def test_logits_of_all_texts_are_never_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = WordTokenizer.from_lines(["a b"])
+    sizes = {"d_model": 8, "heads": 2, "layers": 1, "feed_forward": 8}
+    model = SequenceClassifier(ClassifierConfig(tokenizer.size, 2, **sizes)).eval()
+    made: list[weakref.ref[torch.Tensor]] = []
+    most, project = [0], model.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        logits = project(hidden)
+        made.append(weakref.ref(logits))
+        most.append(sum(each() is not None for each in made))
+        return logits
+
+    monkeypatch.setattr(model, "logits", counted)
+    texts = ["a b", "b", "b b a"] * 100
+    corpus = LabelledCorpus(texts, np.zeros(300, np.int64), ("x", "y"))
+    found = score(model, corpus, tokenizer, 8)
+    labels = Classifier(model, tokenizer, ("x", "y"), 8).classify(texts)
+    assert max(most) <= 2 < len(made)  # that of a batch, and the one before
+    assert [("x", "y")[i] for i in found.predicted] == labels
 
 
 class _Counting(tuple[str, ...]):

@@ -104,10 +104,10 @@ class Embedding(nn.Module):
             ValueError: length is beyond what learned positions hold.
         """
         if self.positions is not None:
-            rows: Tensor = self.positions.weight
-            if length > len(rows):
-                raise ValueError(f"a sequence of {length} is longer than max_length, {len(rows)}")
-            return rows
+            learned: Tensor = self.positions.weight
+            if length > len(learned):
+                raise ValueError(f"a sequence of {length} is longer than max_length, {len(learned)}")
+            return learned
         if compiling():
             # A table that grows, or was grown by others meanwhile, would be another graph each time.
             like = self.tokens.weight

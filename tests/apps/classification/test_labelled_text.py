@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastformer.apps.classification import Scores, encode_texts, number_texts, read_labelled
-from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
 from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
 from fastformer.apps.classification.evaluation import score, score_logits
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
 from fastformer.apps.text import WordTokenizer, english

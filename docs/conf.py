@@ -10,6 +10,8 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from pygments.lexers import BashLexer
+from pygments.token import Name
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
@@ -20,6 +22,7 @@ from fastformer.settings import Settings, declared, explained
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+LONG = 24  # characters
 
 PAGES_OF_FILES = {
     "contributing": "CONTRIBUTING.md",
@@ -67,6 +70,12 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {"footer_icons": []}
+
+
+class Shell(BashLexer):  # type: ignore[misc]
+    """Flags are words of their own kind, so that the style sheet can keep each of them on one line."""
+
+    tokens = {**BashLexer.tokens, "basic": [(r"(?<=\s)--?[a-z][\w-]*", Name.Attribute), *BashLexer.tokens["basic"]]}
 
 
 def visit_math(self: HTML5Translator, node: nodes.Element) -> None:
@@ -153,9 +162,18 @@ def say_signature(
     return signature and signature.replace("<factory>", "..."), returns
 
 
+def mark_long_words(app: Sphinx, page: nodes.document) -> None:
+    """Give code in a line whose words do not fit into a table on a telephone a class of its own."""
+    for literal in page.findall(nodes.literal):
+        if any(len(word) > LONG for word in literal.astext().split()):
+            literal["classes"].append("long")
+
+
 def setup(app: Sphinx) -> None:
     """Pages of files; formulas are drawn by the browser; settings are documented where they are declared."""
     app.connect("autodoc-process-signature", say_signature)
     app.connect("source-read", from_repository)
+    app.connect("doctree-read", mark_long_words)
     app.connect("autodoc-process-docstring", say_settings, priority=400)  # before Napoleon's 500
+    app.add_lexer("bash", Shell)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))

@@ -24,7 +24,7 @@ from fastformer.apps.classification import (
     sequence_classification_loss,
 )
 from fastformer.apps.export import load_safetensors
-from fastformer.apps.text import LabelledBatches, WordTokenizer
+from fastformer.apps.text import LabelledBatch, LabelledBatches, WordTokenizer
 from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
 from tests.apps.cli.test_cli import Done, fastformer
 
@@ -170,6 +170,40 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path, tmp_pa
     (tmp_path / "text.tsv").write_text(text + "stone\tthe flint\n")
     error = refused(tmp_path, "train classify --run parts --resume --steps 14 --device cpu")
     assert "text.tsv:109: label 'stone' is not among those of training: animal, plant, tool" in error
+
+
+def test_the_seed_orders_the_batches_and_a_resumed_run_goes_on_at_the_same_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the setting to what the model is trained with: 5 batches an epoch, and two runs that stop in the first."""
+    trained: list[list[int]] = []
+
+    def loss(run: ClassificationRun, model: SequenceClassifier, batch: LabelledBatch) -> torch.Tensor:
+        trained.append([*batch.ids.tolist(), *batch.labels.tolist()])
+        return sequence_classification_loss(model, batch)
+
+    def batches(name: str, steps: int, resume: bool = False, **train: int) -> list[list[int]]:
+        """What a run of that name is trained with up to a step."""
+        trained.clear()
+        if resume:
+            run = ClassificationRun.open(tmp_path / name, {"steps": steps})
+        else:
+            data = ClassificationDataConfig(train_text=folder / "text.tsv", held_out=0.15, tokenizer="words")
+            model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 16}
+            config = ClassificationTrainConfig(steps=steps, batch_sentences=16, threads=1, **train)
+            run = ClassificationRun.create(tmp_path / name, data, model, config)
+        run.fit(resume=resume, show=False)
+        return trained[:]
+
+    monkeypatch.setattr(ClassificationRun, "loss", loss)
+    first = batches("first", 12, seed=1)
+    assert len(first) == 12
+    epochs = [{tuple(batch) for batch in part} for part in (first[:5], first[5:10])]
+    assert not epochs[0] & epochs[1]  # each epoch has an order of its own
+    assert batches("again", 3, seed=1) + batches("again", 12, resume=True) == first
+    other = batches("other", 4, seed=2)
+    assert not {tuple(batch) for batch in other} & epochs[0]
+    assert other + batches("other", 7, resume=True) == batches("other, whole", 7, seed=2)
 
 
 def test_given_parts_and_a_file_of_settings(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from fastformer.apps.cli.console import (
     given_lines,
     put_lines,
 )
+from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 
@@ -45,7 +46,7 @@ def classify(
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="every label and its probability, the most probable first")
     ] = False,
-    batch_size: Annotated[int, typer.Option(help="texts read at a time")] = 64,
+    batch_size: Annotated[int, typer.Option(help="texts read at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, RunFolder, app, console
+from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.export import export_ctranslate2, export_safetensors
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.kinds import application_of
@@ -32,7 +33,10 @@ def export(
     ] = None,
     positions: Annotated[
         int | None,
-        typer.Option(help=f"longest sequence in CTranslate2, where positions are sinusoidal; default: {_POSITIONS}"),
+        typer.Option(
+            help=f"longest sequence in CTranslate2, where positions are sinusoidal; default: {_POSITIONS}",
+            parser=int_or_text,
+        ),
     ] = None,
     checkpoint: Checkpoint = "best",
 ) -> None:

@@ -53,6 +53,17 @@ def with_settings(**sections: type[Settings]) -> Callable[[Callable[..., None]],
     return decorate
 
 
+def int_or_text(text: str) -> Any:
+    """A whole number of the command line, for `typer.Option(parser=…)`.
+
+    What is none goes on as it is, and who checks the value refuses it as from a file; typer would take 64.0 for 64.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 def made(settings: type[Settings], given: dict[str, Any]) -> Any:
     """Settings with their defaults; what was given and has no effect beside the others is refused, by name."""
     found = settings(**given)
@@ -64,6 +75,7 @@ def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...
     choices = item.metadata["choices"]  # checked by the settings themselves, so that a file gets the same message
     option = typer.Option(
         help=explained(item, settings),
+        parser=int_or_text if _bare(hint) is int else None,
         rich_help_panel=f"Settings: {section}",
         show_default=default_text(item),
         metavar="|".join(choices) if 0 < len(choices) <= 4 else None,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
+from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.cli.parts import Parts, shared
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
@@ -52,9 +53,12 @@ def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
 @shared(plot)
 def positions(
     run: Annotated[Path | None, typer.Option(help="run folder, of any kind; default: none")] = None,
-    d_model: Annotated[int | None, typer.Option(help="without a run: width of the model; default: 128")] = None,
+    d_model: Annotated[
+        int | None, typer.Option(help="without a run: width of the model; default: 128", parser=int_or_text)
+    ] = None,
     length: Annotated[
-        int | None, typer.Option(help="positions to draw; default: all that a run learned, or 100")
+        int | None,
+        typer.Option(help="positions to draw; default: all that a run learned, or 100", parser=int_or_text),
     ] = None,
     output: Output = Path("positions.png"),
     checkpoint: Annotated[str | None, typer.Option(help="of a run: best (the default), last or average")] = None,

@@ -15,7 +15,7 @@ from fastformer.apps.cli.console import (
     console,
     refuse_closed,
 )
-from fastformer.apps.cli.flags import made, with_settings
+from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.run import (
@@ -46,7 +46,7 @@ def generate(
     run: Folder = RUN,
     prompt_file: Annotated[Path | None, typer.Option(help="file of prompts, one a line")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
-    batch_size: Annotated[int, typer.Option(help="texts written at a time")] = 32,
+    batch_size: Annotated[int, typer.Option(help="texts written at a time", parser=int_or_text)] = 32,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
     *,
@@ -94,7 +94,8 @@ def evaluate_run(
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[Path | None, typer.Option(help="file of text, instead of --split")] = None,
     overlap: Annotated[
-        int | None, typer.Option(help="tokens before it that each window reads again (default: 0)")
+        int | None,
+        typer.Option(help="tokens before it that each window reads again (default: 0)", parser=int_or_text),
     ] = None,
 ) -> None:
     """the perplexity, with the counts of the tokens."""

@@ -20,7 +20,7 @@ from fastformer.apps.cli.console import (
     put_lines,
     refuse_closed,
 )
-from fastformer.apps.cli.flags import made, with_settings
+from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import read_lines, read_parallel, write_lines
@@ -66,7 +66,7 @@ def translate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations; default: standard output")] = None,
     scores: Annotated[bool, typer.Option("--scores", help="print the score before each translation")] = False,
-    batch_size: Annotated[int, typer.Option(help="sentences translated at a time")] = 64,
+    batch_size: Annotated[int, typer.Option(help="sentences translated at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
     *,
@@ -88,7 +88,7 @@ def score(
     target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
     run: Folder = MAIN_RUN,
     output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
-    batch_size: Annotated[int, typer.Option(help="pairs scored at a time")] = 64,
+    batch_size: Annotated[int, typer.Option(help="pairs scored at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:

@@ -1,5 +1,6 @@
 """The command line as a person uses it, with real files, right and wrong input."""
 
+import inspect
 import io
 import json
 import math
@@ -13,6 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.apps.cli import main
-from fastformer.apps.cli.console import console
+from fastformer.apps.cli.console import app, console
+from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 
 TRAIN = (
@@ -269,6 +272,11 @@ WRONG = [
     ("translate --run run --beam 2 --n-best 3 hello", "n_best must be at least 1 and at most beam (2), not 3"),
     ("translate --run run --input no.txt", "no.txt"),
     ("translate --run run --batch-size 0 hello", "batch_size must be at least 1"),
+    ("translate --run run --batch-size 2.0 hello", "batch_size must be a whole number, at least 1, not '2.0'"),
+    (
+        "translate --run run --beam 2.0 hello",
+        "beam must be a whole number, at least 1 and at most 2,147,483,647, not '2.0'",
+    ),
     ("evaluate --run run --split dev", "split must be one of test, valid"),
     ("evaluate --run run --source three.txt", "--source and --target must be given together"),
     ("data multi31k --from .", "multi30k"),
@@ -293,6 +301,20 @@ WRONG = [
     ("export --run run --to out --dtype float16", "--dtype is not for format ctranslate2"),
     ("plot positions --checkpoint last", "--checkpoint is of a run; give --run too"),
 ]
+
+
+def test_every_whole_number_is_typed_as_one() -> None:
+    """typer would take 64.0 for 64, which neither Python nor a file may say."""
+    groups, names = [app], []
+    for group in groups:
+        groups += [each.typer_instance for each in group.registered_groups if each.typer_instance is not None]
+        for command in group.registered_commands:
+            for name, parameter in inspect.signature(command.callback or main).parameters.items():
+                hint, *options = get_args(parameter.annotation) or (parameter.annotation,)
+                if int in (hint, *get_args(hint)):
+                    assert options[0].parser is int_or_text, (command.callback, name)
+                    names.append(name)
+    assert {"d_model", "steps", "beam", "top_k", "batch_size", "length", "overlap", "positions"} <= set(names)
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG, ids=[command for command, _ in WRONG])

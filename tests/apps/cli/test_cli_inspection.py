@@ -192,6 +192,7 @@ WRONG = [
     ("plot attention --run pieces --source two --head 3", "head must be 1 to 2 or all or mean, not 3"),
     ("plot attention --run pieces --source=", "source must hold at least one token, not ''"),
     ("plot positions --d-model 0", "d_model must be at least 1 and at most 16,384, not 0"),
+    ("plot positions --length 9.0", "length must be a whole number, at least 1 and at most 16,384, not '9.0'"),
     ("plot positions --length 0", "length must be at least 1 and at most 16,384, not 0"),
     ("plot positions --run nothing", "nothing is not a run folder"),
     ("plot positions --run words --side left", "side must be one of source, target, not 'left'"),

@@ -31,6 +31,8 @@ EARLY = [
     (f"{TRAIN_TRANSLATION} --metric chrf --bleu-sentences 0", "metric='chrf' is not computed here; it needs a search"),
     (f"{TRAIN_TRANSLATION} --metric word_perplexity", "metric='word_perplexity' is no value of this validation"),
     (f"{TRAIN_TRANSLATION} --heads 3", "heads (3) must divide d_model (16)"),
+    (f"{TRAIN_TRANSLATION} --d-model 64.0", "d_model must be a whole number, at least 1 and at most 2,147,483,647, "),
+    (f"{TRAIN_TRANSLATION} --encoder-layers many", "encoder_layers must be a whole number, at least 1 and at most "),
     (f"{TRAIN_TRANSLATION} --dropout 2", "dropout must be at least 0 and below 1, not 2.0"),
     (f"{TRAIN_TRANSLATION} --norm-eps 0", "norm_eps must be above 0, not 0.0"),
     (f"{TRAIN_TRANSLATION} --embeddings shared", "embeddings 'shared' needs one joint vocabulary, but joint=False"),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import ClassVar
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -75,7 +76,10 @@ html_theme_options = {"footer_icons": []}
 class Shell(BashLexer):  # type: ignore[misc]
     """Flags are words of their own kind, so that the style sheet can keep each of them on one line."""
 
-    tokens = {**BashLexer.tokens, "basic": [(r"(?<=\s)--?[a-z][\w-]*", Name.Attribute), *BashLexer.tokens["basic"]]}
+    tokens: ClassVar = {
+        **BashLexer.tokens,
+        "basic": [(r"(?<=\s)--?[a-z][\w-]*", Name.Attribute), *BashLexer.tokens["basic"]],
+    }
 
 
 def visit_math(self: HTML5Translator, node: nodes.Element) -> None:

@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 import fastformer
-from benchmarks.codegen.command import BUDGET
+from benchmarks.codegen.budget import BUDGET
 from benchmarks.report.pages import BEGIN, END
 from fastformer.settings import Settings, declared, explained
 

@@ -7,89 +7,22 @@ python -m benchmarks.codegen --fresh                         # believe no record
 
 How it is found is in `compilation.py`. What this Triton version has compiled before, by the fingerprint that the
 budget file keeps beside the resources, is not compiled again: what was found then is held to the limits. Whatever goes
-into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs.
-
-**Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
-get; at least one block on a multiprocessor; on sm_90 products of 16 bits or tf32 are wgmma, and these not serialised.
-What is exempt stands in the budget file under "exceptions": {"rows": pattern of row names, "limit": compiles | stack |
-shared | registers | wgmma | serialised, "reason": why, "triton": pattern of versions, if not all}.
-
-**The budget** is what a Triton version made of each row when the file was written. With that version, a tenth more
-registers, fewer blocks per multiprocessor, more shared memory, or asynchronous copies gone, fail, and so do rows that
-are new, gone, configured otherwise, or recorded from other sources; with another version, all that is printed only. So
-a new Triton that makes a kernel worse shows up as a difference.
+into a compilation changes its fingerprint; that the records are true, only `--fresh` shows, which CI runs. The limits,
+and what is worse than before, are in `budget.py`.
 """
 
 import argparse
 import fnmatch
-import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.codegen.budget import BUDGET, broken_limits, compare, dump, entry, judge, read_budget, recorded
 from benchmarks.codegen.compilation import Row, compile_all, find_cases, fingerprint, record
 from benchmarks.codegen.reader import ARCHITECTURES, Resources
 
-BUDGET = Path(__file__).resolve().with_name("budget.json")
 DEFAULT = (80, 90, 100)
-MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing else does
-
-
-def broken_limits(arch: int, result: Resources | str) -> Iterator[tuple[str, str]]:
-    """Yield the limits that a result breaks: the limit's name, and a sentence."""
-    if isinstance(result, str):
-        yield "compiles", f"does not compile: {result}"
-        return
-    if result.stack:
-        yield "stack", f"{result.stack} bytes of stack: it spills"
-    if result.shared > (limit := ARCHITECTURES[arch].shared_of_block):
-        yield "shared", f"{result.shared} bytes of shared memory, and a block gets at most {limit}"
-    if result.ctas == 0 and result.shared <= limit:
-        yield "registers", f"no block fits on a multiprocessor with {result.registers} registers a thread"
-    if result.other_dots:
-        yield "wgmma", f"{result.other_dots} products of 16 bits or tf32 are not wgmma"
-    if result.serialised:
-        yield "serialised", f"its {result.wgmma} wgmma are serialised"
-
-
-def worse(found: Resources, budget: dict[str, Any]) -> Iterator[str]:
-    """Yield what is worse than in the budget."""
-    if found.registers > MORE_REGISTERS * budget["registers"]:
-        yield f"registers {budget['registers']} -> {found.registers}"
-    if found.ctas < budget["ctas"]:
-        yield f"CTAs/SM {budget['ctas']} -> {found.ctas}"
-    if found.shared > budget["shared"]:
-        yield f"shared memory {budget['shared']} -> {found.shared}"
-    if budget["async_copies"] and not found.async_copies:
-        yield f"asynchronous copies {budget['async_copies']} -> 0: loads are no longer pipelined"
-
-
-def entry(row: Row, result: Resources) -> dict[str, Any]:
-    """Return the row's entry in the budget file."""
-    return result._asdict() | {"configuration": row.configuration, "key": row.key}
-
-
-def recorded(rows: list[Row], budget: dict[str, Any]) -> dict[str, Resources]:
-    """Return what the budget knows of the rows, whatever their names were then."""
-    entries = [each for each in budget.values() if "key" in each]
-    known = {each["key"]: Resources(*(each[name] for name in Resources._fields)) for each in entries}
-    return {row.name: known[row.key] for row in rows if row.key in known}
-
-
-def compare(rows: list[Row], results: dict[str, Resources | str], budget: dict[str, Any]) -> Iterator[str]:
-    """Yield what is worse than in the budget, configured otherwise, or new."""
-    for row in rows:
-        result = results[row.name]
-        if isinstance(result, str):
-            continue
-        if row.name not in budget:
-            yield f"{row.name}: not in the budget"
-            continue
-        if (before := budget[row.name]["configuration"]) != row.configuration:
-            yield f"{row.name}: was configured as {before}, now as {row.configuration}"
-        yield from (f"{row.name}: {text}" for text in worse(result, budget[row.name]))
 
 
 def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
@@ -111,39 +44,6 @@ def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
         lines.append((row.kernel, row.case, f"sm_{row.job.arch}", *numbers, row.configuration))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
-
-
-def read_budget(file: Path) -> dict[str, Any]:
-    """Read the budget file, or begin one."""
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"exceptions": [], "triton": {}}
-    return found
-
-
-def dump(budget: dict[str, Any]) -> str:
-    """Write the budget file: one line an entry, so that a change is readable as a diff."""
-    lines = ",\n".join(f"  {json.dumps(exception)}" for exception in budget["exceptions"])
-    exceptions = f"[\n{lines}\n ]" if lines else "[]"
-    versions = []
-    for version, rows in sorted(budget["triton"].items()):
-        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(rows.items()))
-        versions.append(f"  {json.dumps(version)}: {{\n{lines}\n  }}")
-    body = ",\n".join(versions)
-    return f'{{\n "exceptions": {exceptions},\n "triton": {{\n{body}\n }}\n}}\n'
-
-
-def judge(
-    rows: list[Row], results: dict[str, Resources | str], exceptions: list[dict[str, str]]
-) -> tuple[list[str], list[str]]:
-    """Return the broken limits that no exception covers, and those that one does, with its reason."""
-    broken, exempt = [], []
-    for row in rows:
-        for limit, text in broken_limits(row.job.arch, results[row.name]):
-            covering = [e for e in exceptions if e["limit"] == limit and fnmatch.fnmatchcase(row.name, e["rows"])]
-            if covering:
-                exempt.append(f"{row.name}: {text} ({covering[0]['reason']})")
-            else:
-                broken.append(f"{row.name}: {text}")
-    return broken, exempt
 
 
 def stop(message: str) -> NoReturn:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.codegen import command
+from benchmarks.codegen.budget import BUDGET, dump, recorded
 from benchmarks.codegen.compilation import Job, Row
 from benchmarks.codegen.reader import Resources, blocks_per_multiprocessor, followers, is_serialised
 
@@ -110,7 +111,7 @@ def test_the_kernels_keep_to_the_budget():
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert " 0 broken limits" in ran.stdout
     version = importlib.metadata.version("triton")
-    if version in json.loads(command.BUDGET.read_text())["triton"]:
+    if version in json.loads(BUDGET.read_text())["triton"]:
         assert " 0 broken limits, 0 differences to the budget" in ran.stdout
         assert "compiled," not in ran.stderr
 
@@ -164,7 +165,7 @@ def test_budget_has_every_kernel():
                 case ast.Call(func=ast.Name(id="launch"), args=[ast.Name(id=kernel), *_]):
                     launched.add(kernel)
     assert len(launched) > 20
-    rows = json.loads(command.BUDGET.read_text())["triton"]
+    rows = json.loads(BUDGET.read_text())["triton"]
     for version in rows:
         assert configurations(rows[version]) == configurations(next(iter(rows.values())))
         listed = {name.split(" | ")[1].rsplit(".", 1)[1] for name in rows[version]}
@@ -255,8 +256,8 @@ def test_only_rows_with_their_fingerprint_are_recorded(budget):
     entries = json.loads((budget / "budget.json").read_text())["triton"]["3.7.1"]
     assert [entry.pop("key") for entry in entries.values()] == ["1a", "1a"]
     renamed, changed = row("c")._replace(key="1a"), row("a")._replace(key="2b")
-    assert command.recorded([renamed, changed], entries) == {}  # a file of before there were fingerprints
-    assert command.recorded([renamed, changed], {"a": entries["a | norm.kernel | sm_90"] | {"key": "1a"}}) == {
+    assert recorded([renamed, changed], entries) == {}  # a file of before there were fingerprints
+    assert recorded([renamed, changed], {"a": entries["a | norm.kernel | sm_90"] | {"key": "1a"}}) == {
         renamed.name: GOOD
     }
 
@@ -282,7 +283,7 @@ def test_limits_fail_whatever_the_triton_unless_exempt(budget, capsys):
     file = budget / "budget.json"
     contents = json.loads(file.read_text())
     contents["exceptions"] = [{"rows": "b | *", "limit": "stack", "reason": "a known fault", "triton": "3.9.*"}]
-    file.write_text(command.dump(contents))
+    file.write_text(dump(contents))
     status, text = report(budget, found, capsys, version="3.9.0")
     assert status == 0
     assert "8 bytes of stack: it spills (a known fault)" in text

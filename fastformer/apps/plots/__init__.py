@@ -7,7 +7,7 @@ is imported when the first figure is drawn. `save` writes a PNG.
 Colours: the Okabe-Ito palette, which people with colour-blindness can tell apart, and viridis for values.
 """
 
-from fastformer.apps.plots.attention import plot_attention, plot_attention_heads, plot_attention_layers
+from fastformer.apps.plots.attention_figures import plot_attention, plot_attention_heads, plot_attention_layers
 from fastformer.apps.plots.figure import save
 from fastformer.apps.plots.history import plot_history
 from fastformer.apps.plots.positions import plot_positions

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.plots.attention import plot_attention, plot_attention_heads, plot_attention_layers
+from fastformer.apps.plots.attention_figures import plot_attention, plot_attention_heads, plot_attention_layers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

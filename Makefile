@@ -34,6 +34,11 @@ triton-%:  ## the kernels with another Triton, such as triton-3.6.0
 	  tests/kernels/test_plan.py -k "shapes or rules or packed or decoding or values or options or launches"
 	PYTHONPATH=.triton/$* OMP_NUM_THREADS=1 $(PYTHON) -m benchmarks.codegen --arch 90 --only " light" --jobs 1 | tail -n 60
 
+# The limits with another assembler than the one in Triton's wheel: that one's faults and luck are not all there is.
+ptxas-%:  ## every launch configuration with another ptxas of the package index, such as ptxas-13.5.37
+	$(PYTHON) -m pip install -q --no-deps --target .ptxas/$* nvidia-cuda-nvcc==$*
+	$(PYTHON) -m benchmarks.codegen --ptxas .ptxas/$*/nvidia/cu*/bin/ptxas --jobs $(JOBS) | tail -n 60
+
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
 	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \

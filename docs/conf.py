@@ -3,11 +3,12 @@
 A name between single backticks in a docstring is a link where it names something of ours, and code elsewhere.
 """
 
+import fnmatch
 import json
 import os
 import re
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -18,6 +19,7 @@ from sphinx.writers.html5 import HTML5Translator
 
 import fastformer
 from benchmarks.codegen.budget import BUDGET
+from benchmarks.codegen.checks.loops import Loop
 from benchmarks.report.pages import BEGIN, END
 from fastformer.settings import Settings, declared, explained
 
@@ -102,17 +104,37 @@ def from_repository(app: Sphinx, page: str, source: list[str]) -> None:
     elif page.startswith("kernels/"):
         file = BUDGET
         source[0] = re.sub(r"^% compiled: (.*)$", lambda found: compiled(found[1].split()), source[0], flags=re.M)
+        source[0] = re.sub(r"^% loops: (.*)$", lambda found: loops(found[1]), source[0], flags=re.M)
     else:
         return
     app.env.note_dependency(str(file))
 
 
-def compiled(ops: list[str]) -> str:
-    """A table of what the kernels of some ops compile to, from the committed budget."""
+def newest() -> tuple[str, dict[str, dict[str, Any]]]:
+    """The newest Triton of the committed budget, and its rows."""
     rows = json.loads(BUDGET.read_text(encoding="utf-8"))["triton"]
     version = max(rows, key=lambda text: [int(part) for part in text.split(".")])
-    found: dict[str, dict[str, list[dict[str, int]]]] = {}
-    for name, row in rows[version].items():
+    return version, rows[version]
+
+
+def loops(pattern: str) -> str:
+    """A table of what the loops of some cases cost, from the committed budget."""
+    lines = ["| case | kernel | for | times | instructions | exponentials | cycles |", "|---" * 7 + "|"]
+    for name, row in sorted(newest()[1].items(), key=lambda item: [part.zfill(4) for part in item[0].split()]):
+        case, kernel, architecture = name.split(" | ")
+        if not fnmatch.fnmatchcase(case, pattern) or not row["loops"]:
+            continue
+        columns = (", ".join(f"{loop[each]:.4g}" for loop in row["loops"]) for each in Loop._fields)
+        shown = (case.partition("/")[2], f"`{kernel.rpartition('.')[2]}`", architecture, f"{row['replication']:.3g}")
+        lines.append(f"| {' | '.join((*shown, *columns))} |")
+    return "\n".join(lines)
+
+
+def compiled(ops: list[str]) -> str:
+    """A table of what the kernels of some ops compile to, from the committed budget."""
+    version, rows = newest()
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, row in rows.items():
         case, kernel, architecture = name.split(" | ")
         if case.partition("/")[0] in ops:
             found.setdefault(kernel, {}).setdefault(architecture, []).append(row)
@@ -128,7 +150,7 @@ def compiled(ops: list[str]) -> str:
     return "\n".join(lines)
 
 
-def between(rows: list[dict[str, int]], name: str) -> str:
+def between(rows: list[dict[str, Any]], name: str) -> str:
     """The least and the most of a column; shared memory in KB."""
     values = sorted({row[name] >> 10 if name == "shared" else row[name] for row in rows})
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"

@@ -1,14 +1,18 @@
 """What the kernels may compile to: limits for every Triton, and the budget of those that were recorded.
 
 **Limits** hold for every Triton: it compiles; no stack (a spilled register lives there); shared memory that a block can
-get; at least one block on a multiprocessor; on sm_90 products of 16 bits or tf32 are wgmma, and these not serialised.
+get; at least one block on a multiprocessor; no product computed more than once; on sm_90 products of 16 bits or tf32
+are wgmma, not serialised, that read nothing written without a fence and whose registers nothing touches while they are
+in flight (how each is found is in `reader.py` and `checks/`).
 What is exempt stands in the budget file under "exceptions": {"rows": pattern of row names, "limit": compiles | stack |
-shared | registers | wgmma | serialised, "reason": why, "triton": pattern of versions, if not all}.
+shared | registers | replicated | wgmma | serialised | fences | in flight, "reason": why, "triton": pattern of versions,
+if not all}.
 
 **The budget** is what a Triton version made of each row when the file was written. With that version, a tenth more
-registers, fewer blocks per multiprocessor, more shared memory, or asynchronous copies gone, fail, and so do rows that
-are new, gone, configured otherwise, or recorded from other sources; with another version, all that is printed only. So
-a new Triton that makes a kernel worse shows up as a difference.
+registers, fewer blocks per multiprocessor, more shared memory, or asynchronous copies gone, fail; so do products
+computed more often than they were, and loops with more exponentials, more cycles of tensor cores, or 3 % more
+instructions for an element of work; so do rows that are new, gone, configured otherwise, or recorded from other
+sources. With another version, or another ptxas, all that is printed only: so one that makes a kernel worse shows up.
 """
 
 import fnmatch
@@ -17,11 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.codegen.checks.loops import Loop
 from benchmarks.codegen.compilation import Row
 from benchmarks.codegen.reader import ARCHITECTURES, Resources
 
 BUDGET = Path(__file__).resolve().with_name("budget.json")
 MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing else does
+# One ptxas makes the same loop of the same source; a change elsewhere in a kernel moves a few address computations into
+# it: 3 % are 10 of the 350 to 700 instructions of a loop. A mask, or a conversion of layouts, is 30 and more.
+MORE_INSTRUCTIONS = 1.03
 
 
 def broken_limits(arch: int, result: Resources | str) -> Iterator[tuple[str, str]]:
@@ -37,8 +45,28 @@ def broken_limits(arch: int, result: Resources | str) -> Iterator[tuple[str, str
         yield "registers", f"no block fits on a multiprocessor with {result.registers} registers a thread"
     if result.other_dots:
         yield "wgmma", f"{result.other_dots} products of 16 bits or tf32 are not wgmma"
+    if result.replication > 1.0:
+        yield "replicated", f"its products are computed {result.replication} times"
+    if result.unfenced:
+        yield "fences", f"{result.unfenced} wgmma may read what was written without a fence.proxy.async since"
+    if result.in_flight:
+        yield "in flight", f"{result.in_flight} instructions touch registers of a wgmma in flight"
     if result.serialised:
         yield "serialised", f"its {result.wgmma} wgmma are serialised"
+
+
+def worse_loops(found: tuple[Loop, ...], before: tuple[Loop, ...]) -> Iterator[str]:
+    """Yield what is worse in a kernel's loops."""
+    if len(found) != len(before):
+        yield f"loops {len(before)} -> {len(found)}"
+        return
+    for number, (now, then) in enumerate(zip(found, before, strict=True), start=1):
+        if now.instructions > MORE_INSTRUCTIONS * then.instructions:
+            yield f"loop {number}: instructions {then.instructions:g} -> {now.instructions:g} for 4,096 elements"
+        if now.exponentials > then.exponentials:
+            yield f"loop {number}: exponentials {then.exponentials:g} -> {now.exponentials:g} for an element"
+        if now.mma_cycles > then.mma_cycles:
+            yield f"loop {number}: tensor core cycles {then.mma_cycles:g} -> {now.mma_cycles:g} for 4,096 elements"
 
 
 def worse(found: Resources, budget: dict[str, Any]) -> Iterator[str]:
@@ -51,17 +79,20 @@ def worse(found: Resources, budget: dict[str, Any]) -> Iterator[str]:
         yield f"shared memory {budget['shared']} -> {found.shared}"
     if budget["async_copies"] and not found.async_copies:
         yield f"asynchronous copies {budget['async_copies']} -> 0: loads are no longer pipelined"
+    before = Resources.of(budget)
+    if found.replication > before.replication:
+        yield f"products computed {before.replication} -> {found.replication} times"
+    yield from worse_loops(found.loops, before.loops)
 
 
 def entry(row: Row, result: Resources) -> dict[str, Any]:
     """Return the row's entry in the budget file."""
-    return result._asdict() | {"configuration": row.configuration, "key": row.key}
+    return result.entry() | {"configuration": row.configuration, "key": row.key}
 
 
 def recorded(rows: list[Row], budget: dict[str, Any]) -> dict[str, Resources]:
     """Return what the budget knows of the rows, whatever their names were then."""
-    entries = [each for each in budget.values() if "key" in each]
-    known = {each["key"]: Resources(*(each[name] for name in Resources._fields)) for each in entries}
+    known = {each["key"]: Resources.of(each) for each in budget.values() if "key" in each}
     return {row.name: known[row.key] for row in rows if row.key in known}
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.codegen import reader
+from benchmarks.codegen.checks.loops import tile_of
 from benchmarks.codegen.reader import ARCHITECTURES, Resources, read
 
 Cases = list[tuple[str, Callable[[], object]]]
@@ -92,6 +93,11 @@ def find_cases(package: str) -> tuple[Cases, list[str]]:
     return list(cases.items()), faults
 
 
+def _chosen(function: Any, constants: dict[Any, Any]) -> dict[str, Any]:
+    """Return the constants of a kernel by their names."""
+    return {p.name: constants.get((p.num,)) for p in function.params if p.is_constexpr}
+
+
 def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
     """Run the launchers as on a GPU of that architecture; return the distinct compilations, and what went wrong."""
     import triton
@@ -111,8 +117,7 @@ def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
         options = json.loads(compile["specialization_data"])["options"]
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         job = Job(arch, fn.module, fn.name, compile["signature"], compile["constants"], compile["configs"][0], options)
-        parameters = fn.jit_function.params
-        chosen = {p.name: compile["constants"].get((p.num,)) for p in parameters if p.is_constexpr}
+        chosen = _chosen(fn.jit_function, job.constants)
         chosen |= {name: options[name] for name in ("num_warps", "num_stages", "maxnreg")}
         configuration = " ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
         kernel = f"{fn.module.partition('.')[2]}.{fn.name}"
@@ -190,7 +195,8 @@ def fingerprint(job: Job) -> str:
     backend = make_backend(target)
     options = backend.parse_options(dict(job.options))
     settings = sorted(get_cache_invalidating_env_vars().items())
-    reading = Path(reader.__file__).read_text()
+    file = Path(reader.__file__)
+    reading = [each.read_text() for each in (file, *sorted((file.parent / "checks").glob("*.py")))]
     facts = (triton.__version__, source.hash(), backend.hash(), options.hash(), settings, reading)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -200,7 +206,8 @@ def compile_job(job: Job) -> Resources:
     import triton
 
     source, target = source_of(job)
-    return read(triton.compile(source, target=target, options=job.options), job.arch)
+    tile = tile_of(job.function, _chosen(source.fn, job.constants))
+    return read(triton.compile(source, target=target, options=job.options), job.arch, tile)
 
 
 def end_with_parent() -> None:

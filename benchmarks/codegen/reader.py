@@ -1,5 +1,7 @@
 """What a compiled kernel takes of a GPU, read from what Triton, ptxas and its disassembler say; for `codegen`.
 
+Questions that have a stage of the compilation to themselves are in `checks/`.
+
 **Serialised wgmma**: ptxas, when it cannot keep several wgmma in flight (too few registers, say), puts a
 `WARPGROUP.DEPBAR` behind each `HGMMA`. A wgmma that starts while the one before it in the text is not waited for is a
 follower: in the PTX, one `wgmma.mma_async` after another without a `wgmma.wait_group` between; in the machine code the
@@ -18,6 +20,11 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.codegen.checks.fences import unfenced
+from benchmarks.codegen.checks.flight import touched_in_flight
+from benchmarks.codegen.checks.layouts import replication
+from benchmarks.codegen.checks.loops import Loop, loop_figures
 
 
 class Architecture(NamedTuple):
@@ -52,6 +59,20 @@ class Resources(NamedTuple):
     serialised: bool
     other_dots: int  # on sm_90, products of tiles of 16 bits or tf32 that are not wgmma
     async_copies: int  # cp.async and TMA instructions in the PTX
+    replication: float = 1.0  # how many times each element of a product is computed
+    unfenced: int = 0  # on sm_90, wgmma without a fence after what was written for them
+    in_flight: int = 0  # on sm_90, instructions that touch registers of a wgmma in flight
+    loops: tuple[Loop, ...] = ()  # of the kernels of `loops.TILES`, on sm_80 and sm_90
+
+    def entry(self) -> dict[str, Any]:
+        """Return it as the budget file has it."""
+        return self._asdict() | {"loops": [loop._asdict() for loop in self.loops]}
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "Resources":
+        """Return what an entry of the budget file says."""
+        figures = {name: entry[name] for name in cls._fields if name in entry}
+        return cls(**figures | {"loops": tuple(Loop(**loop) for loop in entry.get("loops", ()))})
 
 
 def blocks_per_multiprocessor(arch: int, registers: int, shared: int, threads: int, tensor_columns: int = 0) -> int:
@@ -87,8 +108,8 @@ def is_serialised(ptx: str, sass: str) -> bool:
     return 2 * found_following * asked < asked_following * found
 
 
-def read(compiled: Any, arch: int) -> Resources:
-    """Take a compiled kernel apart with the tools of Triton's wheel."""
+def read(compiled: Any, arch: int, tile: int) -> Resources:
+    """Take a compiled kernel apart with the tools of Triton's wheel; `tile` as in `loop_figures`, 0 for no figures."""
     import triton
 
     cubin = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
@@ -99,15 +120,16 @@ def read(compiled: Any, arch: int) -> Resources:
 
     usage = tool("cuobjdump", "-res-usage", cubin)
     registers, stack = (int(re.findall(rf"\b{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
-    ptx = compiled.asm["ptx"]
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
     threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
+    of_loops = tile > 0 and arch in (80, 90)
+    sass = tool("nvdisasm", "-c", cubin) if of_loops or "wgmma.mma_async" in ptx else ""
     wgmma, serialised, other_dots = len(re.findall(r"\btcgen05\.mma\b", ptx)), False, 0
     if arch == 90:
         # What Triton leaves as tt.dot is no wgmma but mma.sync, at half of the rate or less.
         asked = r"\btt\.dot\b.*(?:inputPrecision = tf32|: tensor<[\dx]+x(?:bf16|f16)\b)"
-        other_dots = len(re.findall(asked, compiled.asm["ttgir"]))
+        other_dots = len(re.findall(asked, ttgir))
         if "wgmma.mma_async" in ptx:
-            sass = tool("nvdisasm", "-c", cubin)
             wgmma, serialised = len(re.findall(r"\bHGMMA\b", sass)), is_serialised(ptx, sass)
     shared = compiled.metadata.shared
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
@@ -120,4 +142,8 @@ def read(compiled: Any, arch: int) -> Resources:
         serialised,
         other_dots,
         len(re.findall(r"\bcp\.async\.(?:ca|cg|bulk\.tensor)\b", ptx)),
+        replication(ttgir),
+        unfenced(ptx),
+        len(touched_in_flight(sass)),
+        tuple(loop_figures(ttgir, ptx, sass, tile, threads // 32)) if of_loops else (),
     )

@@ -3,38 +3,23 @@
 import argparse
 import ast
 import importlib.metadata
-import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.codegen import command
-from benchmarks.codegen.budget import BUDGET, dump, recorded
+from benchmarks.codegen.budget import BUDGET, broken_limits, dump, recorded
+from benchmarks.codegen.checks.loops import Loop
 from benchmarks.codegen.compilation import Job, Row
 from benchmarks.codegen.reader import Resources, blocks_per_multiprocessor, followers, is_serialised
+from tests.support.codegen import needs_triton, python, run
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
-TRITON = importlib.util.find_spec("triton")
-needs_triton = pytest.mark.skipif(TRITON is None, reason="needs Triton")
-
-
-def python(*arguments: str, path: Path = HERE, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths} | environment
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
-
-
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the tool as the tests themselves run, for the interpreter: it must compile all the same."""
-    return python("-m", "benchmarks.codegen", *arguments, TRITON_INTERPRET="1", **options)
 
 
 # --- what it finds in kernels with one fault each ------------------------------------------------------------------
@@ -56,6 +41,7 @@ def test_every_fault_is_found_and_nothing_else(faults):
     expected = [
         r"faults/raises on sm_90: the launcher raised ValueError: no such tile",
         r"crash/crash \| crash.crash_kernel \| sm_90: does not compile: the compiler crashed",
+        r"faults/replicated \| .* \| sm_90: its products are computed 1.5 times",
         r"faults/serialised \| .* \| sm_90: \d+ bytes of stack: it spills",
         r"faults/serialised \| .* \| sm_90: its 32 wgmma are serialised",
         r"faults/no power of two \| .* \| sm_90: does not compile: .*power of 2.*",
@@ -66,7 +52,7 @@ def test_every_fault_is_found_and_nothing_else(faults):
     assert len(found) == len(expected), faults.stdout
     for pattern, line in zip(expected, found, strict=True):
         assert re.fullmatch(pattern, line.strip())
-    assert "9/9 compiled" in faults.stderr  # eleven cases: one raises, and two ask for the same kernel
+    assert "10/10 compiled" in faults.stderr  # twelve cases: one raises, and two ask for the same kernel
 
 
 @needs_triton
@@ -142,7 +128,7 @@ def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_pat
     (copy / "faults.py").write_text("\n\n" + text)
     budget = Path(faults.args[faults.args.index("--budget") + 1])
     ran = run("--cases", "codegen_faults", "--arch", "90", "--only", "sound", "--budget", str(budget), path=tmp_path)
-    assert "3 compilations for 11 cases, 1 of them recorded" in ran.stderr
+    assert "3 compilations for 12 cases, 1 of them recorded" in ran.stderr
     assert "2/2 compiled" in ran.stderr
     assert ran.returncode == 1
     assert [line for line in ran.stdout.splitlines() if "shared memory, and a block gets at most" in line] == [
@@ -174,7 +160,8 @@ def test_budget_has_every_kernel():
 
 # --- what it makes of what it finds --------------------------------------------------------------------------------
 
-GOOD = Resources(100, 0, 4096, 4, 16, False, 0, 8)
+LOOP = Loop(instructions=1600.0, exponentials=1.0625, mma_cycles=256.0)
+GOOD = Resources(100, 0, 4096, 4, 16, False, 0, 8, loops=(LOOP, LOOP))
 
 
 def row(case: str, configuration: str = "BLOCK=64") -> Row:
@@ -213,6 +200,13 @@ def test_budget_file_has_one_line_a_row(budget, capsys):
         ({"ctas": 3}, "CTAs/SM 4 -> 3"),
         ({"shared": 4097}, "shared memory 4096 -> 4097"),
         ({"async_copies": 0}, "asynchronous copies 8 -> 0"),
+        ({"loops": ()}, "loops 2 -> 0"),
+        ({"loops": (LOOP, LOOP._replace(instructions=1650.0))}, "loop 2: instructions 1600 -> 1650 for 4,096 elements"),
+        ({"loops": (LOOP._replace(exponentials=1.07), LOOP)}, "loop 1: exponentials 1.0625 -> 1.07 for an element"),
+        (
+            {"loops": (LOOP._replace(mma_cycles=257.0), LOOP)},
+            "loop 1: tensor core cycles 256 -> 257 for 4,096 elements",
+        ),
     ],
 )
 def test_worse_than_the_budget_fails_for_its_triton_and_shows_for_another(budget, capsys, changed, said):
@@ -226,8 +220,26 @@ def test_worse_than_the_budget_fails_for_its_triton_and_shows_for_another(budget
     assert f"b | norm.kernel | sm_90: {said}" in text
 
 
-def test_a_tenth_more_registers_is_no_difference(budget, capsys):
-    status, text = report(budget, {"a": GOOD, "b": GOOD._replace(registers=110)}, capsys)
+def test_work_that_is_known_to_be_replicated_must_not_be_more(budget, capsys):
+    """The limit has exceptions; of what they cover the budget keeps how many times it is."""
+    once, twice = ({"a": GOOD, "b": GOOD._replace(replication=times)} for times in (1.5, 2.0))
+    assert "b | norm.kernel | sm_90: its products are computed 1.5 times" in report(budget, once, capsys)[1]
+    file = budget / "budget.json"
+    contents = json.loads(file.read_text())
+    contents["exceptions"] = [{"rows": "b | *", "limit": "replicated", "reason": "64 rows"}]
+    file.write_text(dump(contents))
+    assert report(budget, once, capsys)[0] == 1  # 1.0 in the budget
+    assert report(budget, once, capsys, update=True)[0] == 0
+    assert report(budget, once, capsys)[0] == 0
+    status, text = report(budget, twice, capsys)
+    assert status == 1
+    assert "b | norm.kernel | sm_90: products computed 1.5 -> 2.0 times" in text
+    assert report(budget, twice, capsys, version="3.9.0")[0] == 0
+
+
+def test_a_tenth_more_registers_and_a_few_instructions_are_no_difference(budget, capsys):
+    longer = (LOOP, LOOP._replace(instructions=1640.0))
+    status, text = report(budget, {"a": GOOD, "b": GOOD._replace(registers=110, loops=longer)}, capsys)
     assert status == 0
     assert "0 differences" in text
 
@@ -273,6 +285,20 @@ def test_update_by_another_triton_keeps_both(budget, capsys):
     assert report(budget, {"a": GOOD, "b": GOOD}, capsys)[0] == 0
     # The newest is 3.10, not the last of the alphabet.
     assert "budget of Triton 3.10.0" in report(budget, {"a": GOOD, "b": GOOD}, capsys, version="3.11.0")[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "changed", "said"),
+    [
+        ("replicated", {"replication": 2.0}, "its products are computed 2.0 times"),
+        ("fences", {"unfenced": 3}, "3 wgmma may read what was written without a fence.proxy.async since"),
+        ("in flight", {"in_flight": 1}, "1 instructions touch registers of a wgmma in flight"),
+        ("serialised", {"serialised": True}, "its 16 wgmma are serialised"),
+    ],
+)
+def test_what_breaks_a_limit_is_named_by_it(limit, changed, said):
+    assert list(broken_limits(90, GOOD)) == []
+    assert list(broken_limits(90, GOOD._replace(**changed))) == [(limit, said)]
 
 
 def test_limits_fail_whatever_the_triton_unless_exempt(budget, capsys):
@@ -331,7 +357,7 @@ def test_unknown_architecture_is_refused():
 def test_no_match_is_an_error():
     ran = run("--cases", "codegen_faults", "--only", "nothing like it")
     assert ran.returncode == 2
-    assert "no kernel and no case contains 'nothing like it'; codegen_faults has 11 cases" in ran.stderr
+    assert "no kernel and no case contains 'nothing like it'; codegen_faults has 12 cases" in ran.stderr
 
 
 def test_without_triton_it_says_what_to_install(tmp_path):

@@ -1,4 +1,4 @@
-"""What the budget must catch: spills, too much shared memory, serialised wgmma, none, what does not compile."""
+"""What the budget must catch: spills, too much shared memory, work done twice, bad wgmma, what does not compile."""
 
 import torch
 import triton
@@ -65,9 +65,9 @@ def _product(m, n, k, num_stages=2):
     return lambda: product_kernel[(1,)](_meta(), _meta(), out, 512, m, n, k, num_warps=4, num_stages=num_stages)
 
 
-def _attention(block):
-    out = _meta(torch.float32)
-    return lambda: attention_kernel[(1,)](_meta(), _meta(), _meta(), out, 512, block, 128, num_warps=4, num_stages=2)
+def _attention(block, num_warps=4):
+    out, options = _meta(torch.float32), {"num_warps": num_warps, "num_stages": 2}
+    return lambda: attention_kernel[(1,)](_meta(), _meta(), _meta(), out, 512, block, 128, **options)
 
 
 def _normalise(n):
@@ -85,6 +85,7 @@ def cases():
     yield "sound attention", _attention(64)
     yield "sound sum", _normalise(1 << 10)
     yield "serialised", _attention(128)
+    yield "replicated", _attention(64, num_warps=8)
     yield "too few rows for wgmma", _product(32, 64, 64)
     yield "shared memory", _product(64, 64, 256, num_stages=5)
     yield "spills", _normalise(1 << 14)

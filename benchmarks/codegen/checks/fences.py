@@ -1,0 +1,56 @@
+"""Fences between the two ways to shared memory on sm_90, read from PTX.
+
+Threads write shared memory through the generic proxy (st.shared, and cp.async, complete at its cp.async.wait_group);
+wgmma reads its operands there through the async proxy. PTX asks for a `fence.proxy.async` between (PTX ISA, "Async
+proxy"); without one a product may read what was there before. Counted is each `wgmma.mma_async` that some path reaches
+after such a write and without the fence.
+
+Memory that threads read back (ld.shared, ldmatrix) is how a layout is converted or a row reduced, not an operand: what
+was stored before such a load is not counted. An operand stored before it, unfenced, would be missed; cp.async is not.
+"""
+
+import re
+from typing import NamedTuple
+
+from benchmarks.codegen.checks.flow import blocks
+
+_WAIT = re.compile(r"\bcp\.async\.wait_(?:group|all)\b")
+_STORE = re.compile(r"\b(?:st\.shared|stmatrix)\b")
+_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
+_FENCE = re.compile(r"\bfence\.proxy\.async\b")
+_PRODUCT = re.compile(r"\bwgmma\.mma_async\b")
+
+
+class _Unfenced(NamedTuple):
+    """What was written since the last fence."""
+
+    copied: bool = False
+    stored: bool = False
+
+    def after(self, line: str) -> "_Unfenced":
+        if _FENCE.search(line):
+            return _Unfenced()
+        if _WAIT.search(line):
+            return self._replace(copied=True)
+        if _STORE.search(line) or _LOAD.search(line):
+            return self._replace(stored=bool(_STORE.search(line)))
+        return self
+
+
+def unfenced(ptx: str) -> int:
+    """Return how many wgmma may read shared memory that was written since the last fence."""
+    found = blocks(ptx)
+    counted: set[tuple[int, int]] = set()
+    seen: set[tuple[int, _Unfenced]] = set()
+    ahead = [(0, _Unfenced())]
+    while ahead:
+        if (at := ahead.pop()) in seen:
+            continue
+        seen.add(at)
+        number, state = at
+        for place, line in enumerate(found[number].instructions):
+            state = state.after(line)
+            if any(state) and _PRODUCT.search(line):
+                counted.add((number, place))
+        ahead += [(successor, state) for successor in found[number].successors]
+    return len(counted)

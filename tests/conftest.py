@@ -33,19 +33,48 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seed", type=int, default=0, help="what every test begins with: other random tensors, same claims"
     )
     parser.addoption("--quick", action="store_true", help="of each test its first case only, and no slow test")
+    parser.addoption(
+        "--compiled",
+        choices=["sm_80", "sm_90"],
+        help="only tests of kernels, with what Triton compiles for that GPU, executed on the CPU and checked",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if arch := config.getoption("--compiled"):
+        if torch.cuda.is_available():
+            raise pytest.UsageError("--compiled is for machines without a GPU")
+        os.environ["TRITON_INTERPRET"] = "0"
+        from tests.compiled.ptx import driver
+
+        driver.install(int(arch.removeprefix("sm_")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, lest one of them be what the last worker is left with; or choose for --quick."""
+    """Begin with the slow tests, lest one of them be what the last worker is left with; choose for an option."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    chosen = items
+    if config.getoption("--compiled"):
+        from tests.support.fused_op import needs_compiled, needs_kernels
+
+        marks = (needs_compiled.mark, needs_kernels.mark)
+        chosen = [item for item in chosen if any(mark in marks for mark in item.iter_markers("skipif"))]
     if config.getoption("--quick"):
         first: dict[str, pytest.Item] = {}
-        for item in items:
+        for item in chosen:
             if item.get_closest_marker("slow") is None:
                 first.setdefault(item.nodeid.split("[")[0], item)
-        chosen = set(first.values())
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = first.values()
+        chosen = list(first.values())
+    if chosen is not items:
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = chosen
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what ran compiled; of processes that `-n` starts nothing is known here."""
+    if (driver := sys.modules.get("tests.compiled.ptx.driver")) and driver.session.launches:
+        terminalreporter.write_line(driver.session.summary())
 
 
 @pytest.fixture(autouse=True)

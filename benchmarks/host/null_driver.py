@@ -2,7 +2,7 @@
 
 Kernels are compiled for an H200, arguments are bound and specialised, and CPU tensors stand for a GPU's. Left out are
 the launch itself (Triton's C function, cuLaunchKernel) and the switch of devices. What kernels should have written is
-whatever was in memory.
+whatever was in memory. `tests/compiled` has a driver of this kind whose launches execute what was compiled.
 """
 
 import sys
@@ -15,9 +15,6 @@ from benchmarks.codegen.compilation import Driver
 from benchmarks.codegen.reader import ARCHITECTURES
 from fastformer.host.cuda_graphs import Recorded, Step
 
-_ARCH = 90
-
-
 class _Launcher:
     def __init__(self, source: Any, metadata: Any) -> None:
         pass
@@ -26,22 +23,28 @@ class _Launcher:
         pass
 
 
-class _Utilities:
-    """What Triton asks about a GPU before it launches: an H200's answers."""
+class Utilities:
+    """What Triton asks about a GPU before it launches."""
 
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+    def __init__(self, arch: int) -> None:
+        self.gpu = ARCHITECTURES[arch]
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, Any, int, int, int]:
         return 1, 1, 32, 0, 1024  # module, function, registers, spills, threads
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        gpu = ARCHITECTURES[_ARCH]
+        gpu = self.gpu
         return {"max_shared_mem": gpu.shared_of_block, "multiprocessor_count": gpu.multiprocessors, "warpSize": 32}
 
 
-class _Driver(Driver):
+class NullDriver(Driver):
     """Beyond binding, which the driver of `benchmarks.codegen` is enough for: loads and launches that do nothing."""
 
-    utils = _Utilities()
-    launcher_cls = _Launcher
+    launcher_cls: Any = _Launcher
+
+    def __init__(self, arch: int = 90) -> None:
+        super().__init__(arch)
+        self.utils = Utilities(arch)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -61,19 +64,31 @@ class NullRecorder:
         return Recorded(lambda: None, step())
 
 
+def stand_in(driver: NullDriver) -> None:
+    """Launch by that driver from here on, with CPU tensors for a GPU's, of which the launchers get its facts.
+
+    Raises:
+        RuntimeError: Triton's interpreter is on.
+    """
+    from triton import knobs
+    from triton.runtime import driver as active
+
+    from fastformer.functional import choice
+    from fastformer_kernels.host import launch
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET must be off: the interpreter goes past drivers, and computes")
+    active.set_active(driver)
+    choice._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
+    gpu = ARCHITECTURES[driver.arch]
+    launch.assumed = launch.Device(driver.arch, gpu.multiprocessors, gpu.shared_of_block)
+
+
 def install() -> None:
     """Use it from here on, in a process that runs nothing else: our ops then give garbage.
 
     Raises:
         RuntimeError: Triton's interpreter is on.
     """
-    from triton import knobs
-    from triton.runtime import driver
-
-    from fastformer.functional import choice
-
-    if knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET must be off: the interpreter launches nothing either, and computes")
-    driver.set_active(_Driver(_ARCH))
-    choice._INTERPRETED = True  # CPU tensors are taken, as the interpreter's are
+    stand_in(NullDriver())
     setattr(sys.modules["fastformer.functional.dropout"], "drop", F.dropout)  # noqa: B010  as on a GPU

@@ -1,6 +1,6 @@
 """The fused attention kernels: every option, output and every gradient, against fp64 of the same inputs.
 
-bf16 runs on a GPU only: the interpreter's bf16 matrix product is garbage. The same kernels run in fp16 here.
+bf16 runs on a GPU and compiled only: the interpreter's bf16 matrix product is garbage.
 """
 
 import math
@@ -16,12 +16,12 @@ from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
 from fastformer_kernels.attention.settings import Settings
 from tests.support.closeness import gradients
-from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
+from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, needs_kernels, poisoned
 
 pytestmark = needs_kernels
 
 INF = math.inf
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 
 
 def heads(B: int, H: int, T: int, S: int, K: int, kv_heads: int | None = None) -> list[Tensor]:

@@ -8,6 +8,7 @@ normally distributed with it as deviation, and 6 in 100,000 are more than 4 devi
 """
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,13 @@ needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not (choice._TRITON and choice._INTERPRETED),
     reason="needs a GPU, or Triton and its interpreter",
 )
-if choice._TRITON and choice._INTERPRETED:
+# On a CPU kernels run in Triton's interpreter, or compiled and executed (tests/compiled), where `--compiled` asks for it.
+INTERPRETED = DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+needs_compiled = pytest.mark.skipif(
+    not (choice._INTERPRETED and DEVICE == "cpu" and not INTERPRETED),
+    reason="needs --compiled sm_80 or sm_90",
+)
+if choice._TRITON and INTERPRETED:
     replace_once_a_launch()
 
 
@@ -74,7 +81,7 @@ def compare(ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Ten
         if a.numel() == 0:
             continue
         # Triton's interpreter truncates fp32 to bf16 where GPUs round to nearest: twice the error.
-        deviations = DEVIATIONS * (2 if a.dtype == torch.bfloat16 and DEVICE == "cpu" else 1)
+        deviations = DEVIATIONS * (2 if a.dtype == torch.bfloat16 and INTERPRETED else 1)
         error, allowed = (a.double() - e).abs().max().item(), (p.double() - e).abs().max().item()
         allowed = 2 * allowed + deviations * n
         assert error <= allowed, f"result {index}: error {error:.3g}, allowed {allowed:.3g}"  # false for NaN

@@ -1,0 +1,262 @@
+"""What PTX computes, on numpy arrays of bits: one element a thread, or one for all of them.
+
+Integers wrap, conversions round as they say, fma rounds once. ex2, lg2, rsqrt, sin and the like are approximations of a
+GPU, whose bits NVIDIA does not publish: here they are rounded from more exact values.
+"""
+
+import numpy as np
+
+u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
+i8, i16, i32, i64 = np.int8, np.int16, np.int32, np.int64
+f16, f32, f64 = np.float16, np.float32, np.float64
+UINT = {8: u8, 16: u16, 32: u32, 64: u64}
+INT = {8: i8, 16: i16, 32: i32, 64: i64}
+
+
+def const(bits, width):
+    """Bits as an array of one element, which numpy spreads over all threads."""
+    return np.array([bits & ((1 << width) - 1)], UINT[width])
+
+
+def merge(mask, new, old):
+    """A register of which only the threads of the mask are written."""
+    return new if old is None else np.where(mask, new, old)
+
+
+def flush(x):
+    """Subnormal fp32 to zero of the same sign (.ftz)."""
+    return np.where(np.abs(x) < f32(1.1754943508222875e-38), np.copysign(f32(0), x), x)
+
+
+# ---- 16-bit floats -------------------------------------------------------------------------------------------------
+
+
+def bf16_to_f32(x):
+    return (x.astype(u32) << u32(16)).view(f32)
+
+
+def f32_to_bf16(x):
+    bits = x.view(u32)
+    rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)
+    return np.where(np.isnan(x), u32(0x7FFF), rounded).astype(u16)
+
+
+def f32_to_bf16_rz(x):
+    return np.where(np.isnan(x), u32(0x7FFF), x.view(u32) >> u32(16)).astype(u16)
+
+
+def f32_to_f16(x):
+    return x.astype(f16).view(u16)
+
+
+def f32_to_f16_rz(x):
+    near = x.astype(f16)
+    away = np.abs(near.astype(f32)) > np.abs(x)
+    return np.where(away, near.view(u16) - u16(1), near.view(u16))
+
+
+def f16_to_f32(x):
+    return x.view(f16).astype(f32)
+
+
+def f64_to_bf16(x):
+    """By way of fp32 rounded to odd, so that there is one rounding only."""
+    near = x.astype(f32)
+    bits = near.view(u32)
+    back = near.astype(f64)
+    truncated = np.where(np.abs(back) > np.abs(x), bits - u32(1), bits)
+    odd = np.where(back == x, bits, truncated | u32(1))
+    return f32_to_bf16(np.where(np.isfinite(x), odd, bits).view(f32))
+
+
+def widen(x, kind):
+    return bf16_to_f32(x) if kind == "bf16" else f16_to_f32(x)
+
+
+def narrow64(x, kind):
+    return f64_to_bf16(x) if kind == "bf16" else x.astype(f16).view(u16)
+
+
+def pack16(high, low):
+    return (high.astype(u32) << u32(16)) | low.astype(u32)
+
+
+def low16(x):
+    return x.astype(u16)
+
+
+def high16(x):
+    return (x >> u32(16)).astype(u16)
+
+
+def halves(function, kind, *args):
+    """Apply a function on fp64 to both 16-bit halves."""
+    parts = []
+    for take in (high16, low16):
+        parts.append(narrow64(function(*(widen(take(a), kind).astype(f64) for a in args)), kind))
+    return pack16(*parts)
+
+
+def single16(function, kind, *args):
+    return narrow64(function(*(widen(a, kind).astype(f64) for a in args)), kind)
+
+
+def to_tf32(x):
+    """.rna: nearest, ties away from zero."""
+    bits = x.view(u32)
+    return np.where(np.isfinite(x), (bits + u32(0x1000)) & u32(0xFFFFE000), bits)
+
+
+# ---- fp32 and fp64 -------------------------------------------------------------------------------------------------
+
+
+def fma32(a, b, c):
+    """a b + c in fp64, whose product is exact, then fp32; the sum is rounded to odd where it is not exact."""
+    p = a.astype(f64) * b
+    c = c.astype(f64)
+    s = p + c
+    t = s - p
+    error = (p - (s - t)) + (c - t)
+    if np.any(error != 0):
+        bits = s.view(u64)
+        even = (error != 0) & ((bits & u64(1)) == 0) & np.isfinite(s)
+        up = (error > 0) == (s > 0)
+        s = np.where(even, np.where(up, bits + u64(1), bits - u64(1)), bits).view(f64)
+    return s.astype(f32)
+
+
+def fmin(a, b):
+    return np.fmin(a, b)
+
+
+def fmax(a, b):
+    return np.fmax(a, b)
+
+
+def ex2(x):
+    return np.exp2(x)
+
+
+def rsqrt(x):
+    return (1.0 / np.sqrt(x.astype(f64))).astype(f32)
+
+
+# ---- integers ------------------------------------------------------------------------------------------------------
+
+
+def shl(a, n, width):
+    n = n.astype(u32)
+    return np.where(n >= u32(width), UINT[width](0), a << np.minimum(n, u32(width - 1)).astype(a.dtype))
+
+
+def shr(a, n, width):
+    n = n.astype(u32)
+    if a.dtype.kind == "i":
+        return a >> np.minimum(n, u32(width - 1)).astype(a.dtype)
+    return np.where(n >= u32(width), a.dtype.type(0), a >> np.minimum(n, u32(width - 1)).astype(a.dtype))
+
+
+def divide(a, b):
+    zero = b == 0
+    if a.dtype.kind == "u":
+        return np.where(zero, ~a.dtype.type(0), a // np.where(zero, a.dtype.type(1), b))
+    b = np.where(zero, a.dtype.type(1), b)
+    q = a // b
+    return np.where(zero, a.dtype.type(-1), q + ((q < 0) & (q * b != a)).astype(a.dtype))
+
+
+def remainder(a, b):
+    zero = b == 0
+    safe = np.where(zero, a.dtype.type(1), b)
+    return np.where(zero, a, a - divide(a, safe) * safe)
+
+
+def mulhi(a, b, width):
+    if width == 32:
+        wide = i64 if a.dtype.kind == "i" else u64
+        return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
+    if a.dtype.kind == "i":
+        high = mulhi(a.view(u64), b.view(u64), 64)
+        return (high - np.where(a < 0, b.view(u64), u64(0)) - np.where(b < 0, a.view(u64), u64(0))).view(i64)
+    s, m = u64(32), u64(0xFFFFFFFF)
+    al, ah, bl, bh = a & m, a >> s, b & m, b >> s
+    middle = (al * bl >> s) + (ah * bl & m) + (al * bh & m)
+    return ah * bh + (ah * bl >> s) + (al * bh >> s) + (middle >> s)
+
+
+def bfe(a, pos, length, width, signed):
+    pos, length = pos.astype(i64) & 255, length.astype(i64) & 255
+    out = shr(a, pos, width)
+    ones = np.where(
+        length >= width, ~UINT[width](0), shl(UINT[width](1), np.minimum(length, width), width) - UINT[width](1)
+    )
+    out = out & ones
+    if signed:
+        top = np.minimum(pos + length - 1, width - 1)
+        sign = (shr(a, top, width) & UINT[width](1)).astype(bool) & (length > 0)
+        out = np.where(sign, out | ~ones, out)
+    return out
+
+
+def bfi(a, b, pos, length, width):
+    pos, length = pos.astype(i64) & 255, length.astype(i64) & 255
+    ones = np.where(
+        length >= width, ~UINT[width](0), shl(UINT[width](1), np.minimum(length, width), width) - UINT[width](1)
+    )
+    ones = shl(ones, pos, width)
+    return (shl(a, pos, width) & ones) | (b & ~ones)
+
+
+def prmt(a, b, c):
+    both = a.astype(u64) | (b.astype(u64) << u64(32))
+    out = u32(0)
+    for i in range(4):
+        selector = (c >> u32(4 * i)) & u32(15)
+        byte = (both >> ((selector & u32(7)) << u32(3)).astype(u64)) & u64(255)
+        sign = np.where(byte & u64(128), u64(255), u64(0))
+        out = out | (np.where(selector & u32(8), sign, byte).astype(u32) << u32(8 * i))
+    return out
+
+
+def shf(low, high, n, left, wrap):
+    n = (n & u32(31)) if wrap else np.minimum(n, u32(32))
+    both = low.astype(u64) | (high.astype(u64) << u64(32))
+    n = n.astype(u64)
+    return ((both << n) >> u64(32)).astype(u32) if left else (both >> n).astype(u32)
+
+
+def lop3(a, b, c, table):
+    out = u32(0)
+    for i in range(8):
+        if table >> i & 1:
+            out = out | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return out if table else np.zeros_like(a)
+
+
+def clz(a, width):
+    out = np.full(a.shape, width, u32)
+    for i in range(width):
+        out = np.where((a >> a.dtype.type(i)) & a.dtype.type(1), u32(width - 1 - i), out)
+    return out
+
+
+def popc(a):
+    return np.bitwise_count(a).astype(u32)
+
+
+def brev(a, width):
+    out = np.zeros_like(a)
+    for i in range(width):
+        out = out | (((a >> a.dtype.type(i)) & a.dtype.type(1)) << a.dtype.type(width - 1 - i))
+    return out
+
+
+def to_integer(x, width, signed, mode):
+    """A float to an integer, saturated; NaN gives 0."""
+    x = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[mode](x.astype(f64))
+    low, high = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if signed else (0, 2**width - 1)
+    kind = INT[width] if signed else UINT[width]
+    inside = (x > low) & (x < high)
+    out = np.where(inside, x, 0).astype(kind)
+    out = np.where(x >= high, kind(high), np.where(x <= low, kind(low), out))
+    return out.view(UINT[width])

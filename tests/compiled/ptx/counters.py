@@ -1,0 +1,44 @@
+"""What is counted of a launch: instructions by class, bytes, sectors of global memory, wavefronts of shared memory."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.compiled.ptx.arithmetic import i64, u64
+from tests.compiled.ptx.text import Ins
+
+_CLASSES = {
+    "cp": "async copy", "mma": "tensor", "wgmma": "tensor", "bar": "barrier", "shfl": "shuffle", "bra": "branch",
+    "ret": "branch", "mov": "move", "selp": "move", "setp": "compare", "cvt": "convert",
+}  # fmt: skip
+_ACCESSES = {"ld", "st", "atom", "red", "ldmatrix", "stmatrix"}
+_SPACES = {"global", "shared", "param", "local", "const"}
+
+
+def class_of(i: Ins) -> str:
+    """The class that an instruction is counted under: `float`, `ld.global`, `tensor`, …"""
+    if i.op[0] in _ACCESSES:
+        spaces = [part.split("::")[0] for part in i.op[1:]]
+        space = next((s for s in spaces if s in _SPACES), "shared" if "matrix" in i.op[0] else "generic")
+        return f"{i.op[0]}.{space}"
+    return _CLASSES.get(i.op[0]) or ("float" if "f" in i.op[-1] else "integer")
+
+
+def sectors(warp: Any, address: Any) -> int:
+    """Return how many sectors of 32 bytes the warps ask for; an access lies within one by its alignment, or in whole ones."""
+    return len(np.unique((warp.astype(u64) << u64(48)) | (address.astype(u64) >> u64(5))))
+
+
+def wavefronts(lanes: Any, place: Any, size: int) -> tuple[int, int]:
+    """Return how many wavefronts accesses to shared memory take, and how many they would without bank conflicts.
+
+    One serves 32 threads of up to 4 bytes, 16 of 8 or 8 of 16, and takes as many as the most distinct words that one
+    of the 32 banks has to give.
+    """
+    words = max(size // 4, 1)
+    phase = (lanes // (32 // words)).astype(i64)
+    word = (place // 4)[:, None] + np.arange(words)
+    keys = np.unique((phase[:, None] << 40 | word).reshape(-1))
+    banks, counts = np.unique((keys >> 40) * 32 + (keys & 31), return_counts=True)
+    starts = np.flatnonzero(np.diff(banks // 32, prepend=-1))
+    return int(np.maximum.reduceat(counts, starts).sum()), len(starts)

@@ -1,0 +1,228 @@
+"""Run some blocks of a launch: all their threads as one numpy array, in step.
+
+Diverged threads go on at the lowest block of instructions that any of them has reached, so they meet where ways meet.
+A barrier lets the threads of a block go on when all that live have come to it. What is wrong is reported with kernel,
+line of PTX and of source, block, thread and address: it ends the run, or is noted and the run goes on.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.compiled.ptx import counters
+from tests.compiled.ptx.arithmetic import UINT
+from tests.compiled.ptx.copies import Copies
+from tests.compiled.ptx.global_memory import GlobalMemory
+from tests.compiled.ptx.local_memory import LocalMemory
+from tests.compiled.ptx.program import Program
+from tests.compiled.ptx.shared_memory import BASE, SharedMemory
+from tests.compiled.ptx.text import PtxError
+from tests.compiled.ptx.wgmma import Wgmma
+
+Findings = dict[tuple[str, int], list[Any]]  # by kind and line of PTX: the first one's text, and how many
+
+
+@dataclass
+class Options:
+    """What a run checks and counts."""
+
+    races_shared: bool = False  # of warps of a block; and fences
+    races_global: bool = False  # of blocks of a launch
+    memory_traffic: bool = False  # sectors and bank conflicts
+    note: bool = False  # note what is wrong, and go on; or raise
+    lanes: int = 4096  # of blocks that run together
+    steps: int = 50_000_000  # basic blocks of a launch, against endless loops
+
+
+class KernelFault(Exception):
+    """The kernel did what it must not."""
+
+
+class Machine:
+    """Some blocks of a launch."""
+
+    def __init__(
+        self,
+        program: Program,
+        params: list[Any],
+        blocks: Any,
+        grid: tuple[int, int, int],
+        memory: GlobalMemory,
+        options: Options,
+    ) -> None:
+        self.program, self.params, self.grid, self.options = program, params, grid, options
+        self.counters: Counter[str] = Counter()
+        self.findings: Findings = {}
+        self.threads, self.blocks = program.kernel.threads, len(blocks)
+        self.lanes = self.threads * self.blocks
+        self.block_of_lane = np.repeat(np.arange(self.blocks), self.threads)
+        self.block_of = np.repeat(np.asarray(blocks), self.threads).astype(np.int32)  # of the grid
+        self.thread = np.tile(np.arange(self.threads), self.blocks)
+        self.warp_in_block = self.thread // 32
+        self.epochs = np.zeros(self.blocks, np.int64)  # barriers that each block has passed
+        self.memory = memory
+        memory.machine = self
+        self.shared = SharedMemory(self, program.shared)
+        self.local = LocalMemory(self, program.kernel.local.size)
+        self.copies, self.wgmma = Copies(self), Wgmma(self)
+        self.specials: dict[tuple[str, int], Any] = {}
+        self.registers: list[Any] = [None] * len(program.kernel.widths)
+
+    # ---- what instructions ask
+
+    def special(self, name: str, width: int) -> Any:
+        key = (name, width)
+        if key not in self.specials:
+            self.specials[key] = self._special(name).astype(UINT[width])
+        return self.specials[key]
+
+    def _special(self, name: str) -> Any:
+        x, y, z = self.grid
+        block = self.block_of if self.blocks > 1 else self.block_of[:1]
+        of_threads = {
+            "%tid.x": self.thread, "%laneid": self.thread % 32, "%warpid": self.warp_in_block,
+            "%ctaid.x": block % x, "%ctaid.y": block // x % y, "%ctaid.z": block // (x * y),
+        }  # fmt: skip
+        of_all = {
+            "%tid.y": 0, "%tid.z": 0, "%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1,
+            "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z, "%clock": 0, "%globaltimer": 0, "%smid": 0,
+        }  # fmt: skip
+        if name not in of_threads and name not in of_all:
+            raise PtxError(name)
+        return of_threads[name] if name in of_threads else np.array([of_all[name]])
+
+    def variable(self, name: str, width: int) -> Any:
+        kernel = self.program.kernel
+        if name in kernel.local.offsets:
+            return np.array([kernel.local.offsets[name]], UINT[width])
+        return np.array([BASE + kernel.shared.offsets.get(name, 0)], UINT[width])
+
+    def active_warps(self, mask: Any) -> int:
+        if mask is None:
+            return self.lanes // 32
+        return int(np.broadcast_to(mask, (self.lanes,)).reshape(-1, 32).any(1).sum())
+
+    def refuse(self, bad: Any, kind: str, number: int, lanes: Any, address: Any, detail: str = "") -> None:
+        """Report the accesses that `bad` marks, if any.
+
+        Args:
+            lanes: whose accesses they are; None: of all threads, in order.
+            address: of each, or one for all.
+        """
+        rows = np.flatnonzero(bad)
+        if len(rows) == 0:
+            return
+        ins = self.program.ins[number]
+        lane = int(rows[0] if lanes is None else lanes[rows[0]])
+        where = int(address[rows[0]] if len(address) > 1 else address[0])
+        text = (
+            f"{self.program.kernel.name}: {kind}{f' ({detail})' if detail else ''}, PTX line {ins.line} "
+            f"[{ins.source}]: {ins.text[:120]}; block {self.block_of[lane]} thread {self.thread[lane]} of {len(rows)}, "
+            f"address {where:#x}"
+        )
+        if not self.options.note:
+            raise KernelFault(text)
+        self.findings.setdefault((kind, ins.line), [text, 0])[1] += len(rows)
+
+    def trap(self, number: int, mask: Any) -> None:
+        self.refuse([mask is None or np.any(mask)], "trap", number, None, [0])
+
+    def count_global(self, lanes: Any, address: Any, size: int) -> None:
+        self.counters["global bytes"] += len(address) * size
+        if self.options.memory_traffic:
+            every = np.arange(self.lanes) if lanes is None else lanes
+            self.counters["global sectors"] += counters.sectors(every // 32, address)
+            self.counters["global sectors needed"] += -(-len(address) * size // 32)
+
+    def count_banks(self, lanes: Any, index: Any, size: int) -> None:
+        if self.options.memory_traffic:
+            every = np.arange(self.lanes) if lanes is None else lanes
+            taken, needed = counters.wavefronts(every, index * size, size)
+            self.counters["shared wavefronts"] += taken
+            self.counters["shared wavefronts needed"] += needed
+
+    # ---- the run
+
+    def run(self) -> Counter[int]:
+        """Run to the end; return how many warps went through each basic block."""
+        program, R = self.program, self.registers
+        self.pending: dict[int, Any] = {0: np.ones(self.lanes, bool)}  # basic block -> who is there
+        self.waiting: dict[int, Any] = {}  # at the barrier before that block
+        self.live = self.pending[0]  # replaced, never changed in place
+        everybody = True
+        executed: Counter[int] = Counter()
+        for _ in range(self.options.steps):
+            if not self.pending:
+                break
+            n = min(self.pending)
+            mask = self.pending.pop(n)
+            full = mask is self.live or np.array_equal(mask, self.live)
+            function = program.block(n, not full)
+            m = None if full and everybody else mask
+            executed[n] += self.active_warps(m)
+            try:
+                branch = function(self, R, m)
+            except KernelFault:
+                raise
+            except Exception as error:
+                program.explain(error)
+            everybody &= not self.leave(n, mask, branch)
+        else:
+            raise KernelFault(f"{program.kernel.name}: more than {self.options.steps} steps: does it end?")
+        if self.waiting:
+            lanes = np.flatnonzero(np.logical_or.reduce(list(self.waiting.values())))
+            raise KernelFault(f"{program.kernel.name}: threads wait at a barrier that others never reach: {lanes[:4]}")
+        if self.wgmma.pending and not self.options.note:
+            raise KernelFault(f"{program.kernel.name}: ends with wgmma that nobody waited for")
+        for n, warps in executed.items():
+            for name, count in program.classes[n].items():
+                self.counters["warp instructions " + name] += count * warps
+        return executed
+
+    def add(self, n: int, mask: Any) -> None:
+        self.pending[n] = mask if n not in self.pending else self.pending[n] | mask
+
+    def leave(self, n: int, mask: Any, branch: Any) -> bool:
+        """Send the threads on from the end of a basic block; return whether some have ended."""
+        kind, to, conditional = self.program.ends[n]
+        if conditional:
+            branch = np.broadcast_to(branch, (self.lanes,))
+            taken, left = mask & branch, mask & ~branch
+            if not taken.any():
+                self.add(n + 1, mask)
+                return False
+            if left.any():
+                self.add(n + 1, left)
+                mask = taken
+        if kind == "ret":
+            self.live = self.live & ~mask
+            self.release()
+            return True
+        if kind == "bar":
+            self.waiting[to] = mask if to not in self.waiting else self.waiting[to] | mask
+            self.release()
+        else:
+            self.add(to, mask)
+        return False
+
+    def release(self) -> None:
+        """Let the blocks go on whose live threads have all arrived at one barrier."""
+        for barrier in {self.program.barrier[to] for to in self.waiting}:
+            here = [to for to in self.waiting if self.program.barrier[to] == barrier]
+            arrived = np.logical_or.reduce([self.waiting[to] for to in here])
+            there, wanted = (x.reshape(self.blocks, -1).sum(1) for x in (arrived & self.live, self.live))
+            free = (there == wanted) & (there > 0)
+            if not free.any():
+                continue
+            self.epochs = self.epochs + free
+            lanes = np.repeat(free, self.threads)
+            for to in here:
+                going, rest = self.waiting[to] & lanes, self.waiting[to] & ~lanes
+                if going.any():
+                    self.add(to, going)
+                if rest.any():
+                    self.waiting[to] = rest
+                else:
+                    del self.waiting[to]

@@ -1,0 +1,285 @@
+"""Read PTX text: one kernel of a module, its parameters, registers and instructions, cut into basic blocks.
+
+Read is what Triton and LLVM write, not all of the language: a statement that is not known raises, with its line.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+WIDTHS = {"pred": 1, "f16x2": 32, "bf16x2": 32, "bf16": 16} | {
+    f"{letter}{width}": width for letter in "busf" for width in (8, 16, 32, 64) if (letter, width) != ("f", 8)
+}
+
+
+class Reg(NamedTuple):
+    index: int
+    width: int
+
+
+class Imm(NamedTuple):
+    bits: int  # of a float its bits
+    is_float: int  # 0, 32 or 64: the width that was written
+
+
+class Vec(NamedTuple):
+    items: tuple[Any, ...]  # of operands; None is the sink `_`
+
+
+class Mem(NamedTuple):
+    base: Any  # Reg, Sym or Imm
+    offset: int
+
+
+class Sym(NamedTuple):
+    name: str  # a label, a variable or a special register
+
+
+class Not(NamedTuple):
+    reg: Reg  # a predicate
+
+
+@dataclass
+class Ins:
+    number: int
+    line: int  # of the PTX text
+    text: str
+    op: tuple[str, ...]  # the opcode, split at the dots
+    args: list[Any]
+    pred: Reg | None = None
+    negated: bool = False
+    source: str = ""  # file and line of the kernel's source
+
+    @property
+    def is_barrier(self) -> bool:
+        return self.op[0] in ("bar", "barrier") and "warp" not in self.op
+
+
+@dataclass
+class Block:
+    start: int
+    ins: list[Ins] = field(default_factory=list)
+
+
+@dataclass
+class Variables:
+    """Static variables of a memory: their offsets, and how many bytes there are."""
+
+    offsets: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, name: str, alignment: int, size: int) -> None:
+        self.offsets[name] = -(-self.size // alignment) * alignment
+        self.size = self.offsets[name] + size
+
+
+@dataclass
+class Kernel:
+    name: str
+    params: list[tuple[str, str]]  # type, name
+    widths: list[int]  # of registers
+    names: list[str]
+    blocks: list[Block]
+    labels: dict[str, int]  # block numbers
+    threads: int
+    shared: Variables
+    local: Variables  # of a thread
+
+
+class PtxError(Exception):
+    """The text cannot be read, or needs what is not there."""
+
+
+_LABEL = re.compile(r"([$A-Za-z_][\w$.]*):")
+_NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)U?$")
+_VARIABLE = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
+_TERMINATORS = {"bra", "ret", "exit"}
+
+
+def _statements(body: str, first_line: int) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, text, source) of statements, labels and scope braces."""
+    text, start, source = "", 0, ""
+    for number, raw in enumerate(body.split("\n"), first_line):
+        line, _, comment = raw.partition("//")
+        if line.strip().startswith(".loc"):
+            source = comment.strip()  # LLVM writes file:line:column there
+            continue
+        for char in line:
+            if not text.strip():
+                if char in "{}":
+                    yield number, char, source
+                    text = ""
+                    continue
+                start = number
+            if char == ";":
+                yield start, " ".join(text.split()), source
+                text = ""
+                continue
+            text += char
+        if _LABEL.fullmatch(text.strip()):  # a label has its line to itself
+            yield start, text.strip(), source
+            text = ""
+        text += " "
+
+
+def _operands(text: str) -> list[str]:
+    """Cut at the commas outside of braces."""
+    parts, depth, part = [], 0, ""
+    for char in text:
+        depth += (char in "{[(") - (char in "}])")
+        if char == "," and depth == 0:
+            parts.append(part.strip())
+            part = ""
+        else:
+            part += char
+    return [*parts, part.strip()] if part.strip() else parts
+
+
+class _Reader:
+    """Of one entry, statement by statement. Names of registers and labels end with the braces around them."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+        self.names: list[str] = []
+        self.scopes: list[dict[str, Reg]] = [{}]
+        self.local_labels: list[dict[str, str]] = [{}]
+        self.opened = 0
+        self.ins: list[Ins] = []
+        self.labels: dict[str, int] = {}
+        self.local = Variables()
+
+    def statement(self, line: int, text: str, source: str) -> None:
+        if text == "{":
+            self.opened += 1
+            self.scopes.append({})
+            self.local_labels.append({})
+        elif text == "}":
+            self.scopes.pop()
+            self.local_labels.pop()
+        elif _LABEL.fullmatch(text):
+            label = text[:-1]
+            if len(self.scopes) > 1:
+                self.local_labels[-1][label] = label = f"{label}@{self.opened}"
+            self.labels[label] = len(self.ins)
+        elif text.startswith(".reg"):
+            self.declare(text)
+        elif (match := _VARIABLE.fullmatch(text)) and match[1] == "local":
+            self.local.add(match[3], int(match[2]), int(match[4]))
+        elif text.startswith("."):
+            if not text.startswith(".pragma"):
+                raise PtxError(f"line {line}: {text}")
+        elif text:
+            self.instruction(line, text, source)
+
+    def instruction(self, line: int, text: str, source: str) -> None:
+        pred, negated, rest = None, False, text
+        if text.startswith("@"):
+            guard, rest = text[1:].split(None, 1)
+            negated = guard.startswith("!")
+            pred = self.find(guard.lstrip("!"))
+        opcode, _, operands = rest.partition(" ")
+        args = [self.operand(x) for x in _operands(operands)]
+        if opcode.startswith("bra"):
+            label = args[0].name
+            for names in reversed(self.local_labels):
+                label = names.get(label, label)
+            args = [Sym(label)]
+        self.ins.append(Ins(len(self.ins), line, text, tuple(opcode.split(".")), args, pred, negated, source))
+
+    def declare(self, statement: str) -> None:
+        _, kind, *names = statement.replace(",", " ").split()
+        for name in names:
+            if match := re.fullmatch(r"(.+)<(\d+)>", name):
+                for i in range(int(match[2])):
+                    self.register(f"{match[1]}{i}", WIDTHS[kind[1:]])
+            else:
+                self.register(name, WIDTHS[kind[1:]])
+
+    def register(self, name: str, width: int) -> None:
+        self.scopes[-1][name] = Reg(len(self.widths), width)
+        self.widths.append(width)
+        self.names.append(name)
+
+    def find(self, name: str) -> Reg | None:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
+
+    def operand(self, text: str) -> Any:
+        if text == "_":
+            return None
+        if text.startswith("{"):
+            return Vec(tuple(self.operand(x) for x in _operands(text[1:-1])))
+        if text.startswith("["):
+            base, _, offset = text[1:-1].replace(" ", "").partition("+")
+            if not offset and (match := re.fullmatch(r"(.+?)(-\d+)", base)):
+                base, offset = match[1], match[2]
+            return Mem(self.operand(base), int(offset, 0) if offset else 0)
+        if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+            return Imm(int(match[1], 16), 32)
+        if match := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
+            return Imm(int(match[1], 16), 64)
+        if _NUMBER.fullmatch(text):
+            return Imm(int(text.rstrip("U"), 0), 0)
+        if re.fullmatch(r"-?\d+\.\d+", text):
+            return Imm(struct.unpack("<I", struct.pack("<f", float(text)))[0], 32)
+        if "|" in text:
+            return Vec(tuple(self.operand(x) for x in text.split("|")))
+        if text.startswith("!"):
+            return Not(self.operand(text[1:]))
+        return self.find(text) or Sym(text)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the brace at `opening` is closed; those in comments do not count."""
+    depth = 0
+    plain = re.sub(r"//[^\n]*", lambda match: " " * len(match[0]), text)
+    for at in range(opening, len(plain)):
+        depth += (plain[at] == "{") - (plain[at] == "}")
+        if depth == 0:
+            return at
+    raise PtxError("an entry that does not end")
+
+
+def read(text: str, name: str | None = None) -> Kernel:
+    """Read the entry of that name, or the first one."""
+    entry = re.search(r"\.entry\s+" + (re.escape(name) if name else r"([\w$]+)") + r"\s*\(", text)
+    if entry is None:
+        raise PtxError(f"no entry {name}")
+    close = text.index(")", entry.end())
+    opening = text.index("{", close)
+    params = [words.split() for words in text[entry.end() : close].split(",") if words.strip()]
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", text[close + 1 : opening])
+    shared = Variables()
+    for kind, alignment, variable, size in _VARIABLE.findall(text):
+        if kind == "shared":
+            shared.add(variable, int(alignment), int(size))
+    reader = _Reader()
+    for line, statement, source in _statements(
+        text[opening + 1 : _closing(text, opening)], text.count("\n", 0, opening) + 1
+    ):
+        reader.statement(line, statement, source)
+    blocks, labels = _cut(reader.ins, reader.labels)
+    return Kernel(
+        name or entry[1],
+        [(words[1][1:], words[-1]) for words in params],
+        reader.widths,
+        reader.names,
+        blocks,
+        labels,
+        int(threads[1]) if threads else 32,
+        shared,
+        reader.local,
+    )
+
+
+def _cut(ins: list[Ins], labels: dict[str, int]) -> tuple[list[Block], dict[str, int]]:
+    """Cut at what is jumped to, and after jumps and barriers; labels become numbers of blocks."""
+    targets = {i.args[0].name for i in ins if i.op[0] == "bra"}
+    labels = {label: at for label, at in labels.items() if label in targets}
+    starts = {0, *labels.values()}
+    starts |= {i.number + 1 for i in ins if i.op[0] in _TERMINATORS or i.is_barrier}
+    ordered = sorted(s for s in starts if s <= len(ins))
+    blocks = [Block(s, ins[s:stop]) for s, stop in zip(ordered, [*ordered[1:], len(ins)], strict=True)]
+    number = {s: i for i, s in enumerate(ordered)}
+    return blocks, {label: number[at] for label, at in labels.items()}

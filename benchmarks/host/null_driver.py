@@ -15,6 +15,7 @@ from benchmarks.codegen.compilation import Driver
 from benchmarks.codegen.reader import ARCHITECTURES
 from fastformer.host.cuda_graphs import Recorded, Step
 
+
 class _Launcher:
     def __init__(self, source: Any, metadata: Any) -> None:
         pass

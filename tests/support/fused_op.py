@@ -30,7 +30,7 @@ needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not (choice._TRITON and choice._INTERPRETED),
     reason="needs a GPU, or Triton and its interpreter",
 )
-# On a CPU kernels run in Triton's interpreter, or compiled and executed (tests/compiled), where `--compiled` asks for it.
+# On a CPU kernels run in Triton's interpreter, or with --compiled as PTX, executed (tests/compiled).
 INTERPRETED = DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 needs_compiled = pytest.mark.skipif(
     not (choice._INTERPRETED and DEVICE == "cpu" and not INTERPRETED),

@@ -1,4 +1,4 @@
-"""cp.async: the bytes arrive at the wait for their group, as late as the model allows; until then nobody touches them."""
+"""cp.async: bytes arrive at the wait for their group, as late as the model allows; until then nobody touches them."""
 
 from typing import Any, NamedTuple
 

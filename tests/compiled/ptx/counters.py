@@ -16,7 +16,7 @@ _SPACES = {"global", "shared", "param", "local", "const"}
 
 
 def class_of(i: Ins) -> str:
-    """The class that an instruction is counted under: `float`, `ld.global`, `tensor`, …"""
+    """The class that an instruction is counted under, such as `float`, `ld.global` or `tensor`."""
     if i.op[0] in _ACCESSES:
         spaces = [part.split("::")[0] for part in i.op[1:]]
         space = next((s for s in spaces if s in _SPACES), "shared" if "matrix" in i.op[0] else "generic")
@@ -25,7 +25,7 @@ def class_of(i: Ins) -> str:
 
 
 def sectors(warp: Any, address: Any) -> int:
-    """Return how many sectors of 32 bytes the warps ask for; an access lies within one by its alignment, or in whole ones."""
+    """Return how many sectors of 32 bytes the warps ask for; none of an aligned access crosses one."""
     return len(np.unique((warp.astype(u64) << u64(48)) | (address.astype(u64) >> u64(5))))
 
 

@@ -1,7 +1,7 @@
 """A driver for Triton whose launches execute the PTX, on CPU tensors that stand for a GPU's.
 
-The launchers, plans and autograd Functions run as they are. ptxas is left out: the PTX is what is loaded, and what Triton
-keeps on disk, so its cache is in a folder of its own, beside the other one.
+The launchers, plans and autograd Functions run as they are. ptxas is left out: the PTX is what is loaded, and what
+Triton keeps on disk, so its cache is in a folder of its own, beside the other one.
 """
 
 import hashlib

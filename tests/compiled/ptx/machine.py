@@ -174,8 +174,8 @@ class Machine:
         if self.waiting:
             lanes = np.flatnonzero(np.logical_or.reduce(list(self.waiting.values())))
             raise KernelFault(f"{program.kernel.name}: threads wait at a barrier that others never reach: {lanes[:4]}")
-        if self.wgmma.pending and not self.options.note:
-            raise KernelFault(f"{program.kernel.name}: ends with wgmma that nobody waited for")
+        if self.wgmma.pending:
+            self.refuse([True], "ends with a wgmma that nobody waited for", self.wgmma.pending[0].number, None, [0])
         for n, warps in executed.items():
             for name, count in program.classes[n].items():
                 self.counters["warp instructions " + name] += count * warps

@@ -101,7 +101,7 @@ def mma(m: Any, number: int, mask: Any, shape: str, kinds: Any, a: Any, b: Any, 
         raise NotImplementedError(f"mma {shape} {kinds}")
     stacked = [np.stack([by_warp(m, x) for x in v], 1) for v in (a, b)]
     product = np.matmul(a_matrix(stacked[0], kinds[1], k), _b_matrix(stacked[1], kinds[2], k))
-    m.counters["tensor multiply-adds"] += m.activeby_warp(mask) * 16 * 8 * k
+    m.counters["tensor multiply-adds"] += m.active_warps(mask) * 16 * 8 * k
     if kinds[3] == "f16":
         parts = np.stack([by_warp(m, x) for x in c], 1)
         sums = halves(parts, "f16")

@@ -109,7 +109,7 @@ class Arithmetic(Emitter):
         kind = i.op[-1]
         width = WIDTHS[kind]
         signed = kind[0] == "s"
-        if isinstance(pos, Imm) and isinstance(length, Imm) and 0 < length.bits and pos.bits + length.bits <= width:
+        if isinstance(pos, Imm) and isinstance(length, Imm) and length.bits > 0 and pos.bits + length.bits <= width:
             up, down = width - pos.bits - length.bits, width - length.bits
             text = f"({self.bits(a, width)} << {self.constant(up, width)})"
             if signed:

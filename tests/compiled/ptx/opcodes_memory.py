@@ -1,4 +1,4 @@
-"""Translation of what a thread does beyond its registers: memory, asynchronous copies, tensor cores, warps, barriers."""
+"""Translation of what a thread does beyond its registers: memory, copies, tensor cores, warps, barriers."""
 
 from typing import Any
 
@@ -112,8 +112,8 @@ class Memory(Emitter):
         registers = [x.index for x in d.items]
         a_registers = [x.index for x in a.items] if isinstance(a, Vec) else []
         return self.emit(
-            f"M.wgmma.issue(R, {i.number}, {self.mask}, {shape!r}, {i.op[-3:]!r}, {registers}, {a_registers}, {a_text}, "
-            f"{self.bits(b, 64)}, {self.bits(scale, 1)}, {numbers})"
+            f"M.wgmma.issue(R, {i.number}, {self.mask}, {shape!r}, {i.op[-3:]!r}, {registers}, {a_registers}, "
+            f"{a_text}, {self.bits(b, 64)}, {self.bits(scale, 1)}, {numbers})"
         )
 
     def op_shfl(self, i: Ins, d: Any, a: Any, b: Any, c: Any, members: Any) -> None:

@@ -103,7 +103,7 @@ def _statements(body: str, first_line: int) -> Iterator[tuple[int, str, str]]:
     text, start, source = "", 0, ""
     for number, raw in enumerate(body.split("\n"), first_line):
         line, _, comment = raw.partition("//")
-        if line.strip().startswith(".loc"):
+        if line.split()[:1] == [".loc"]:
             source = comment.strip()  # LLVM writes file:line:column there
             continue
         for char in line:

@@ -1,0 +1,123 @@
+"""Are the detectors right about our own kernels? One fault at a time, each found by its kind and at its source line.
+
+What is left out of the PTX is what Triton puts there. What is changed in the source is what a person gets wrong, such
+as two blocks on one row, whose numbers are right in Triton's interpreter, which runs one block after the other.
+"""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+import torch
+
+from fastformer.functional import attention, layer_norm
+from tests.compiled.faults import change, finding, first_finding, forget, source_lines
+from tests.compiled.ptx.driver import session
+from tests.support.fused_op import needs_compiled
+
+pytestmark = [needs_compiled, pytest.mark.usefixtures("triton_backend")]
+on_sm_90 = pytest.mark.skipif(session.arch != 90, reason="wgmma is of sm_90")
+
+
+def attend() -> None:
+    q, k, v = (torch.randn(1, 1, 80, 64, dtype=torch.bfloat16) for _ in range(3))
+    attention(q, k, v, causal=True)
+
+
+def attend_and_back() -> None:
+    leaves = [torch.randn(1, 1, 80, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    attention(*leaves, causal=True).sum().backward()
+
+
+def normalise() -> None:
+    x, weight = torch.randn(70, 200, requires_grad=True), torch.randn(200, requires_grad=True)
+    layer_norm(x, 200, weight).sum().backward()
+
+
+COPY = r"shared memory (read|written) while a copy to it is under way|a copy to where another one is under way"
+LEFT_OUT = [
+    pytest.param(normalise, "layer_norm_forward_kernel", r"\bbar\.sync\b", "race of warps", id="barrier of a norm"),
+    pytest.param(attend, "_attention", r"\bbar\.sync\b", "race of warps", id="barrier of attention"),
+    pytest.param(attend_and_back, "_attention_queries", r"\bbar\.sync\b", "race of warps", id="barrier of dQ"),
+    pytest.param(normalise, "layer_norm_backward_kernel", r"\bcp\.async\.wait_group\b", COPY, id="cp.async of a norm"),
+    pytest.param(attend, "_attention", r"\bcp\.async\.wait_group\b", COPY, id="cp.async of attention"),
+    pytest.param(
+        attend_and_back, "_attention_keys_values", r"\bcp\.async\.wait_group\b", COPY, id="cp.async of dK and dV"
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kernel", "pattern", "kind"), LEFT_OUT)
+def test_what_is_left_out_is_missed(call, kernel, pattern, kind):
+    check(call, kernel, pattern, kind)
+
+
+WGMMA = [
+    pytest.param(r"\bwgmma\.wait_group\b", "register in flight|under way|nobody waited for", id="wait"),
+    pytest.param(r"\bwgmma\.fence\b", r"no wgmma.fence|register written since wgmma.fence", id="fence of registers"),
+    pytest.param(r"\bfence\.proxy\.async\b", "no fence.proxy.async", id="fence of shared memory"),
+]
+
+
+@on_sm_90
+@pytest.mark.parametrize("kernel", ["_attention", "_attention_keys_values"])
+@pytest.mark.parametrize(("pattern", "kind"), WGMMA)
+def test_what_is_left_out_of_wgmma_is_missed(kernel, pattern, kind):
+    check(attend if kernel == "_attention" else attend_and_back, kernel, pattern, kind)
+
+
+def check(call, kernel, pattern, kind):
+    assert finding(call) is None
+    found = first_finding(call, kernel, pattern)
+    assert found.startswith(f"{kernel}: ")
+    assert re.search(kind, found), found
+    assert any("tl." in line or "fold(" in line or "_dots(" in line for line in source_lines(found)), found
+
+
+@pytest.fixture
+def sources() -> Iterator[None]:
+    """Other sources are compiled anew, and so are the right ones after them."""
+    forget()
+    yield
+    forget()
+
+
+def normalise_part() -> None:
+    """16 columns of rows of 20 in fp16, which begin at multiples of 8 bytes."""
+    layer_norm(torch.randn(70, 20).half()[:, :16], 16)
+
+
+NORM, FORWARD = "norms.layer_norm", "layer_norm_forward_kernel"
+WRONG_SOURCE = [
+    pytest.param(
+        normalise_part, "norms.rows", "load_tile",
+        "starts * stride * ALIGN", "tl.multiple_of(starts * stride, [8, 8]) * ALIGN",
+        r"misaligned \(16 bytes\)", "return tl.load(ptr + starts * stride * ALIGN + cols, mask, other=0.0)",
+        id="alignment hint",
+    ),
+    pytest.param(
+        normalise, NORM, FORWARD, "mean, rows < M)", "mean, rows <= M)",
+        "outside all (allocations|tensors)", "tl.store(mean_ptr + rows, mean, rows < M)", id="index off by one",
+    ),
+    pytest.param(
+        normalise, NORM, FORWARD, "rows = tl.program_id(0) * BLOCK_M", "rows = tl.program_id(0) * (BLOCK_M - 1)",
+        "race of blocks", "tl.store(y_ptr + starts * N + cols, y, mask)", id="two blocks on a row",
+    ),
+    pytest.param(
+        attend, "attention.forward", "_attention", "end_row = last_query if PACKED else T", "end_row = T + 16",
+        "outside all|race of blocks", "tl.store(out_ptr + rows", id="rows of the next head",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize(("call", "module", "function", "old", "new", "kind", "line"), WRONG_SOURCE)
+def test_what_is_wrong_in_a_source_is_seen(monkeypatch, call, module, function, old, new, kind, line):
+    assert finding(call) is None
+    forget()
+    change(monkeypatch, import_module(f"fastformer_kernels.{module}"), function, old, new)
+    found = finding(call)
+    assert found is not None
+    assert re.search(kind, found), found
+    assert any(line in each for each in source_lines(found)), found

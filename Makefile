@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help check test quick fuzz lowest codegen lock notebook docs dist
+.PHONY: help check test quick fuzz lowest codegen compiled compiled-quick lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -24,6 +24,15 @@ fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60
+
+compiled:  ## every test of kernels on compiled code, for sm_80 and for sm_90, executed on the CPU
+	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_80
+	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_90
+
+# The detectors on our kernels, and the first case of each op's tests.
+compiled-quick:  ## a part of that: two minutes of a core for each, with nothing compiled before
+	$(PYTHON) -m pytest --quick --compiled sm_80 tests/compiled
+	$(PYTHON) -m pytest --quick --compiled sm_90 tests/compiled tests/kernels
 
 # The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
 # version; differences to the budget are printed).

@@ -29,10 +29,11 @@ compiled:  ## every test of kernels on compiled code, for sm_80 and for sm_90, e
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_80
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_90
 
-# The detectors on our kernels, and the first case of each op's tests.
-compiled-quick:  ## a part of that: two minutes of a core for each, with nothing compiled before
+# The detectors on our kernels, and the first case of each op's values and gradients.
+compiled-quick:  ## a part of that, which CI runs
 	$(PYTHON) -m pytest --quick --compiled sm_80 tests/compiled
-	$(PYTHON) -m pytest --quick --compiled sm_90 tests/compiled tests/kernels
+	$(PYTHON) -m pytest --quick --compiled sm_90 tests/compiled tests/kernels \
+	  -k "compiled or shapes or rules or packed or decoding or values or fast"
 
 # The kernels with another Triton: values in the interpreter, and what sm_90 code they make (limits hold for every
 # version; differences to the budget are printed).

@@ -3,7 +3,8 @@
     python tests/kernels/kernel_mutations.py
 
 A copy of the repository gets one fault at a time; the test that stands beside the fault must then fail by an assertion.
-A fault that survives is a gap in the tests. All of it runs in Triton's interpreter, also where there is a GPU.
+A fault that survives is a gap in the tests. All of it runs in Triton's interpreter, also where there is a GPU; faults
+that it cannot show, such as two blocks that write one row, run compiled (tests/compiled).
 """
 
 import argparse
@@ -35,13 +36,14 @@ class Fault(NamedTuple):
     new: str
     test: str  # which must fail
     failure: str = ""  # how it fails, where that is no assertion
+    compiled: str = ""  # for what GPU; else it is interpreted
 
 
 def _faults() -> Iterator[Fault]:
     kernels, ops = "kernels/fastformer_kernels", "fastformer/functional"
 
-    def at(file: str, test: str, name: str, old: str, new: str, failure: str = "") -> Fault:
-        return Fault(name, f"{file}.py", old, new, f"tests/kernels/test_fused_{test}", failure)
+    def at(file: str, test: str, name: str, old: str, new: str, failure: str = "", compiled: str = "") -> Fault:
+        return Fault(name, f"{file}.py", old, new, f"tests/kernels/test_fused_{test}", failure, compiled)
 
     small = "attention.py::test_shapes_and_causality[{}-shape1-dtype0]"
     tiles = "attention.py::test_shapes_and_causality[{}-shape2-dtype0]"
@@ -647,6 +649,46 @@ def _faults() -> Iterator[Fault]:
         "row, row * 0 + stream * 0,",
     )
 
+    fault = r"tests\.compiled\.ptx\.machine\.KernelFault: \w+: "
+    yield at(
+        f"{kernels}/norms/layer_norm",
+        "layer_norm.py::test_values_and_gradients[weight and bias-shape2-torch.float32]",
+        "layer norm: two blocks write one row",
+        "rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "rows = tl.program_id(0) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)",
+        f"{fault}race of blocks",
+        "sm_80",
+    )
+    yield at(
+        f"{kernels}/norms/rows",
+        "layer_norm.py::test_several_normalized_dimensions_and_strides",
+        "norms: rows are said to begin at multiples of 32 bytes",
+        "tl.load(ptr + starts * stride * ALIGN + cols,",
+        "tl.load(ptr + tl.multiple_of(starts * stride, [8, 8]) * ALIGN + cols,",
+        f"{fault}misaligned",
+        "sm_80",
+    )
+    yield at(
+        f"{kernels}/attention/forward",
+        small,
+        "forward: keys beyond the tensor are read",
+        "real = (j * BLOCK_S + columns < last_key)[:, None] & in_head",
+        "real = (columns >= 0)[:, None] & in_head",
+        f"{fault}outside all (tensors|allocations)",
+        "sm_90",
+    )
+    yield at(
+        f"{kernels}/attention/backward",
+        "attention.py::test_the_fast_backward_pass",
+        "fast dQ: added without atomics",
+        "tl.atomic_add(\n                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, "
+        'mask=real_rows, sem="relaxed"',
+        "places = dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :]\n"
+        "                tl.store(\n                    places, tl.load(places, real_rows) + dq * scale, mask=real_rows",
+        f"{fault}race of blocks",
+        "sm_80",
+    )
+
 
 FAULTS = list(_faults())
 
@@ -660,6 +702,10 @@ def _copy(to: Path) -> Path:
     return to
 
 
+# NumPy's warnings of what a fault makes infinite would end the test before its assertion.
+OPTIONS = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore::RuntimeWarning"]
+
+
 def _pytest(folder: Path, log: Path, tests: list[str]) -> None:
     """Run tests in a process of their own."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -669,14 +715,24 @@ def _pytest(folder: Path, log: Path, tests: list[str]) -> None:
     sys.path[:0] = [str(folder), str(folder / "kernels")]  # before the installed ones
     import pytest
 
-    # NumPy's warnings of what a fault makes infinite would end the test before its assertion.
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore::RuntimeWarning"]
-    sys.exit(int(pytest.main([*options, *tests])))
+    sys.exit(int(pytest.main([*OPTIONS, *tests])))
 
 
-def run(folder: Path, tests: list[str]) -> tuple[int | None, str]:
+def run(folder: Path, tests: list[str], compiled: str) -> tuple[int | None, str]:
     """Return the exit status of pytest, None for too long, and what it printed."""
     log = folder.parent / f"{folder.name}.log"
+    if compiled:  # which the server cannot do: the interpreter is in it
+        paths = os.pathsep.join([str(folder), str(folder / "kernels")])
+        command = [sys.executable, "-m", "pytest", *OPTIONS, "--compiled", compiled, *tests]
+        with log.open("w") as output:
+            try:
+                status: int | None = subprocess.run(
+                    command, cwd=folder, env=os.environ | {"PYTHONPATH": paths}, timeout=LIMIT * len(tests),
+                    stdout=output, stderr=subprocess.STDOUT, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                status = None
+        return status, log.read_text()
     process = multiprocessing.get_context("forkserver").Process(target=_pytest, args=(folder, log, tests))
     process.start()
     process.join(LIMIT * len(tests))
@@ -692,7 +748,7 @@ def judge(fault: Fault, folder: Path) -> str:
     text = file.read_text()
     file.write_text(text.replace(fault.old, fault.new))
     try:
-        status, output = run(folder, [fault.test])
+        status, output = run(folder, [fault.test], fault.compiled)
     finally:
         file.write_text(text)
     if status == 0:
@@ -736,12 +792,14 @@ def main() -> None:
                 folders.put(folder)
 
         folder = folders.get()
-        tests = list(dict.fromkeys(fault.test for fault in chosen))
-        status, output = run(folder, tests)
+        for compiled in sorted({fault.compiled for fault in chosen}):
+            tests = list(dict.fromkeys(fault.test for fault in chosen if fault.compiled == compiled))
+            status, output = run(folder, tests, compiled)
+            if status != 0 or "skipped" in output:
+                sys.exit(f"without any fault:\n{output}")
+            passed = f"{len(tests)} tests pass without any fault, {compiled or 'interpreted'}"
+            print(f"{passed}, {time.perf_counter() - start:.0f} s", flush=True)
         folders.put(folder)
-        if status != 0 or "skipped" in output:
-            sys.exit(f"without any fault:\n{output}")
-        print(f"{len(tests)} tests pass without any fault, {time.perf_counter() - start:.0f} s", flush=True)
         verdicts = []
         for fault, (verdict, seconds) in zip(chosen, pool.map(with_folder, chosen), strict=True):
             print(f"{fault.name:<64} {verdict:<8} {seconds:5.1f} s  {fault.test.removeprefix('tests/')}", flush=True)

@@ -73,14 +73,16 @@ def test_rows_with_a_large_mean(N):
 def test_several_normalized_dimensions_and_strides():
     weight, bias = random(3, 5), random(5, 3)
 
-    def op(x, y, w, b):
+    def op(x, y, z, w, b):
         flat = layer_norm(x, (3, 5), w, b.T)
         rows = layer_norm(y[:, 1, 1:], 5)  # rows with a stride
+        parts = layer_norm(z[:, :8], 8)  # rows that begin between vectors of 16 bytes
         mixed = layer_norm(y.transpose(0, 2), 4)  # columns with a stride
         spread = layer_norm(x[0, 0, 0].expand(2, 7, 5), 5, w[0], b[:, 0])
-        return flat, rows, mixed, spread.transpose(0, 1)
+        return flat, rows, parts, mixed, spread.transpose(0, 1)
 
-    assert_as_accurate_as_reference(op, [random(2, 4, 3, 5), random(4, 2, 6), weight, bias], torch.float32)
+    inputs = [random(2, 4, 3, 5), random(4, 2, 6), random(3, 10), weight, bias]
+    assert_as_accurate_as_reference(op, inputs, torch.float32)
 
 
 def test_gradients_with_strides():

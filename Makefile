@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help check test quick fuzz lowest codegen compiled compiled-quick lock notebook docs dist
+.PHONY: help check test quick fuzz lowest codegen compiled compiled-part lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -31,7 +31,7 @@ compiled:  ## every test of kernels on compiled code, for sm_80 and for sm_90, e
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --compiled sm_90
 
 # The detectors on our kernels, a training step, a translation, and the first case of each op's values and gradients.
-compiled-quick:  ## a part of that, which CI runs
+compiled-part:  ## a part of that, which CI runs
 	for arch in sm_80 sm_90; do \
 	  $(PYTHON) -m pytest --compiled $$arch tests/compiled; \
 	  $(PYTHON) -m pytest --compiled $$arch --quick tests/kernels -k "shapes or rules or packed or decoding or values"; \

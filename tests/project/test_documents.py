@@ -260,7 +260,7 @@ def test_the_annotated_tree_has_every_folder_and_no_other() -> None:
         path.name for top in (package, package / "apps") for path in top.iterdir() if (path / "__init__.py").exists()
     }
     roots = {"fastformer", "kernels", "fastformer_kernels", "benchmarks", "tests", "recipes", "examples", "docs"}
-    assert named - {"support", "gpu"} == folders | roots
+    assert named - {"support", "compiled", "gpu"} == folders | roots
 
 
 def test_every_version_of_python_that_we_name_runs_the_tests() -> None:

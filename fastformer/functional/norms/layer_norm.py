@@ -16,6 +16,8 @@ from fastformer.functional.choice import DTYPES, runs_fused
 from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
 from fastformer.host.devices import check_tensors
 
+IN_FLOAT32 = {"cuda"}  # devices whose autocast gives norms in float32
+
 
 def layer_norm(
     x: Tensor,
@@ -126,7 +128,8 @@ def output_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
 
     Autocast on a CPU leaves norms alone in torch.
     """
-    if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+    device = x.device.type
+    if device in IN_FLOAT32 and torch.is_autocast_enabled(device):
         return torch.float32
     dtype = x.dtype
     for other in others:

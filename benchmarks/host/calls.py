@@ -132,9 +132,7 @@ def _steps() -> list[CallPair]:
     ]
 
 
-def _trainer_step(
-    model: TranslationModel, batch: Batch, recorder: Recorder | None, precision: str = "fp32"
-) -> Call:
+def _trainer_step(model: TranslationModel, batch: Batch, recorder: Recorder | None, precision: str = "fp32") -> Call:
     """A step as the trainer makes it: the batch to the device, loss, gradients, their norm, clipping and AdamW."""
     config, alone = TrainConfig(steps=1, precision=precision), Processes()
     loss = partial(translation_loss, label_smoothing=0.1)

@@ -16,15 +16,17 @@ from benchmarks.host import null_driver
 from fastformer.host.autograd_function import LAUNCHERS, _launcher
 
 # Ops that launch nothing, beside views: those that allocate, or look at what the host knows.
-_NONE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
-         "_unsafe_view", "is_same_size", "promote_types", "_record_function_enter_new", "_record_function_exit"}  # fmt: skip
+_NONE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
+    "_unsafe_view", "is_same_size", "promote_types", "_record_function_enter_new", "_record_function_exit",
+}  # fmt: skip
 # Zeros and a copy into them; a sort, its bounds and the sums.
 _MORE = {"slice_backward": 2, "select_backward": 2, "embedding_dense_backward": 4}
 # Tensors of a launch, by the number of lists; blocks of a launch, elements of a block (MultiTensorApply.cuh).
 _TENSORS, _BLOCKS, _CHUNK = (110, 64, 48, 36, 30), 320, 65536
 
 
-class Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; a backward on CPU tensors runs in the thread that asked for it, and is seen too.
 
     Attributes:
@@ -32,7 +34,7 @@ class Launches(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.aten: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
+from fastformer.host.autocast import in_autocast, to_autocast
 from fastformer.host.autograd_function import (
     Formula,
     call,
@@ -33,7 +34,6 @@ from fastformer.host.autograd_function import (
     dropout_seed,
     eager_formula,
     plain_gradients,
-    to_autocast,
     twice,
 )
 from fastformer.host.devices import check_tensors
@@ -140,10 +140,10 @@ def reference(
     dropout_p: float,
 ) -> Tensor:
     """`feed_forward` in plain PyTorch."""
-    hidden = F.linear(x, weight1, bias1)
+    hidden = F.linear(x, in_autocast(weight1), in_autocast(bias1))
     # In place where nothing else needs the argument: one pass over the widest tensor of a layer less.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
-    return F.linear(drop(hidden, dropout_p), weight2, bias2)
+    return F.linear(drop(hidden, dropout_p), in_autocast(weight2), in_autocast(bias2))
 
 
 def _activate_fake(h: Tensor, activation: str) -> Tensor:

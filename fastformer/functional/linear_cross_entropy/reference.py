@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.host.autocast import to_autocast
 from fastformer.host.devices import autocasts
 from fastformer.modes import compiling, transformed
 
@@ -247,8 +248,7 @@ def linear_cross_entropy(
     """Cross entropy of softmax(x weight^T + bias), x `[M, D]`, weight `[V, D]`, target `[M]`: the sum, or all rows."""
     if autocasts(x):
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
     given = (x, weight) if bias is None else (x, weight, bias)
     # What torch.func takes is plain, and so is what keeps the classes of tensors.
     if rows or transformed() or torch.overrides.has_torch_function(given):

@@ -143,11 +143,17 @@ class LinearCrossEntropySum(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         if twice("linear_cross_entropy", formula := ctx.formula):
             return *plain_gradients(lambda *inputs: formula(*inputs).sum(), inputs, wanted, (grad,)), *none
-        # In fp32: next to an fp16 matrix, torch reads a factor without dimensions as fp16 too.
-        scaled = [
-            (dy.float() * grad).to(y.dtype) if want else None for dy, y, want in zip(found, inputs, wanted, strict=True)
-        ]
-        return *scaled, *none
+        triples = zip(found, inputs, wanted, strict=True)
+        return *(_scaled(dy, grad, y.dtype) if want else None for dy, y, want in triples), *none
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32 and round once, in one pass.
+
+    Next to an fp16 matrix, torch reads a factor without dimensions as fp16, too.
+    """
+    factor = factor.view([1] * gradient.dim())
+    return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):

@@ -18,7 +18,8 @@ from fastformer.host.autograd_function import LAUNCHERS, _launcher
 # Ops that launch nothing, beside views: those that allocate, or look at what the host knows.
 _NONE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
-    "_unsafe_view", "is_same_size", "promote_types", "_record_function_enter_new", "_record_function_exit",
+    "_unsafe_view", "is_same_size", "promote_types", "_local_scalar_dense", "_record_function_enter_new",
+    "_record_function_exit",
 }  # fmt: skip
 # Zeros and a copy into them; a sort, its bounds and the sums.
 _MORE = {"slice_backward": 2, "select_backward": 2, "embedding_dense_backward": 4}

@@ -382,15 +382,10 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         return self.compose(tokens, *self.attends(layout, memory, memory_layout, causal, tgt_mask, memory_mask))
 
     def attends(
-        self,
-        layout: Layout,
-        memory: Tensor,
-        memory_layout: Layout,
-        causal: bool = True,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
+        self, layout: Layout, memory: Tensor, memory_layout: Layout, causal: bool, *masks: Tensor | None
     ) -> tuple[Attention, Attention]:
-        """Return what `compose` takes for packed sequences."""
+        """Return what `compose` takes for packed sequences; masks: of the target, and of the memory."""
+        tgt_mask, memory_mask = masks
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (

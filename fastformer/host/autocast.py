@@ -1,12 +1,11 @@
-"""Autocast where torch's own does not reach: the tensors of our ops, and parameters, which are cast together.
+"""Parameters that are cast together for autocast, and their gradients.
 
 torch casts a parameter where a matrix product first meets it, and its gradient on the way back: a kernel each, 266 in a
 step of 6+6 layers. Within `cast_together` one op casts all parameters, and one all their gradients: some 8 launches.
 The numbers are those of torch: the gradients of what is used twice are added in 16 bits, as those of its cached casts.
-Only those who ask here get such a copy; a module's parameters stay what they are for whoever else looks at them.
+Only those who ask (`devices.in_autocast`) get such a copy: a module's parameters stay what they are.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,38 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.modes import compiling
-
-
-class _Thread(threading.local):
-    """Of each parameter that was cast together with others: itself, its version then, and its copy."""
-
-    copies: dict[int, tuple[Tensor, int, Tensor]] | None = None
-
-
-_thread = _Thread()
-
-
-def in_autocast(parameter: Tensor | None) -> Any:
-    """Return the copy of a parameter in the dtype of autocast where it has one, else itself, which torch then casts."""
-    if compiling() or _thread.copies is None or parameter is None:
-        return parameter
-    found = _thread.copies.get(id(parameter))
-    if found is None or found[1] != parameter._version:
-        return parameter
-    device, copy = parameter.device.type, found[2]
-    on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == copy.dtype
-    return copy if on else parameter
-
-
-def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast."""
-    device = next(x for x in tensors if x is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    found = [in_autocast(x) for x in tensors]
-    return tuple([x.to(dtype) if x is not None and x.is_floating_point() else x for x in found])
+from fastformer.host.devices import copies
 
 
 @contextmanager
@@ -60,13 +28,13 @@ def cast_together(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> It
     if not given:
         yield
         return
-    copies = _CastTogether.apply(dtype, *given)  # type: ignore[no-untyped-call]
-    before = _thread.copies
-    _thread.copies = {id(p): (p, p._version, copy) for p, copy in zip(given, copies, strict=True)}
+    cast = _CastTogether.apply(dtype, *given)  # type: ignore[no-untyped-call]
+    before = copies.of
+    copies.of = {id(p): (p, p._version, copy) for p, copy in zip(given, cast, strict=True)}
     try:
         yield
     finally:
-        _thread.copies = before
+        copies.of = before
 
 
 class _CastTogether(torch.autograd.Function):
@@ -76,9 +44,9 @@ class _CastTogether(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.parameters = parameters  # for their layout: what becomes of their values is no matter
-        copies = tuple([torch.empty_like(p, dtype=dtype) for p in parameters])
-        torch._foreach_copy_(copies, parameters)
-        return copies
+        cast = tuple([torch.empty_like(p, dtype=dtype) for p in parameters])
+        torch._foreach_copy_(cast, parameters)
+        return cast
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
-from fastformer.host.autocast import in_autocast
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_tensors, in_autocast
 from fastformer.nn.modules import drop_in
 from fastformer.packing import Layout, offsets_of, pack, unpack
 

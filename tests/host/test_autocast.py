@@ -12,7 +12,8 @@ import fastformer
 from fastformer.apps.train import Processes, TrainConfig
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
-from fastformer.host.autocast import cast_together, in_autocast, to_autocast
+from fastformer.host.autocast import cast_together
+from fastformer.host.devices import in_autocast, to_autocast
 from fastformer.nn.modules import cast_parameters
 from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.translation_task import random_batch, random_model

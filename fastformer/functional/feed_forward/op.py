@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
-from fastformer.host.autocast import in_autocast, to_autocast
 from fastformer.host.autograd_function import (
     Formula,
     call,
@@ -36,7 +35,7 @@ from fastformer.host.autograd_function import (
     plain_gradients,
     twice,
 )
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_tensors, in_autocast, to_autocast
 from fastformer.modes import compiling
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]

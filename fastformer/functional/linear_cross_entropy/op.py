@@ -16,9 +16,8 @@ from torch import Tensor
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
-from fastformer.host.autocast import to_autocast
 from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_tensors, to_autocast
 from fastformer.modes import readable
 
 Reduction = Literal["mean", "sum", "none"]

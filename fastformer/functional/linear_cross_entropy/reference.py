@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.host.autocast import to_autocast
-from fastformer.host.devices import autocasts
+from fastformer.host.devices import autocasts, to_autocast
 from fastformer.modes import compiling, transformed
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there

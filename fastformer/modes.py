@@ -18,6 +18,7 @@ functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace
 profiling = torch._C._autograd._profiler_enabled
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None where saved tensors are kept as such
 
 
 def transformed() -> bool:

@@ -17,19 +17,30 @@ over.
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.modes import compiling, dispatch_modes, forward_ad, functorch_level, profiling, tracing_state
+from fastformer.modes import (
+    compiling,
+    dispatch_modes,
+    forward_ad,
+    functorch_level,
+    profiling,
+    saved_tensors_hooks,
+    tracing_state,
+)
 
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
 
 LAUNCHERS: dict[str, str] = {}  # op -> `ROOM.FILE.FUNCTION` in fastformer_kernels
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, torch.dtype}
+_SEEDS = 64  # a step of 6+6 layers takes 62
 _LIBRARY = torch.library.Library("fastformer", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -114,13 +125,23 @@ def _distinct(args: tuple[Any, ...]) -> list[Any]:
     return found
 
 
-def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast."""
-    device = next(x for x in tensors if x is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x is not None and x.is_floating_point() else x for x in tensors)
+class _Seeds(threading.local):
+    """Seeds that were drawn together, by device; None: each is drawn alone."""
+
+    waiting: dict[torch.device, list[Tensor]] | None = None
+
+
+_seeds = _Seeds()
+
+
+@contextmanager
+def seeds_together() -> Iterator[None]:
+    """Draw the seeds of this thread's dropout masks `_SEEDS` at a time, in place of a kernel each."""
+    before, _seeds.waiting = _seeds.waiting, {}
+    try:
+        yield
+    finally:
+        _seeds.waiting = before
 
 
 def dropout_seed(x: Tensor) -> Tensor:
@@ -129,7 +150,18 @@ def dropout_seed(x: Tensor) -> Tensor:
     Drawn by torch on the device: `manual_seed`, `fork_rng` and activation checkpointing reproduce it, a CUDA graph
     draws a new one at each replay, and nothing waits.
     """
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    if compiling() or _seeds.waiting is None or not torch.is_grad_enabled() or saved_tensors_hooks(True) is not None:
+        # Checkpointing, which is such a hook or takes the gradient away, draws again from the generator as it was here.
+        return _draw(x, 1)
+    waiting = _seeds.waiting.get(x.device)
+    if not waiting:
+        # Each on 16 bytes, as a tensor of its own would be: kernels are compiled for where a pointer points.
+        waiting = _seeds.waiting[x.device] = list(_draw(x, 2 * _SEEDS).view(_SEEDS, 2)[:, :1].unbind())
+    return waiting.pop()
+
+
+def _draw(x: Tensor, count: int) -> Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=x.device)
 
 
 def eager_formula(plain: Formula, *others: Tensor | None) -> Formula | None:

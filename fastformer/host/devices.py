@@ -1,15 +1,19 @@
-"""Tensors and their devices: the check that those of a call are on one, and the copy from the CPU in one transfer.
+"""Tensors and their devices: the check that those of a call are on one, what autocast of it makes of them, and the copy
+from the CPU in one transfer.
 
 A kernel takes addresses, and one of another device is an illegal access, or a slow one. So every op asks here, first,
 before anything runs. Tensors without dimensions are no exception, though torch takes them from the CPU as numbers: what
 our ops take as a number is a Python number.
 """
 
+import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from fastformer.modes import compiling
 
 _ALIGNMENT = 128  # bytes; what torch's own tensors begin at: kernels are compiled for multiples of 16
 
@@ -66,6 +70,37 @@ def _refuse(names: tuple[str, ...], found: Sequence[object], required: int) -> N
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for the device of x; it knows no "meta", where nothing is computed."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+class _Copies(threading.local):
+    """Of each parameter that was cast together with others: itself, its version then, and its copy."""
+
+    of: dict[int, tuple[Tensor, int, Tensor]] | None = None
+
+
+copies = _Copies()
+
+
+def in_autocast(parameter: Tensor | None) -> Any:
+    """Return the copy of a parameter in the dtype of autocast where it has one, else itself, which torch then casts."""
+    if compiling() or copies.of is None or parameter is None:
+        return parameter
+    found = copies.of.get(id(parameter))
+    if found is None or found[1] != parameter._version:
+        return parameter
+    device, copy = parameter.device.type, found[2]
+    on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == copy.dtype
+    return copy if on else parameter
+
+
+def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast."""
+    device = next(x for x in tensors if x is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    found = [in_autocast(x) for x in tensors]
+    return tuple([x.to(dtype) if x is not None and x.is_floating_point() else x for x in found])
 
 
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:

@@ -8,14 +8,14 @@ Letters: B batch, T targets, S sources, D model width.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.host.devices import check_types
+from fastformer.host.devices import autocasts, check_types
 from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.torch_calls import encoder_masks
@@ -43,21 +43,59 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     )
 
 
-def _add_norm(x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> tuple[Tensor, Tensor]:
-    """The step between sublayers: (norm(residual + dropout(x)), residual + dropout(x))."""
-    # An attention of somebody's own may return what broadcasts.
-    if x.shape != residual.shape or not (plain(dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
-        total = residual + _dropout(x, dropout)
-        return norm(total), total
-    return functional.dropout_add_layer_norm(
-        x,
-        residual,
-        norm.normalized_shape,
-        norm.weight,
-        norm.bias,
-        eps=norm.eps,
-        dropout_p=dropout.p if dropout.training else 0.0,
-    )
+class Pending(NamedTuple):
+    """What a layer has still to add up, residual + dropout(x): the next norm does that in one op with its own work."""
+
+    x: Tensor
+    residual: Tensor
+    dropout: Any
+
+    def add(self) -> Tensor:
+        """Add it up."""
+        return self.residual + _dropout(self.x, self.dropout)
+
+    def norm(self, norm: Any, reader: Any = None) -> tuple[Tensor, Tensor]:
+        """Return its norm, and itself added up.
+
+        reader: what alone reads the norm; under autocast that is then written as its matrix products take it.
+        """
+        # An attention of somebody's own may return what broadcasts.
+        same = self.x.shape == self.residual.shape
+        if not (same and plain(self.dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
+            total = self.add()
+            return norm(total), total
+        return functional.dropout_add_layer_norm(
+            self.x,
+            self.residual,
+            norm.normalized_shape,
+            norm.weight,
+            norm.bias,
+            eps=norm.eps,
+            dropout_p=self.dropout.p if self.dropout.training else 0.0,
+            dtype=_product_dtype(self.residual, reader),
+        )
+
+
+def _norm(x: Tensor | Pending, norm: Any, reader: Any) -> tuple[Tensor, Tensor]:
+    """The norm at the beginning of a layer, and what it is of."""
+    if isinstance(x, Pending):
+        return x.norm(norm, reader)
+    dtype = _product_dtype(x, reader)
+    if dtype is None or not plain(norm, LayerNorm, nn.LayerNorm):
+        return norm(x), x
+    return functional.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype), x
+
+
+def _product_dtype(x: Tensor, reader: Any) -> torch.dtype | None:
+    """The dtype in which autocast would have `reader` read x; None without autocast, or where nobody knows."""
+    if (
+        reader is None
+        or not autocasts(x)
+        or x.dtype == torch.float64
+        or not plain(reader, nn.Linear, MultiheadAttention)
+    ):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def _dropout(x: Tensor, dropout: Any) -> Tensor:
@@ -202,19 +240,26 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
         check_types(("tokens",), tokens)
-        return self.compose(
-            tokens,
-            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),
-        )
+        return self.compose(tokens, *self.attends(layout, causal, src_mask))
+
+    def attends(self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> tuple[Attention]:
+        """Return what `compose` takes for packed sequences."""
+        return (lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),)
 
     def compose(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
-        self._check_composable()
         if self.norm_first:
-            h, x = _add_norm(attention(self.norm1(x)), x, self.dropout1, self.norm2)
-            return x + _dropout(_feed_forward(self, h), self.dropout2)
-        x, _ = _add_norm(attention(x), x, self.dropout1, self.norm1)
-        return _add_norm(_feed_forward(self, x), x, self.dropout2, self.norm2)[0]
+            return self.carry(x, attention).add()
+        self._check_composable()
+        x, _ = Pending(attention(x), x, self.dropout1).norm(self.norm1)
+        return Pending(_feed_forward(self, x), x, self.dropout2).norm(self.norm2)[0]
+
+    def carry(self, x: Tensor | Pending, attention: Attention) -> Pending:
+        """Compute a layer with `norm_first` but for its last sum, from what the layer before left, too."""
+        self._check_composable()
+        h, x = _norm(x, self.norm1, self.self_attn)
+        h, x = Pending(attention(h), x, self.dropout1).norm(self.norm2, self.linear1)
+        return Pending(_feed_forward(self, h), x, self.dropout2)
 
 
 @drop_in
@@ -333,21 +378,34 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_mask: Tensor | None = None,
     ) -> Tensor:
         """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; masks as in forward, over the columns."""
+        check_types(("tokens",), tokens)
+        return self.compose(tokens, *self.attends(layout, memory, memory_layout, causal, tgt_mask, memory_mask))
+
+    def attends(
+        self, layout: Layout, memory: Tensor, memory_layout: Layout, causal: bool, *masks: Tensor | None
+    ) -> tuple[Attention, Attention]:
+        """Return what `compose` takes for packed sequences; masks: of the target, and of the memory."""
+        tgt_mask, memory_mask = masks
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
-        check_types(("tokens", "memory"), tokens, memory)
-        return self.compose(
-            tokens,
+        check_types(("memory",), memory)
+        return (
             lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
             lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
     def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
-        self._check_composable()
         if self.norm_first:
-            h, x = _add_norm(self_attention(self.norm1(x)), x, self.dropout1, self.norm2)
-            h, x = _add_norm(cross_attention(h), x, self.dropout2, self.norm3)
-            return x + _dropout(_feed_forward(self, h), self.dropout3)
-        x, _ = _add_norm(self_attention(x), x, self.dropout1, self.norm1)
-        x, _ = _add_norm(cross_attention(x), x, self.dropout2, self.norm2)
-        return _add_norm(_feed_forward(self, x), x, self.dropout3, self.norm3)[0]
+            return self.carry(x, self_attention, cross_attention).add()
+        self._check_composable()
+        x, _ = Pending(self_attention(x), x, self.dropout1).norm(self.norm1)
+        x, _ = Pending(cross_attention(x), x, self.dropout2).norm(self.norm2)
+        return Pending(_feed_forward(self, x), x, self.dropout3).norm(self.norm3)[0]
+
+    def carry(self, x: Tensor | Pending, self_attention: Attention, cross_attention: Attention) -> Pending:
+        """Compute a layer with `norm_first` but for its last sum, from what the layer before left, too."""
+        self._check_composable()
+        h, x = _norm(x, self.norm1, self.self_attn)
+        h, x = Pending(self_attention(h), x, self.dropout1).norm(self.norm2, self.multihead_attn)
+        h, x = Pending(cross_attention(h), x, self.dropout2).norm(self.norm3, self.linear1)
+        return Pending(_feed_forward(self, h), x, self.dropout3)

@@ -120,6 +120,18 @@ def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     return type(module) in types and not has_hooks(module)
 
 
+def cast_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the fp32 parameters that our modules cast to the dtype of autocast; none where a model has none of ours.
+
+    What they do not cast of these, such as those of a linear layer that is called as torch calls it, torch casts too.
+    """
+    owners = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    if not any(isinstance(module, (*OURS.values(), FeedForward)) for module in model.modules()):
+        return []
+    found = {id(p): p for module in owners for p in module.parameters(recurse=False) if p.dtype == torch.float32}
+    return list(found.values())
+
+
 @drop_in
 class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016)."""

@@ -6,13 +6,15 @@
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_tensors, in_autocast
 from fastformer.nn.modules import drop_in
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
@@ -91,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p)
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
-        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        out = self._output(out)
         return (out if batched else out.squeeze(0)), weights
 
     def packed(
@@ -125,10 +127,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if causal and attn_mask is not None:
             raise ValueError("causal must be False with attn_mask, which says who attends to whom")
         self._check_width(query)
-        if memory is None:
-            q, k, v = self._project(query, query, query)
-        else:
-            q, (k, v) = self.queries(query), self.keys_values(memory)
+        memory = query if memory is None else memory
+        q, k, v = self._project(query, memory, memory)
         dropout_p = self.dropout if self.training else 0.0
         key_layout = layout if memory_layout is None else memory_layout
         if attn_mask is None:
@@ -140,7 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_mask = key_layout.once("mask", key_layout.mask)
             out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
             out = pack(out.transpose(1, 2), layout)
-        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        return self._output(out.flatten(-2))
 
     @property
     def packs(self) -> bool:
@@ -149,19 +149,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def queries(self, x: Tensor) -> Tensor:
         """Project `[..., D]` to queries `[..., H, K]`."""
-        if self._qkv_same_embed_dim:
-            D = self.embed_dim
-            bias = None if self.in_proj_bias is None else self.in_proj_bias[:D]
-            return self._heads(F.linear(x, self.in_proj_weight[:D], bias))
         weights, biases = self._weights()
         return self._heads(F.linear(x, weights[0], biases[0]))
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Project `[..., D]` to keys and values, `[..., H, K]` each."""
         if self._qkv_same_embed_dim:
+            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
             D = self.embed_dim
-            bias = None if self.in_proj_bias is None else self.in_proj_bias[D:]
-            k, v = self._heads(F.linear(x, self.in_proj_weight[D:], bias), 2).unbind(-3)
+            k, v = self._heads(F.linear(x, weight[D:], None if bias is None else bias[D:]), 2).unbind(-3)
             return k, v
         weights, biases = self._weights()
         k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
@@ -174,28 +170,38 @@ class MultiheadAttention(nn.MultiheadAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None) -> Tensor:
         """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`."""
         out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths)
-        return F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        return self._output(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, *parts: int) -> Tensor:
         """View `[..., parts * D]` as `[..., parts, H, K]`."""
         return x.view(*x.shape[:-1], *parts, self.num_heads, self.head_dim)
 
-    def _weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    def _output(self, x: Tensor) -> Tensor:
+        """The last projection, of `[..., D]`."""
+        return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
+
+    def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """The three input projections, whichever way they are stored."""
         if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.chunk(3)
+            weights = in_autocast(self.in_proj_weight).chunk(3)
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return weights, biases
+            weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+        return weights, (None, None, None) if self.in_proj_bias is None else in_autocast(self.in_proj_bias).chunk(3)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project to `[..., H, K]`, with one matrix product for what is the same tensor."""
         if self._qkv_same_embed_dim and key is value:
+            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
             if query is key:
-                q, k, v = self._heads(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3).unbind(-3)
+                q, k, v = self._heads(F.linear(query, weight, bias), 3).unbind(-3)
                 return q, k, v
-            return self.queries(query), *self.keys_values(key)
+            # Split: its backward puts both gradients together, where that of a slice fills the rest with zeros.
+            sizes = [self.embed_dim, 2 * self.embed_dim]
+            weights = weight.split(sizes)
+            biases = (None, None) if bias is None else bias.split(sizes)
+            q = self._heads(F.linear(query, weights[0], biases[0]))
+            k, v = self._heads(F.linear(key, weights[1], biases[1]), 2).unbind(-3)
+            return q, k, v
         weights, biases = self._weights()
         q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v

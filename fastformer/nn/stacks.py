@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, has_hooks, take_over, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, obstacle, read_side, same_mask, zero_padding
 from fastformer.nn.torch_calls import causal_hint, encoder_masks
@@ -107,6 +107,25 @@ class _Stack(nn.Module):
             called = _with_names, layer, tuple(options), *arguments, *options.values()
             return checkpoint(*called, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*arguments, **options)
+
+    def _run_packed(self, tokens: Tensor, *arguments: Any) -> Tensor:
+        """Run the layers on packed sequences, then the norm; arguments: of the layers' `packed` behind tokens."""
+        check_types(("tokens",), tokens)
+        layers: Any = self.layers
+        x: Tensor | Pending = tokens
+        for layer in layers:
+            if self._carries(layer):
+                x = layer.carry(x, *layer.attends(*arguments))
+            else:
+                x = self.run_layer(layer.packed, x.add() if isinstance(x, Pending) else x, *arguments)
+        if isinstance(x, Pending):
+            return x.add() if self.norm is None else x.norm(self.norm)[0]
+        return x if self.norm is None else self.norm(x)  # type: ignore[operator, no-any-return]
+
+    def _carries(self, layer: Any) -> bool:
+        """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
+        ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
+        return ours and layer.norm_first and not self.checkpoint_activations and "packed" not in vars(layer)
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""
@@ -209,11 +228,6 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         mask = _mask_of(causal, mask, layout)
         padded = unpack(tokens, layout, batch_first)
         return pack(self(padded, mask, ~layout.mask(), causal or None), layout, batch_first)
-
-    def _run_packed(self, tokens: Tensor, layout: Layout, causal: bool, mask: Tensor | None) -> Tensor:
-        for layer in self.layers:
-            tokens = self.run_layer(layer.packed, tokens, layout, causal, mask)
-        return tokens if self.norm is None else self.norm(tokens)
 
 
 @drop_in
@@ -339,21 +353,6 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         }
         padded = unpack(tokens, layout, batch_first), unpack(memory, memory_layout, batch_first)
         return pack(self(*padded, **masks), layout, batch_first)
-
-    def _run_packed(
-        self,
-        tokens: Tensor,
-        layout: Layout,
-        memory: Tensor,
-        memory_layout: Layout,
-        causal: bool,
-        tgt_mask: Tensor | None,
-        memory_mask: Tensor | None,
-    ) -> Tensor:
-        for layer in self.layers:
-            arguments = (tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
-            tokens = self.run_layer(layer.packed, *arguments)
-        return tokens if self.norm is None else self.norm(tokens)
 
 
 def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:

@@ -124,12 +124,14 @@ def test_a_bias_of_ones_is_not_the_padding_mask_of_the_source():
 
 
 def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
-    seen, project = [], fastformer.MultiheadAttention.keys_values
-    monkeypatch.setattr(
-        fastformer.MultiheadAttention,
-        "keys_values",
-        lambda self, x: (seen.append(x.shape[:-1].numel()), project(self, x))[1],
-    )
+    seen, project = [], fastformer.MultiheadAttention._project
+
+    def watched(self, query, key, value):
+        if key is not query:
+            seen.append(key.shape[:-1].numel())
+        return project(self, query, key, value)
+
+    monkeypatch.setattr(fastformer.MultiheadAttention, "_project", watched)
     ours, _ = stacks("TransformerDecoder")
     hidden = PADDING["right"][1]
     ours(random(B, T, D), random(B, S, D), memory_key_padding_mask=hidden)

@@ -19,6 +19,9 @@ from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.optimizers import build_optimizer
 from fastformer.apps.train.parallel import exchange, part_of, whole_norm, wrap
 from fastformer.apps.train.processes import Processes
+from fastformer.host.autocast import cast_together
+from fastformer.host.autograd_function import seeds_together
+from fastformer.nn.modules import cast_parameters
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,6 +54,9 @@ class Update:
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes
+        # Several processes exchange gradients parameter by parameter; a compiler casts on its own.
+        together = processes.world == 1 and config.compile is None
+        self._cast = cast_parameters(model) if together else []
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
 
     @property
@@ -88,7 +94,8 @@ class Update:
             batch: on the device; None where this process has none.
             tokens: at least 1.
         """
-        with self.autocast():
+        together = cast_together(self._cast, _PRECISIONS.get(self._config.precision))
+        with self.autocast(), together, seeds_together():
             loss: Tensor = self.module(batch)
         # The processes' gradients are averaged, but their sum is wanted.
         self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]

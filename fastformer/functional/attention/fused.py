@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fastformer.backend import process
 from fastformer.functional.attention.rules import AttentionRules
-from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, to_autocast, twice
+from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, twice
+from fastformer.host.devices import to_autocast
 from fastformer.packing import Layout
 from fastformer_kernels.attention.settings import NUMBERS, SCHEMA, Settings
 

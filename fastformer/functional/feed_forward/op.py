@@ -33,10 +33,9 @@ from fastformer.host.autograd_function import (
     dropout_seed,
     eager_formula,
     plain_gradients,
-    to_autocast,
     twice,
 )
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_tensors, in_autocast, to_autocast
 from fastformer.modes import compiling
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
@@ -140,10 +139,10 @@ def reference(
     dropout_p: float,
 ) -> Tensor:
     """`feed_forward` in plain PyTorch."""
-    hidden = F.linear(x, weight1, bias1)
+    hidden = F.linear(x, in_autocast(weight1), in_autocast(bias1))
     # In place where nothing else needs the argument: one pass over the widest tensor of a layer less.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
-    return F.linear(drop(hidden, dropout_p), weight2, bias2)
+    return F.linear(drop(hidden, dropout_p), in_autocast(weight2), in_autocast(bias2))
 
 
 def _activate_fake(h: Tensor, activation: str) -> Tensor:

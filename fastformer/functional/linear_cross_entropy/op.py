@@ -16,8 +16,8 @@ from torch import Tensor
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
-from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, to_autocast, twice
-from fastformer.host.devices import check_tensors
+from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, twice
+from fastformer.host.devices import check_tensors, to_autocast
 from fastformer.modes import readable
 
 Reduction = Literal["mean", "sum", "none"]
@@ -142,11 +142,17 @@ class LinearCrossEntropySum(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         if twice("linear_cross_entropy", formula := ctx.formula):
             return *plain_gradients(lambda *inputs: formula(*inputs).sum(), inputs, wanted, (grad,)), *none
-        # In fp32: next to an fp16 matrix, torch reads a factor without dimensions as fp16 too.
-        scaled = [
-            (dy.float() * grad).to(y.dtype) if want else None for dy, y, want in zip(found, inputs, wanted, strict=True)
-        ]
-        return *scaled, *none
+        triples = zip(found, inputs, wanted, strict=True)
+        return *(_scaled(dy, grad, y.dtype) if want else None for dy, y, want in triples), *none
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32 and round once, in one pass.
+
+    Next to an fp16 matrix, torch reads a factor without dimensions as fp16, too.
+    """
+    factor = factor.view([1] * gradient.dim())
+    return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.host.devices import autocasts
+from fastformer.host.devices import autocasts, to_autocast
 from fastformer.modes import compiling, transformed
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
@@ -247,8 +247,7 @@ def linear_cross_entropy(
     """Cross entropy of softmax(x weight^T + bias), x `[M, D]`, weight `[V, D]`, target `[M]`: the sum, or all rows."""
     if autocasts(x):
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
     given = (x, weight) if bias is None else (x, weight, bias)
     # What torch.func takes is plain, and so is what keeps the classes of tensors.
     if rows or transformed() or torch.overrides.has_torch_function(given):

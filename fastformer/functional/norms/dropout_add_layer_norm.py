@@ -41,6 +41,7 @@ def dropout_add_layer_norm(
     *,
     eps: float = 1e-5,
     dropout_p: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The step between two sublayers: s = residual + dropout(x), and its layer norm.
 
@@ -49,6 +50,7 @@ def dropout_add_layer_norm(
         residual: of x's shape.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         dropout_p: applied to x whenever it is not 0.
+        dtype: of the norm, as in `layer_norm`.
 
     Returns:
         (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
@@ -62,12 +64,14 @@ def dropout_add_layer_norm(
     takes_kernel = runs_fused(_NAME, x, lambda: norm_limit(_NAME, residual, *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):
         s = residual + drop(x, dropout_p)
-        return F.layer_norm(s, shape, *parameters, eps), s
+        y = F.layer_norm(s, shape, *parameters, eps)
+        return (y if dtype is None else y.to(dtype)), s
     plain: Any = partial(F.layer_norm, eps=eps)
     formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
     tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)
     seed = dropout_seed(x) if dropout_p > 0.0 else None
-    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, output_dtype(x, residual), formula)
+    dtype = dtype or output_dtype(x, residual)
+    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, dtype, formula)
     return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))
 
 

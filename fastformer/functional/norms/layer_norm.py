@@ -16,6 +16,8 @@ from fastformer.functional.choice import DTYPES, runs_fused
 from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
 from fastformer.host.devices import check_tensors
 
+IN_FLOAT32 = {"cuda"}  # devices whose autocast gives norms in float32
+
 
 def layer_norm(
     x: Tensor,
@@ -23,6 +25,8 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Layer normalisation over the last dimensions (Ba et al. 2016), as `torch.nn.functional.layer_norm`.
 
@@ -32,6 +36,7 @@ def layer_norm(
         weight: `normalized_shape`, or None for ones.
         bias: `normalized_shape`, or None for zeros.
         eps: added to the variance.
+        dtype: of the result, which is rounded once; None: torch's.
 
     Raises:
         fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
@@ -42,10 +47,11 @@ def layer_norm(
     shape = as_shape(normalized_shape)
     takes_kernel = runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):  # what does not fit raises in torch
-        return F.layer_norm(x, shape, *parameters, eps)
+        y = F.layer_norm(x, shape, *parameters, eps)
+        return y if dtype is None else y.to(dtype)
     plain: Any = partial(F.layer_norm, eps=eps)
     formula = eager_formula(lambda rows, *parameters: plain(rows, rows.shape[-1:], *parameters))
-    y, _, _ = call(_LayerNorm, as_rows(x, shape), *as_row(*parameters), eps, output_dtype(x), formula)
+    y, _, _ = call(_LayerNorm, as_rows(x, shape), *as_row(*parameters), eps, dtype or output_dtype(x), formula)
     return y if y.shape == x.shape else y.view(x.shape)  # type: ignore[no-any-return]
 
 
@@ -126,7 +132,8 @@ def output_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
 
     Autocast on a CPU leaves norms alone in torch.
     """
-    if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+    device = x.device.type
+    if device in IN_FLOAT32 and torch.is_autocast_enabled(device):
         return torch.float32
     dtype = x.dtype
     for other in others:

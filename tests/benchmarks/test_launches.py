@@ -1,0 +1,58 @@
+"""The launches of a training step, as `python -m benchmarks.host` counts them: no change may bring many back."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.host.launches import Launches
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 620  # of the step that CUDA graphs repeat, 6+6 layers in bf16; 588 when this was written
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_step_in_16_bits_launches_few_kernels():
+    pytest.importorskip("triton")
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "benchmarks.host", "--only", "launches"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    eager, graphed = (int(number) for number in re.findall(r"^launches.*?(\d+):", ran.stdout, re.MULTILINE))
+    assert 400 < graphed <= MOST
+    assert 400 < eager <= MOST + 40  # with layouts that are made in the step
+
+
+def counted(step):
+    with Launches() as seen:
+        step()
+    return seen.aten.total()
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda x: x.view(-1)[:3].t(), 0),
+        (lambda x: torch.empty_like(x), 0),
+        (lambda x: x.to(BF16), 1),
+        (lambda x: x + x, 1),
+        (lambda x: x.copy_(x), 1),
+        (lambda x: torch._foreach_copy_([x] * 65, [x.to(BF16)] * 65), 1 + 2),  # 64 tensors a launch
+        (lambda x: torch._foreach_add_([x] * 65, [x] * 65), 2),
+        (lambda x: torch._foreach_add_([x] * 65, [x.to(BF16)] * 65), 1 + 65),  # no kernel for two dtypes
+        (lambda x: torch._foreach_mul_([torch.zeros(321 * 65536)], 2.0), 1 + 2),  # 320 blocks a launch
+    ],
+)
+def test_what_counts(step, expected):
+    assert counted(lambda: step(torch.zeros(4, 4))) - 1 == expected  # the first is what is given
+
+
+def test_a_backward_is_seen():
+    x = torch.zeros(4, requires_grad=True)
+    assert counted(lambda: (x * 2).sum().backward()) == 2 + 1 + 1  # two products, ones; expand is a view

@@ -1,0 +1,136 @@
+"""Parameters that are cast together: the bits of autocast's own casts, and who gets the copies."""
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer
+from fastformer.apps.train import Processes, TrainConfig
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import translation_loss
+from fastformer.host.autocast import cast_together
+from fastformer.host.devices import in_autocast, to_autocast
+from fastformer.nn.modules import cast_parameters
+from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.translation_task import random_batch, random_model
+
+BF16 = torch.bfloat16
+LOSS = functools.partial(translation_loss, label_smoothing=0.1)
+BATCHES = [random_batch([(3, 2), (1, 4)]), random_batch([(5, 5)], seed=1)]
+
+
+def autocast(dtype=BF16):
+    return torch.autocast(DEVICE, dtype)
+
+
+def gradients(model, together, config):
+    """Of two batches, added up; and how many ops cast a list."""
+    update = Update(copy.deepcopy(model), LOSS, config, Processes.current())
+    assert update._cast
+    if not together:
+        update._cast = []
+    with torch.profiler.profile() as profile:
+        update.gradients(BATCHES)
+    lists = sum(event.name == "aten::_foreach_copy_" for event in profile.events())
+    return [p.grad for p in update.parameters], lists
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[needs_kernels, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"embeddings": "separate", "output_bias": True, "norm_first": False}, {"dropout": 0.3, "bias": False}],
+    ids=str,
+)
+def test_gradients_have_the_bits_of_autocast(changes, backend):
+    model = random_model(**changes).train().to(DEVICE)
+    model.decoder.checkpoint_activations = "embeddings" in changes
+    config = TrainConfig(steps=1, precision="bf16")
+    with fastformer.backend(backend):
+        torch.manual_seed(0)
+        ours, lists = gradients(model, True, config)
+        torch.manual_seed(0)
+        theirs, none = gradients(model, False, config)
+    assert (lists, none) == (4, 0)  # forward and backward of each batch
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == torch.float32
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("changes", "processes"), [({"compile": "eager"}, 1), ({}, 2)])
+def test_compilers_and_several_processes_cast_on_their_own(changes, processes, monkeypatch):
+    monkeypatch.setattr("fastformer.apps.train.update.wrap", lambda step, *_: step)
+    config = TrainConfig(steps=1, precision="bf16", **changes)
+    assert Update(random_model(), LOSS, config, Processes(0, processes))._cast == []
+
+
+def test_what_is_used_twice_adds_up_as_in_autocast():
+    weight = torch.randn(4, 4, device=DEVICE, requires_grad=True)
+    x = torch.randn(5, 4, device=DEVICE)
+
+    def twice(cast):
+        weight.grad = None
+        F.linear(F.linear(x, cast(weight)), cast(weight)).sum().backward()
+        return weight.grad
+
+    with autocast():
+        expected = twice(lambda w: w)
+        with cast_together([weight], BF16):
+            found = twice(in_autocast)
+    assert torch.equal(found, expected)
+
+
+def test_who_gets_a_copy():
+    weight, frozen = torch.nn.Parameter(torch.randn(4, device=DEVICE)), torch.randn(4, device=DEVICE)
+    others = []
+    with autocast(), cast_together([weight, frozen], BF16):
+        copy_ = in_autocast(weight)
+        assert torch.equal(copy_, weight.to(BF16))
+        assert to_autocast(weight)[0] is copy_
+        assert in_autocast(frozen) is frozen  # nothing to gather
+        assert in_autocast(weight[:2]).dtype == torch.float32
+        assert in_autocast(None) is None
+        with torch.autocast(DEVICE, enabled=False):
+            assert in_autocast(weight) is weight
+        with autocast(torch.float16):
+            assert in_autocast(weight) is weight
+        thread = threading.Thread(target=lambda: others.append(in_autocast(weight)))
+        thread.start()
+        thread.join()
+        with torch.no_grad():
+            weight.add_(1.0)
+        assert in_autocast(weight) is weight  # the copy is of what it was
+    assert others[0] is weight
+    with autocast():
+        assert in_autocast(weight) is weight
+
+
+def test_no_copies_without_a_gradient_or_in_fp32():
+    weight = torch.nn.Parameter(torch.randn(4, device=DEVICE))
+    with autocast(), torch.no_grad(), cast_together([weight], BF16):
+        assert in_autocast(weight) is weight
+    with cast_together([weight], None):
+        assert in_autocast(weight) is weight
+
+
+def test_an_unused_parameter_has_no_gradient():
+    used, unused = (torch.randn(4, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    with autocast(), cast_together([used, unused], BF16):
+        F.linear(used, in_autocast(used)).sum().backward()
+    assert used.grad is not None
+    assert unused.grad is None
+
+
+def test_which_parameters_are_cast():
+    model = random_model()
+    found = {id(p) for p in cast_parameters(model)}
+    names = {name for name, p in model.named_parameters() if id(p) in found}
+    assert "encoder.layers.0.self_attn.in_proj_weight" in names
+    assert "decoder.layers.1.multihead_attn.out_proj.bias" in names
+    assert "target_embedding.tokens.weight" in names  # tied to the output
+    assert not [name for name in names if "norm" in name or "source_embedding" in name]
+    assert len(names) == 2 * 8 + 2 * 12 + 1
+    assert cast_parameters(torch.nn.Sequential(torch.nn.Linear(2, 2))) == []

@@ -1,0 +1,81 @@
+"""Seeds of dropout that are drawn together: each its own, the same again where torch draws again."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fastformer
+from fastformer import functional
+from fastformer.host import autograd_function
+from fastformer.host.autograd_function import dropout_seed, seeds_together
+from tests.support.fused_op import DEVICE, needs_kernels
+
+X = torch.zeros(1, device=DEVICE)
+
+
+def draw(count):
+    return [int(dropout_seed(X)) for _ in range(count)]
+
+
+def draws(monkeypatch):
+    """Collect how many numbers each call to the generator asks for."""
+    seen = []
+    original = autograd_function._draw
+    monkeypatch.setattr(autograd_function, "_draw", lambda x, count: seen.append(count) or original(x, count))
+    return seen
+
+
+def test_seeds_are_distinct_drawn_at_once_and_follow_manual_seed(monkeypatch):
+    seen = draws(monkeypatch)
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        with seeds_together():
+            runs.append(draw(100))
+    assert runs[0] == runs[1]
+    assert not set(runs[0]) & set(runs[2])
+    assert len(set(runs[0])) == 100
+    assert len(seen) == 3 * 2  # 64 at a time
+    with seeds_together():
+        found = [dropout_seed(X) for _ in range(3)]
+    assert all(x.shape == (1,) and x.dtype == torch.int64 and x.data_ptr() % 16 == 0 for x in found)
+
+
+def test_each_pass_draws_its_own():
+    with seeds_together():
+        first = draw(1)
+    with seeds_together():
+        assert draw(1) != first
+
+
+def test_another_thread_and_no_gradient_draw_alone(monkeypatch):
+    seen = draws(monkeypatch)
+    with seeds_together():
+        thread = threading.Thread(target=draw, args=(1,))
+        thread.start()
+        thread.join()
+        with torch.no_grad():
+            draw(1)
+    draw(1)
+    assert seen == [1, 1, 1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_drops_the_same(reentrant):
+    """The gradient of dropout(x) is 0 where dropout made 0: of another mask it would not be."""
+    ones = torch.ones(8, 32, device=DEVICE)
+
+    def dropped(x):
+        with fastformer.backend("triton"):
+            return functional.dropout_add_layer_norm(x, torch.zeros_like(x), 32, dropout_p=0.5)[1] ** 2
+
+    x = ones.clone().requires_grad_()
+    with seeds_together():
+        draw(1)
+        y = checkpoint(dropped, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert torch.equal(y == 0, x.grad == 0)
+    assert 0 < int((y == 0).sum()) < y.numel()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastformer_kernels.attention import backward as attention_backward
 from fastformer_kernels.attention import decode as attention_decode
-from fastformer_kernels.attention import delta as attention_delta
 from fastformer_kernels.attention import forward as attention
 from fastformer_kernels.attention.settings import Settings
 from fastformer_kernels.embedding import kernels as embedding
@@ -162,8 +161,7 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
     def backward(device: torch.device, wants_q: bool, wants_keys: bool, fast: bool = False) -> Kernel:
         q, k, v, dout = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(4))
         out, lse = attention.forward(q, k, v, *settings)
-        delta = attention_delta.delta(out, dout, lse, *settings)
-        inputs = (dout, q, k, v, lse, delta, None, wants_q, wants_keys)
+        inputs = (dout, q, k, v, out, lse, None, None, wants_q, wants_keys)
 
         def call(fast: int = fast) -> list[Tensor]:
             found = attention_backward.backward(*inputs, bool(fast), *settings)

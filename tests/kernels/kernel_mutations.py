@@ -191,6 +191,34 @@ def _faults() -> Iterator[Fault]:
         "tl.load(key_mask_ptr + columns, mask=columns < last_key, other=0) != 0",
         "columns >= 0",
     )
+    yield at(
+        file,
+        "attention.py::test_shapes_and_causality[{'causal': True}-shape1-dtype0]",
+        "backward: causality off by one",
+        "tl.minimum(high, at + shift + right + 1)",
+        "tl.minimum(high, at + shift + right)",
+    )
+    yield at(
+        file,
+        rule("window"),
+        "backward: left side of the window off by one",
+        "tl.maximum(low, at + shift - left)",
+        "tl.maximum(low, at + shift - left + 1)",
+    )
+    yield at(
+        file,
+        "attention.py::test_padding_does_not_outweigh_scores_far_below_zero[False]",
+        "dQ: weights of padding on the right",
+        "low, high = at * 0 + first, at * 0 + last",
+        "low, high = at * 0 + first, at * 0 + last + 1024",
+    )
+    yield at(
+        file,
+        "attention.py::test_padding_does_not_outweigh_scores_far_below_zero[False]",
+        "dQ: weights of gaps",
+        "seen & real_columns(columns, 0, last_key, key_mask_ptr, True)",
+        "seen",
+    )
     yield at(file, tiles, "forward: accumulator not rescaled", "v, acc * fade[:, None], input", "v, acc, input")
     yield at(file, tiles, "forward: sum not rescaled", "total = total * fade +", "total = total +")
     yield at(file, small, "log2(e) missing", "return dots * (scale * LOG2E)", "return dots * scale")
@@ -233,8 +261,57 @@ def _faults() -> Iterator[Fault]:
         file,
         rule("causal window"),
         "dK and dV: diagonal moved the wrong way",
-        "last_query, -shift, right, left",
-        "last_query, shift, right, left",
+        "first + BLOCK_S - 1, 0, last_query, -shift,",
+        "first + BLOCK_S - 1, 0, last_query, shift,",
+    )
+    yield at(
+        file,
+        rule("causal window"),
+        "dK and dV: what a key sees moved the wrong way",
+        "columns, 0, last_query, -shift,",
+        "columns, 0, last_query, shift,",
+    )
+    whole = "attention.py::test_shapes_and_causality[{'causal': True}-shape2-dtype0]"
+    yield at(
+        file, whole, "dK and dV: tiles on the diagonal taken for whole ones",
+        "(j < full_begin) | (j >= full_end), rows[None, :], columns[:, None]",
+        "(j < 0) | (j >= full_end), rows[None, :], columns[:, None]",
+    )  # fmt: skip
+    yield at(
+        file, whole, "dQ: tiles on the diagonal taken for whole ones",
+        "(j < full_begin) | (j >= full_end), rows[:, None], columns[None, :]",
+        "(j < full_begin) | (j > full_end), rows[:, None], columns[None, :]",
+    )  # fmt: skip
+    below = "attention.py::test_padding_does_not_outweigh_scores_far_below_zero[{}]"
+    yield at(
+        file,
+        below.format("False"),
+        "dQ: weights of padding on the left",
+        "tl.where(columns >= first_key, columns, last_key)",
+        "columns",
+    )
+    yield at(
+        file,
+        below.format("True"),
+        "fast dQ: weights of padding",
+        "tl.where(real_key, low, 2147483647)",
+        "tl.where(real_key, low, low)",
+    )
+    yield at(
+        file,
+        below.format("True"),
+        "fast dQ: tiles with padding taken for whole ones",
+        "(first + BLOCK_S > last_key) | (gaps != 0)",
+        "(gaps != 0)",
+    )
+    delta = "attention.py::test_delta_has_a_kernel_only_where_dq_has_none"
+    yield at(file, delta, "dQ: delta stored wrong", "rows, delta, mask=rows", "rows, -delta, mask=rows")
+    yield at(
+        file,
+        delta,
+        "delta computed twice",
+        "        else:\n            launch_delta(",
+        "        if True:\n            launch_delta(",
     )
     yield at(
         file,
@@ -343,8 +420,8 @@ def _faults() -> Iterator[Fault]:
         file,
         "attention.py::test_weights_and_their_gradient[key_lengths]",
         "attention: gradient of the weights not in delta",
-        "delta = delta + (weights * dweights)",
-        "delta = delta + 0.0 * (weights * dweights)",
+        "else (weights * dweights).sum",
+        "else 0.0 * (weights * dweights).sum",
     )
     yield at(
         file,

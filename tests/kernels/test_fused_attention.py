@@ -3,6 +3,7 @@
 bf16 runs on a GPU and compiled only: the interpreter's bf16 matrix product is garbage.
 """
 
+import itertools
 import math
 
 import pytest
@@ -297,7 +298,7 @@ def test_empty_sizes(sizes):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
 def test_only_the_gradients_that_are_wanted(wanted, monkeypatch):
     asked, backward = [], fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[7:9]) or backward(*x))
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[8:10]) or backward(*x))
     x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(on_device(*heads(1, 2, 20, 30, 16)))]
     leaves = [x[i] for i in wanted]
     found, expected = (gradients(run(attention, *x), leaves) for run in (fused, plain))
@@ -339,7 +340,7 @@ def test_dropout_keeps_its_rate_and_its_scale():
 def take_the_fast_way(monkeypatch) -> None:
     """Add dQ with atomics also where memory is poisoned, which asks torch for deterministic algorithms."""
     backward = fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:9], True, *x[10:]))
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:10], True, *x[11:]))
 
 
 @pytest.mark.parametrize(
@@ -362,6 +363,45 @@ def test_gradients_use_the_mask_of_the_forward_pass(rules, fast, monkeypatch):
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
 
 
+# numpy, under the interpreter, reports what is hidden or dropped later.
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("fast", [False, True])
+def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
+    """A padded key scores 0: its weight, beside real scores of 2^-370, is infinite until it is hidden."""
+    if fast:
+        take_the_fast_way(monkeypatch)
+    q, k, v = heads(3, 2, 40, 139, 16)
+    q, k = 0.1 * q + 8, 0.1 * k - 8
+    at = torch.arange(139)
+    check((q, k, v), torch.float32, key_mask=torch.stack([at >= 70, at < 100, at % 50 != 7]))
+
+
+def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
+    from fastformer_kernels.attention import backward as attention_backward
+    from fastformer_kernels.attention import delta as attention_delta
+
+    launched = []
+    for module in (attention_backward, attention_delta):
+        launch = module.launch
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *x, launch=launch, **y: launched.append(kernel) or launch(kernel, *x, **y)
+        )
+    q, k, v, settings = op_arguments(False, False)
+    dout, added = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
+    out, lse = torch.ops.fastformer.attention_forward(q, k, v, *settings)
+    for dweights in (None, torch.zeros(*q.shape[:3], 7, device=DEVICE)):
+        deltas = []
+        given = (dout, q, k, v, out, lse, None if dweights is None else added, dweights)
+        for wants_q, wants_keys, fast in itertools.product((False, True), repeat=3):
+            launched.clear()
+            deltas.append(torch.ops.fastformer.attention_backward(*given, wants_q, wants_keys, fast, *settings)[-1])
+            fused_dq = wants_q and not (fast and wants_keys)
+            assert launched.count(attention_backward._attention_queries) == fused_dq
+            assert launched.count(attention_delta._attention_delta) == (not fused_dq)
+        assert all(torch.equal(delta, deltas[0]) for delta in deltas)
+        torch.testing.assert_close(deltas[0], (out * dout).sum(-1) + (0 if dweights is None else added))
+
+
 def test_the_fast_backward_pass(monkeypatch):
     take_the_fast_way(monkeypatch)
     check(heads(2, 4, 70, 139, 16, 2), torch.float32, causal=True, key_lengths=torch.tensor([139, 66]))
@@ -376,7 +416,7 @@ def test_deterministic_algorithms_close_the_fast_way(monkeypatch):
     fastformer.allow_nondeterminism()
     asked = []
     original = fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[9]) or original(*x))
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[10]) or original(*x))
     try:
         with fastformer.backend("triton"):
             gradients(attention(q, k, v), [q, k, v])
@@ -470,16 +510,17 @@ def test_registered_ops_pass_opcheck(packed, options):
     q, k, v, settings = op_arguments(packed, options)
     ops = torch.ops.fastformer
     out, lse = ops.attention_forward(q, k, v, *settings)
-    delta = ops.attention_delta(out, out, lse, *settings)
+    given = (out, q, k, v, out, lse, None, None)
     calls = [
         (ops.attention_forward, (q, k, v, *settings)),
-        (ops.attention_delta, (out, out, lse, *settings)),
-        (ops.attention_backward, (out, q, k, v, lse, delta, None, True, True, False, *settings)),
-        (ops.attention_backward, (out, q, k, v, lse, delta, None, True, False, False, *settings)),
+        (ops.attention_backward, (*given, True, True, False, *settings)),
+        (ops.attention_backward, (*given, True, False, False, *settings)),
+        (ops.attention_backward, (*given, False, False, False, *settings)),
     ]
     if not packed:
         calls.append((ops.attention_weights, (q, k, lse, *settings)))
         if options:
+            delta = ops.attention_backward(*given, False, False, False, *settings)[-1]
             calls.append((ops.attention_mask_gradient, (out, q, k, v, lse, delta, None, *settings)))
         else:
             calls.append((ops.attention_decode, (q[:, :, :1], k, v, *settings._replace(queries=1))))

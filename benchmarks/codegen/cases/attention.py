@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastformer_kernels.attention import backward as attention_backward
 from fastformer_kernels.attention import decode as attention_decode
-from fastformer_kernels.attention import delta as attention_delta
 from fastformer_kernels.attention import forward as attention
 from fastformer_kernels.attention import mask_gradient as attention_mask_gradient
 from fastformer_kernels.attention import problem as attention_problem
@@ -70,7 +69,7 @@ def backward_case(
         q, k, v = heads(T, K, dtype)
         settings = options(T)
         dweights = meta(B, H, T, T, dtype=dtype) if weights else None
-        given = (q, q, k, v, lse_of(settings, T), meta(B, H, T), dweights)
+        given = (q, q, k, v, q, lse_of(settings, T), meta(B, H, T) if weights else None, dweights)
         return attention_backward.backward(*given, True, True, fast, *settings)
 
     return run
@@ -84,7 +83,7 @@ def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
         lse = lse_of(settings, T)
         match name:
             case "delta":
-                return attention_delta.delta(q, q, lse, *settings)
+                return attention_backward.backward(q, q, k, v, q, lse, None, None, False, False, False, *settings)
             case "weights":
                 return attention_weights.weights(q, k, lse, *settings)
             case "mask gradient":

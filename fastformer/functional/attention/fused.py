@@ -41,13 +41,9 @@ def _weights_fake(q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 
-def _delta_fake(lse: Tensor) -> Tensor:
-    return lse.new_empty(lse.shape[-3:])
-
-
-def _backward_fake(q: Tensor, k: Tensor, v: Tensor, wants_q: bool, wants_keys: bool) -> tuple[Tensor, Tensor, Tensor]:
-    none = q.new_empty(0)
-    return _like(q) if wants_q else none, *((_like(k), _like(v)) if wants_keys else (none.clone(), none.clone()))
+def _backward_fake(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, wants_q: bool, wants_keys: bool) -> tuple[Tensor, ...]:
+    keys = (_like(k), _like(v)) if wants_keys else (q.new_empty(0), q.new_empty(0))
+    return _like(q) if wants_q else q.new_empty(0), *keys, lse.new_empty(lse.shape[-3:])
 
 
 def _mask_gradient_fake(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
@@ -60,7 +56,6 @@ def _bounds_fake(batch: int, like: Tensor) -> Tensor:
 
 
 _HEADS = "Tensor q, Tensor k, Tensor v"
-_GIVEN = f"Tensor dout, {_HEADS}, Tensor lse, Tensor delta, Tensor? dweights"  # what backward begins with
 
 _forward = define(
     f"attention_forward({_HEADS}, {SCHEMA}) -> (Tensor, Tensor)", "attention.forward.forward", _forward_fake
@@ -69,16 +64,14 @@ _decode = define(f"attention_decode({_HEADS}, {SCHEMA}) -> Tensor", "attention.d
 _weights = define(
     f"attention_weights(Tensor q, Tensor k, Tensor lse, {SCHEMA}) -> Tensor", "attention.weights.weights", _weights_fake
 )
-_delta = define(
-    f"attention_delta(Tensor out, Tensor dout, Tensor lse, {SCHEMA}) -> Tensor", "attention.delta.delta", _delta_fake
-)
 _backward = define(
-    f"attention_backward({_GIVEN}, bool wants_q, bool wants_keys, bool fast, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor dout, {_HEADS}, Tensor out, Tensor lse, Tensor? added, Tensor? dweights, "
+    f"bool wants_q, bool wants_keys, bool fast, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     "attention.backward.backward",
     _backward_fake,
 )
 _mask_gradient = define(
-    f"attention_mask_gradient({_GIVEN}, {SCHEMA}) -> Tensor",
+    f"attention_mask_gradient(Tensor dout, {_HEADS}, Tensor lse, Tensor delta, Tensor? dweights, {SCHEMA}) -> Tensor",
     "attention.mask_gradient.mask_gradient",
     _mask_gradient_fake,
 )
@@ -124,15 +117,18 @@ class _Attention(torch.autograd.Function):
             return _placed(*plain_gradients(ctx.formula, (q, k, v, mask), wanted, grads))
         if dout is None:
             dout = out.new_zeros(out.shape)
-        delta = _delta(out, dout, lse, *settings)
-        if dweights is not None:
-            delta = delta + (weights * dweights).sum(-1, dtype=torch.float32)
-        given = (dout, q, k, v, lse, delta, dweights)
-        dq, dk, dv = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *settings)
+        added = None if dweights is None else (weights * dweights).sum(-1, dtype=torch.float32)
+        given = (dout, q, k, v, out, lse, added, dweights)
+        dq, dk, dv, delta = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *settings)
         dmask = None
         if wants_mask and mask is not None:
-            dmask = _mask_gradient(*given, *settings)[..., : k.shape[2]]  # [B or 1, H or 1, T, S]
-            dmask = dmask.sum_to_size((1,) * (4 - mask.dim()) + mask.shape).reshape(mask.shape).to(mask.dtype)
+            dmask = _mask_gradient(dout, q, k, v, lse, delta, dweights, *settings)  # [B or 1, H or 1, T, S or more]
+            dmask = (
+                dmask[..., : k.shape[2]]
+                .sum_to_size((1,) * (4 - mask.dim()) + mask.shape)
+                .reshape(mask.shape)
+                .to(mask.dtype)
+            )
         return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask)
 
 

@@ -17,14 +17,27 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, lined_up, row_strides, views
+from fastformer_kernels.attention.delta import launch_delta
+from fastformer_kernels.attention.problem import (
+    Problem,
+    attends,
+    head_width,
+    is_exact,
+    lined_up,
+    row_strides,
+    side_by_side,
+    views,
+)
 from fastformer_kernels.attention.scores import (
     key_tiles,
     load_bounds,
     load_lse,
     offset,
+    place,
     real_columns,
+    row_delta,
     score_gradient,
+    seen_range,
     through_cap,
     weight_gradient,
 )
@@ -40,7 +53,7 @@ def _attention_keys_values(
     stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
     stride_dk_b, stride_dk_h, stride_dk_s, stride_dweights_b, stride_dweights_h, stride_dweights_t,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
-    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -49,8 +62,9 @@ def _attention_keys_values(
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
     heads = H // GROUP
-    tile, b, hk = tl.program_id(0) % tiles, tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads
-    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    tile, head = place(tiles, together)  # with causality the first tiles of keys are the longest
+    b, hk = head // heads, head % heads
+    q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
     first = tile * BLOCK_S
     end_column = last_key if PACKED else S
     if first >= end_column:
@@ -68,8 +82,16 @@ def _attention_keys_values(
     dv = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
 
     # Seen from the keys, the window lies the other way round.
-    begin, _, _, end = key_tiles(
-        first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, 0, HAS_RIGHT, HAS_LEFT, True, BLOCK_T
+    # What a padded key gathers is dropped in the end; only what leaves the row of a key must not have it.
+    hides: tl.constexpr = ADD_DQ or MASK != 0
+    padding = first * 0
+    low, high = seen_range(columns, 0, last_query, -shift, right, left, HAS_RIGHT, HAS_LEFT)
+    if hides:
+        real_key = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)
+        low = tl.where(real_key, low, 2147483647)
+        padding = ((first < first_key) | (first + BLOCK_S > last_key) | (gaps != 0)).to(tl.int32)
+    begin, full_begin, full_end, end = key_tiles(
+        first, first + BLOCK_S - 1, 0, last_query, -shift, right, left, padding, HAS_RIGHT, HAS_LEFT, MASK != 0, BLOCK_T
     )
     end = tl.where((first >= last_key) | (first + BLOCK_S <= first_key), begin, end)  # a tile of padding sees nothing
     for group in tl.range(0, GROUP):
@@ -102,10 +124,10 @@ def _attention_keys_values(
                 dp += weight_gradient(dweights_head, stride_dweights_t, rows[None, :], columns[:, None], T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             kept, ds = score_gradient(
-                dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], columns[:, None],
-                keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, first_key,
-                last_key, shift, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK,
-                MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], low[:, None], high[:, None],
+                (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None], keys[None, :], key_mask_ptr,
+                mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
+                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or K > 128, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
@@ -124,23 +146,23 @@ def _attention_keys_values(
 
 @attends
 def _attention_queries(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dweights_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, out_ptr, added_ptr, dq_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
-    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
-    stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_out_b, stride_out_h, stride_out_t,
+    stride_dq_b, stride_dq_h, stride_dq_t, stride_dweights_b, stride_dweights_h, stride_dweights_t,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
-    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of one tile of queries `[BLOCK_T]` of one head."""
-    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first, as in forward
-    b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
-    q_base, last_query, k_base, first_key, last_key, shift, _ = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    """Compute dQ of one tile of queries `[BLOCK_T]` of one head, and their delta on the way."""
+    rank, head = place(tiles, together)
+    tile, b, h = tiles - 1 - rank, head // H, head % H  # with causality the last tiles are the longest
+    q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
     first_row = tile * BLOCK_T
     end_row = last_query if PACKED else T
     if first_row >= end_row:
@@ -160,12 +182,16 @@ def _attention_queries(
     q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
     dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
     lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
-    delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
+    out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
+    out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    delta = row_delta(out, dout, added_ptr + row_base, rows, last_query, HAS_DWEIGHTS)
+    tl.store(delta_ptr + row_base + rows, delta, mask=rows < end_row)
     dq = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
-    begin, _, _, end = key_tiles(
-        first_row, tl.minimum(first_row + BLOCK_T, last_query) - 1, first_key, last_key, shift, left, right, 0,
-        HAS_LEFT, HAS_RIGHT, True, BLOCK_S,
+    low, high = seen_range(rows, first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
+    begin, full_begin, full_end, end = key_tiles(
+        first_row, tl.minimum(first_row + BLOCK_T, last_query) - 1, first_key, last_key, shift, left, right, gaps,
+        HAS_LEFT, HAS_RIGHT, MASK != 0, BLOCK_S,
     )  # fmt: skip
     end = tl.where(first_row < last_query, end, begin)
     for j in tl.range(begin, end):
@@ -178,11 +204,12 @@ def _attention_queries(
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
         if HAS_DWEIGHTS:
             dp += weight_gradient(dweights_ptr, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
+        at = tl.where(columns >= first_key, columns, last_key)
         _kept, ds = score_gradient(
-            dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :], keys[:, None],
-            key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, first_key, last_key, shift, left,
-            right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP,
-            HAS_DROPOUT,
+            dots, dp, lse[:, None], logarithm[:, None], delta[:, None], at[None, :], low[:, None], high[:, None],
+            (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
+            key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
+            HAS_LEFT, True, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
@@ -205,18 +232,21 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
         tile = (32, 32, 8 if fast else 4, 2)
-    elif K == 64 and generation < 9 and problem.seed is not None and problem.key_mask is not None and not heavy:
-        tile = (32, 64, 4, 2)
     elif K == 64 and (heavy or (fast and generation < 9)):
         tile = (32, 64, 8 if heavy and generation < 9 else 4, 2)
+    elif K == 64 and generation < 9:
+        tile = (32, 128, 8, 2)
     elif K == 64:
         tile = (64, 64, 8, 2) if problem.seed is not None and generation > 9 else (64, 128, 8, 2)
     elif K == 128:
-        light = not (heavy or fast or problem.seed is not None or generation > 9)
-        tile = (64, 64, 8, 2) if light else (32, 64, 8, 1 if fast else 2)
+        if generation == 9 and not fast:
+            tile = (16 if heavy else 32, 128, 8, 2)
+        else:
+            square = generation < 10 and not heavy
+            tile = (64, 64, 8, 2) if square else (32, 64, 8, 1 if fast else 2)
     else:
-        small = heavy or tf32 or generation < 9 or has_small_memory(q)
-        tile = (16, 32, 8, 2) if small else (16, 64, 8, 2)
+        small = heavy or tf32 or has_small_memory(q)
+        tile = (16, 32, 8, 2) if small else (32, 64, 8, 1 if generation == 9 else 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
@@ -238,7 +268,8 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
         tile = (64, 32, warps, 2) if narrow else (64, 64, 4, 2)
     else:
         small = generation < 9 and (heavy or problem.seed is not None) if tf32 else heavy
-        tile = (32, 32, 8, 1) if small or has_small_memory(q) else (64, 32, 8, 2)
+        tall = generation == 9 and not tf32 and not heavy
+        tile = (128, 32, 8, 2) if tall else (32, 32, 8, 1) if small or has_small_memory(q) else (64, 32, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
@@ -254,21 +285,24 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    added: Tensor | None,
     dweights: Tensor | None,
     wants_q: bool,
     wants_keys: bool,
     fast: bool,
     *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v, each of its input's shape and dtype; empty where not wanted.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v, each of its input's shape and dtype, empty where not wanted; and delta.
+
+    The kernel of dQ computes delta before that of dK and dV reads it; a kernel of its own where there is none of dQ.
 
     Args:
         dout: of out's shape.
         q, k, v, settings: as in forward.
-        lse: what forward returned.
-        delta: rowsum(out * dout), plus rowsum(weights * dweights) where weights were returned.
+        out, lse: what forward returned.
+        added: rowsum(weights * dweights), fp32 `[B, H, T]`, where weights were returned.
         dweights: the gradient of returned weights `[B, H, T, S]`, or None.
         wants_q, wants_keys: whether the gradient of q, and those of k and v, are wanted.
         fast: add the gradient of q with atomics, in an order that changes from run to run.
@@ -281,11 +315,12 @@ def backward(
     )
     if fast:  # added to, so it begins with zeros: no plan can repeat this
         dq = torch.zeros_like(dq, dtype=torch.float32)
+    delta = noted(lse.new_empty(lse.shape[-3:]))
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_()
+        return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_(), delta.zero_()
     made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys)) if wanted]
-    align, (q_view, k_view, v_view, dout_view, *others) = views(q, k, v, dout, *made)
-    dq_strides, dk_strides = others[0].strides, others[-1].strides  # dv lies like dk
+    align, (q_view, k_view, v_view, dout_view, out_view, *others) = views(q, k, v, dout, out, *made)
+    dq_strides, dk_strides = [*others, q_view][0].strides, [q_view, *others][-1].strides  # dv lies like dk
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
     dweights = None if dweights is None else lined_up(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
@@ -295,19 +330,24 @@ def backward(
     scalars = problem.scalars()
     constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
+    row = 2 * q.shape[-1] * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
-        if wants_keys:
-            tile = _tiles_of_keys(q, problem, heavy, fast)
-            tiles = -(-S // tile["BLOCK_S"])
-            grid, sizes = (B * k.shape[1] * tiles,), (B * H * T, T, S, tiles)
-            tensors = (*inputs, dq, dk, dv, *looked_up)
-            strides = (*input_strides, *dq_strides, *dk_strides, *mask_strides)
-            launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
         if wants_q and not fast:
             tile = _tiles_of_queries(q, problem, heavy)
             tiles = -(-T // tile["BLOCK_T"])
-            grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles)
-            tensors = (*inputs, dq, *looked_up)
-            strides = (*input_strides, *dq_strides, *mask_strides)
+            together = side_by_side(q, problem, B * H, S * row * k.shape[1] // H)
+            grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles, together)
+            tensors = (*inputs, out_view.data, lse if added is None else added.contiguous(), dq, *looked_up)
+            strides = (*input_strides, *out_view.strides, *dq_strides, *mask_strides)
             launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
-    return dq.to(q.dtype), dk, dv
+        else:
+            launch_delta(delta, out_view, dout_view, added, align, problem, q)
+        if wants_keys:
+            tile = _tiles_of_keys(q, problem, heavy, fast)
+            tiles = -(-S // tile["BLOCK_S"])
+            together = side_by_side(q, problem, B * k.shape[1], T * row * H // k.shape[1])
+            grid, sizes = (B * k.shape[1] * tiles,), (B * H * T, T, S, tiles, together)
+            tensors = (*inputs, dq, dk, dv, *looked_up)
+            strides = (*input_strides, *dq_strides, *dk_strides, *mask_strides)
+            launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
+    return dq.to(q.dtype), dk, dv, delta

@@ -1,24 +1,25 @@
-"""What the backward kernels of attention need beside the log-sum-exp: delta = rowsum(out * dout) of each row."""
+"""What backward needs of each row beside the log-sum-exp, delta = rowsum(out * dout), where no dQ kernel computes it.
 
-from typing import Any
+That of dQ holds a tile of dout anyway, and takes one launch and one reading of dout less.
+"""
 
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, row_strides, views
-from fastformer_kernels.attention.scores import load_bounds, offset
-from fastformer_kernels.host.launch import guard, launch, noted
+from fastformer_kernels.attention.problem import Problem, View, attends, row_strides
+from fastformer_kernels.attention.scores import load_bounds, offset, row_delta
+from fastformer_kernels.host.launch import launch
 
 
 @attends
 def _attention_delta(
-    out_ptr, dout_ptr, delta_ptr, bounds_ptr,
+    out_ptr, dout_ptr, delta_ptr, added_ptr, bounds_ptr,
     stride_out_b, stride_out_h, stride_out_t, stride_dout_b, stride_dout_h, stride_dout_t,
     stride_delta_b, stride_delta_h, T, tiles,
-    H: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_ADDED: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout), 0 for padded queries: `[BLOCK_T]` rows of one head."""
+    """delta, 0 for padded queries: `[BLOCK_T]` rows of one head."""
     tile, b, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
     q_base, last_query, _, _, _, _, _ = load_bounds(bounds_ptr, b, T, T, 0, HAS_BOUNDS)
     end_row = last_query if PACKED else T
@@ -29,25 +30,22 @@ def _attention_delta(
     wide = rows.to(tl.int64)[:, None]
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
     dout_ptr += offset(b, ALIGN, stride_dout_b) + offset(h, ALIGN, stride_dout_h) + offset(q_base, ALIGN, stride_dout_t)
-    out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0).to(tl.float32)
-    delta_ptr += offset(b, 1, stride_delta_b) + offset(h, 1, stride_delta_h) + q_base
-    tl.store(delta_ptr + rows, tl.sum(out * dout, 1), mask=rows < end_row)
+    out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    row_base = offset(b, 1, stride_delta_b) + offset(h, 1, stride_delta_h) + q_base
+    delta = row_delta(out, dout, added_ptr + row_base, rows, last_query, HAS_ADDED)
+    tl.store(delta_ptr + row_base + rows, delta, mask=rows < end_row)
 
 
-def delta(out: Tensor, dout: Tensor, lse: Tensor, *settings: Any) -> Tensor:
-    """Compute rowsum(out * dout), fp32 `[B, H, T]` or packed `[H, T]`; arguments as in `backward`."""
-    problem = Problem(*settings)
-    B, H, T, _ = problem.sizes(out)
-    result = noted(lse.new_empty(lse.shape[-3:]))
-    if out.numel() == 0:
-        return result.zero_()
-    align, (out_view, dout_view) = views(out, dout)
+def launch_delta(
+    delta: Tensor, out: View, dout: View, added: Tensor | None, align: int, problem: Problem, q: Tensor
+) -> None:
+    """Fill delta, fp32 `[B, H, T]` or packed `[H, T]`; arguments as in `backward`."""
+    B, H, T, _ = problem.sizes(q)
     tile = {"BLOCK_T": 64, "num_warps": 4}
     tiles = -(-T // tile["BLOCK_T"])
-    tensors = (out_view.data, dout_view.data, result, out if problem.bounds is None else problem.bounds)
-    strides = (*out_view.strides, *dout_view.strides, *row_strides(result))
-    constants = {**problem.head_switches(out), "PACKED": out.dim() == 3, "ALIGN": align}
-    with guard(out):
-        launch(_attention_delta, (B * H * tiles,), *tensors, *strides, T, tiles, **constants, **tile)
-    return result
+    rows = (delta, delta if added is None else added.contiguous())
+    tensors = (out.data, dout.data, *rows, q if problem.bounds is None else problem.bounds)
+    strides = (*out.strides, *dout.strides, *row_strides(delta))
+    constants = {**problem.head_switches(q), "PACKED": q.dim() == 3, "HAS_ADDED": added is not None, "ALIGN": align}
+    launch(_attention_delta, (B * H * tiles,), *tensors, *strides, T, tiles, **constants, **tile)

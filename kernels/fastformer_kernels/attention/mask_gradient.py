@@ -26,6 +26,7 @@ from fastformer_kernels.attention.scores import (
     offset,
     real_columns,
     score_gradient,
+    seen_range,
     weight_gradient,
 )
 from fastformer_kernels.host.launch import guard, launch, noted
@@ -81,11 +82,12 @@ def _attention_mask_gradient(
                 dweights_head = dweights_ptr + offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
                 dp += weight_gradient(dweights_head, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
+            low, high = seen_range(rows, first_key, last_key, moved, left, right, HAS_LEFT, HAS_RIGHT)
             _kept, ds = score_gradient(
-                dots, dp, lse[:, None], logarithm[:, None], delta[:, None], rows[:, None], columns[None, :],
-                keys[:, None], its_key_mask,
+                dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None],
+                high[:, None], True, rows[:, None], columns[None, :], keys[:, None], its_key_mask,
                 mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h), stride_mask_t, stride_mask_s,
-                T, first_key, last_key, moved, left, right, scale, softcap, threshold, keep_scale, HAS_LEFT, HAS_RIGHT,
+                T, last_key, scale, softcap, threshold, keep_scale, True, True,
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             total += ds

@@ -8,7 +8,8 @@ algorithm 2):
 dW is the gradient of weights that were returned, if they were. Two kernels by default: one gathers dK and dV of a tile
 of keys over all queries that see it, the other dQ of a tile of queries; each adds in a fixed order, at the price of
 computing the scores twice (7 matrix products). The fast way adds dQ with atomics from the first kernel (5 products), in
-an order that changes from run to run. Tiles without a visible pair are skipped on both sides.
+an order that changes from run to run. Tiles without a visible pair are skipped on both sides, masks on tiles that are
+seen whole. dQ comes first: delta is computed on the way.
 """
 
 from typing import Any
@@ -127,7 +128,8 @@ def _attention_keys_values(
                 dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], low[:, None], high[:, None],
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None], keys[None, :], key_mask_ptr,
                 mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
-                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or K > 128, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or K > 128,
+                ADD_DQ or K > 128, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
@@ -209,7 +211,7 @@ def _attention_queries(
             dots, dp, lse[:, None], logarithm[:, None], delta[:, None], at[None, :], low[:, None], high[:, None],
             (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
             key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
-            HAS_LEFT, True, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            HAS_LEFT, True, False, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
@@ -221,8 +223,9 @@ def _attention_queries(
 def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that gathers dK and dV: the largest that spill nothing.
 
-    Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which takes registers. Chosen from
-    what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
+    16 keys a warp, where they fit: with fewer, warps compute the same scores. Heavy calls look up masks or gradients of
+    weights tile by tile, or cap scores, which takes registers. Chosen from what the compiler reports
+    (`python -m benchmarks.codegen`); `benchmarks/NOTES.md` has what was tried. Not measured on a GPU.
     """
     K, generation = head_width(q), device_of(q).capability // 10
     tf32 = q.dtype == torch.float32  # what is not exact, below
@@ -232,10 +235,10 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
         tile = (32, 32, 8 if fast else 4, 2)
-    elif K == 64 and (heavy or (fast and generation < 9)):
-        tile = (32, 64, 8 if heavy and generation < 9 else 4, 2)
     elif K == 64 and generation < 9:
-        tile = (32, 128, 8, 2)
+        tile = (16, 128, 8, 2) if heavy else (32, 64, 4, 2) if fast else (32, 128, 8, 2)
+    elif K == 64 and heavy:
+        tile = (32, 64, 4, 2)
     elif K == 64:
         tile = (64, 64, 8, 2) if problem.seed is not None and generation > 9 else (64, 128, 8, 2)
     elif K == 128:
@@ -259,7 +262,9 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
         if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
             tile = (16, 16, 4, 1)
     elif K <= 64 and heavy:
-        tile = (64, 32, 8 if crowded and generation == (10 if K <= 32 else 8) else 4, 2)
+        tile = (64, 32, 8 if crowded and generation > 9 and K <= 32 else 4, 2)
+        if crowded and generation < 9 and K == 64:
+            tile = (128, 32, 8, 2)
     elif K <= 64:
         tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
     elif K == 128:

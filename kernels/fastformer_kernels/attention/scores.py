@@ -253,7 +253,7 @@ def within(at, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
 def score_gradient(
     dots, dp, lse, logarithm, delta, at, low, high, masked, rows, columns, keys, key_mask_ptr, mask_ptr,
     stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SPREAD: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Return the weights after dropout, without its scale, and the gradient of the (capped) scores, of dots' shape.
@@ -261,6 +261,7 @@ def score_gradient(
     Args:
         at, low, high: positions and what is seen of them, as `within` takes them: HAS_LOW, HAS_HIGH.
         masked: whether the tile needs a mask at all.
+        SPREAD: whether dp takes the branch, too: for tiles of fewer rows than 16 a warp, as below.
 
     Weights are hidden after the exponential, so that scale and log-sum-exp are one multiply-add, and under a branch:
     dQ's loop at head size 64 had 1,816 instructions of warps for 4,096 scores, a third of them masks; it has 1,068 on
@@ -281,7 +282,8 @@ def score_gradient(
             if HAS_KEY_MASK:
                 seen = seen & real_columns(columns, 0, last_key, key_mask_ptr, True)
             p = tl.where(seen, p, 0.0)
-            dp = tl.where(seen, dp, 0.0)  # for Triton's layout alone, as above
+            if SPREAD:
+                dp = tl.where(seen, dp, 0.0)  # for Triton's layout alone
     kept = p
     if HAS_DROPOUT:
         stays = keep(keys, columns, threshold)

@@ -374,6 +374,7 @@ def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
     q, k = 0.1 * q + 8, 0.1 * k - 8
     at = torch.arange(139)
     check((q, k, v), torch.float32, key_mask=torch.stack([at >= 70, at < 100, at % 50 != 7]))
+    check((q, k, v), torch.float32, key_lengths=torch.tensor([139, 70, 100]))
 
 
 def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
@@ -387,9 +388,10 @@ def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
             module, "launch", lambda kernel, *x, launch=launch, **y: launched.append(kernel) or launch(kernel, *x, **y)
         )
     q, k, v, settings = op_arguments(False, False)
+    q, k, v = q.half(), k.half(), v.half()  # fp32 has no registers for it in the kernel of dQ
     dout, added = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
     out, lse = torch.ops.fastformer.attention_forward(q, k, v, *settings)
-    for dweights in (None, torch.zeros(*q.shape[:3], 7, device=DEVICE)):
+    for dweights in (None, torch.zeros(*q.shape[:3], 7, dtype=q.dtype, device=DEVICE)):
         deltas = []
         given = (dout, q, k, v, out, lse, None if dweights is None else added, dweights)
         for wants_q, wants_keys, fast in itertools.product((False, True), repeat=3):
@@ -399,7 +401,7 @@ def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
             assert launched.count(attention_backward._attention_queries) == fused_dq
             assert launched.count(attention_delta._attention_delta) == (not fused_dq)
         assert all(torch.equal(delta, deltas[0]) for delta in deltas)
-        torch.testing.assert_close(deltas[0], (out * dout).sum(-1) + (0 if dweights is None else added))
+        torch.testing.assert_close(deltas[0], (out.float() * dout.float()).sum(-1) + (0 if dweights is None else added))
 
 
 def test_the_fast_backward_pass(monkeypatch):

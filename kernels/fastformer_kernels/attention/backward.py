@@ -58,8 +58,8 @@ def _attention_keys_values(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, ADD_DQ: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, EXACT: tl.constexpr,
+    ADD_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
     heads = H // GROUP
@@ -126,8 +126,9 @@ def _attention_keys_values(
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             kept, ds = score_gradient(
                 dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], low[:, None], high[:, None],
-                (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None], keys[None, :], key_mask_ptr,
-                mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
+                True if EXACT else (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
+                keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap,
+                threshold, keep_scale,
                 HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or K > 128,
                 ADD_DQ or K > 128, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
@@ -158,8 +159,8 @@ def _attention_queries(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, OWN_DELTA: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one tile of queries `[BLOCK_T]` of one head, and their delta on the way."""
     rank, head = place(tiles, together)
@@ -184,10 +185,13 @@ def _attention_queries(
     q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
     dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
     lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
-    out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
-    out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0)
-    delta = row_delta(out, dout, added_ptr + row_base, rows, last_query, HAS_DWEIGHTS)
-    tl.store(delta_ptr + row_base + rows, delta, mask=rows < end_row)
+    if OWN_DELTA:
+        out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
+        out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0)
+        delta = row_delta(out, dout, added_ptr + row_base, rows, last_query, HAS_DWEIGHTS)
+        tl.store(delta_ptr + row_base + rows, delta, mask=rows < end_row)
+    else:
+        delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
     dq = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
     low, high = seen_range(rows, first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
@@ -206,10 +210,9 @@ def _attention_queries(
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
         if HAS_DWEIGHTS:
             dp += weight_gradient(dweights_ptr, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
-        at = tl.where(columns >= first_key, columns, last_key)
         _kept, ds = score_gradient(
-            dots, dp, lse[:, None], logarithm[:, None], delta[:, None], at[None, :], low[:, None], high[:, None],
-            (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
+            dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None], high[:, None],
+            True if EXACT else (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
             key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
             HAS_LEFT, True, False, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
@@ -230,7 +233,8 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     K, generation = head_width(q), device_of(q).capability // 10
     tf32 = q.dtype == torch.float32  # what is not exact, below
     if is_exact(q):
-        tile = (32, 32, 4, 1) if K <= 64 else (16, 32, 4, 1) if K == 128 else (16, 32, 8, 1)
+        low = K == 128 or (K == 64 and heavy and generation < 9)
+        tile = (16, 32, 4, 1) if low else (32, 32, 4, 1) if K <= 64 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
@@ -248,7 +252,7 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
             square = generation < 10 and not heavy
             tile = (64, 64, 8, 2) if square else (32, 64, 8, 1 if fast else 2)
     else:
-        small = heavy or tf32 or has_small_memory(q)
+        small = heavy or tf32 or has_small_memory(q) or (generation < 9 and problem.key_mask is not None)
         rows = 16 if generation == 9 and problem.seed is not None else 32
         tile = (16, 32, 8, 2) if small else (rows, 64, 8, 1 if generation == 9 else 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
@@ -276,6 +280,8 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
         small = generation < 9 and (heavy or problem.seed is not None) if tf32 else heavy
         tall = generation == 9 and not tf32 and not heavy
         tile = (128, 32, 8, 2) if tall else (32, 32, 8, 1) if small or has_small_memory(q) else (64, 32, 8, 2)
+        if generation > 9 and problem.seed is not None and not small:
+            tile = (64, 32, 8, 1)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
@@ -335,9 +341,14 @@ def backward(
     mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
     scalars = problem.scalars()
     constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
+    constants["EXACT"] = is_exact(q)
     heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
     row = 2 * q.shape[-1] * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
+        # fp32 on plain cores has no registers left for it.
+        own_delta = wants_q and not fast and not is_exact(q)
+        if not own_delta:
+            launch_delta(delta, out_view, dout_view, added, align, problem, q)
         if wants_q and not fast:
             tile = _tiles_of_queries(q, problem, heavy)
             tiles = -(-T // tile["BLOCK_T"])
@@ -345,9 +356,8 @@ def backward(
             grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles, together)
             tensors = (*inputs, out_view.data, lse if added is None else added.contiguous(), dq, *looked_up)
             strides = (*input_strides, *out_view.strides, *dq_strides, *mask_strides)
-            launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
-        else:
-            launch_delta(delta, out_view, dout_view, added, align, problem, q)
+            constants_of_dq = {**constants, "OWN_DELTA": own_delta}
+            launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants_of_dq, **tile)
         if wants_keys:
             tile = _tiles_of_keys(q, problem, heavy, fast)
             tiles = -(-S // tile["BLOCK_S"])

@@ -126,11 +126,11 @@ def _attention_keys_values(
             keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
             kept, ds = score_gradient(
                 dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], low[:, None], high[:, None],
-                True if EXACT else (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
+                (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
                 keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap,
                 threshold, keep_scale,
-                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or K > 128,
-                ADD_DQ or K > 128, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (K > 128 and not EXACT),
+                ADD_DQ or K > 128, EXACT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
@@ -212,9 +212,9 @@ def _attention_queries(
             dp += weight_gradient(dweights_ptr, stride_dweights_t, rows[:, None], columns[None, :], T, last_key)
         _kept, ds = score_gradient(
             dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None], high[:, None],
-            True if EXACT else (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
+            (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
             key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
-            HAS_LEFT, True, False, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            HAS_LEFT, True, False, EXACT, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
@@ -234,7 +234,8 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     tf32 = q.dtype == torch.float32  # what is not exact, below
     if is_exact(q):
         low = K == 128 or (K == 64 and heavy and generation < 9)
-        tile = (16, 32, 4, 1) if low else (32, 32, 4, 1) if K <= 64 else (16, 32, 8, 1)
+        narrow = K > 128 and generation == 9 and not heavy
+        tile = (16, 32, 4, 1) if low else (32, 32, 4, 1) if K <= 64 else (16, 16 if narrow else 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
@@ -264,7 +265,7 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     tf32, crowded = q.dtype == torch.float32, heavy and problem.key_mask is not None
     if is_exact(q):
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
-        if heavy and (K == 128 or (K <= 64 and device_of(q).capability < 90)):
+        if (heavy and (K == 128 or (K <= 64 and generation < 9))) or (K > 128 and generation == 9):
             tile = (16, 16, 4, 1)
     elif K <= 64 and heavy:
         tile = (64, 32, 8 if crowded and generation > 9 and K <= 32 else 4, 2)

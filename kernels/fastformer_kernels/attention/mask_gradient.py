@@ -87,7 +87,7 @@ def _attention_mask_gradient(
                 dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None],
                 high[:, None], True, rows[:, None], columns[None, :], keys[:, None], its_key_mask,
                 mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h), stride_mask_t, stride_mask_s,
-                T, last_key, scale, softcap, threshold, keep_scale, True, True, False,
+                T, last_key, scale, softcap, threshold, keep_scale, True, True, False, False,
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             total += ds

@@ -271,7 +271,7 @@ def _faults() -> Iterator[Fault]:
         "columns, 0, last_query, -shift,",
         "columns, 0, last_query, shift,",
     )
-    whole = "attention.py::test_shapes_and_causality[{'causal': True}-shape2-dtype0]"
+    whole = "attention.py::test_shapes_and_causality[{'causal': True}-shape2-dtype1]"
     yield at(
         file, whole, "dK and dV: tiles on the diagonal taken for whole ones",
         "(j < full_begin) | (j >= full_end), rows[None, :], columns[:, None]",

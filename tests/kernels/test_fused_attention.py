@@ -370,7 +370,7 @@ def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
     """A padded key scores 0: its weight, beside real scores of 2^-144, is infinite until it is hidden."""
     if fast:
         take_the_fast_way(monkeypatch)
-    q, k, v = heads(3, 2, 40, 139, 16)
+    q, k, v = heads(3, 2, 70, 139, 16)  # rows of more than one tile
     q, k = 0.1 * q + 5, 0.1 * k - 5
     at = torch.arange(139)
     for dtype in DTYPES:  # fp32 has masks of its own

@@ -16,13 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, row_strides, views
+from fastformer_kernels.attention.problem import (
+    Problem,
+    attends,
+    head_width,
+    is_exact,
+    row_strides,
+    side_by_side,
+    views,
+)
 from fastformer_kernels.attention.scores import (
     fold,
     hide,
     key_tiles,
     load_bounds,
     offset,
+    place,
     real_columns,
     scores,
     visible,
@@ -56,15 +65,15 @@ def _attention(
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_out_b, stride_out_h, stride_out_t, stride_lse_b, stride_lse_h,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
-    second_part, T, S, tiles, shift, left, right, scale, softcap, threshold, keep_scale,
+    second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, AHEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries `[BLOCK_T]` of one head of one sequence."""
-    tile = tiles - 1 - tl.program_id(0) % tiles  # with causality the last tiles are the longest: they start first
-    b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
+    rank, head = place(tiles, together)
+    tile, b, h = tiles - 1 - rank, head // H, head % H  # with causality the last tiles are the longest
     q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
     first_row = tile * BLOCK_T
     end_row = last_query if PACKED else T
@@ -201,10 +210,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     tile = _tiles(q, problem)
     tiles = -(-T // tile["BLOCK_T"])
     grid = (B * H * tiles,)
+    together = side_by_side(q, problem, B * H, 2 * S * q.shape[-1] * q.element_size() * k.shape[1] // H)
     tensors = (q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q))
     strides = (*q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse))
     mask_strides = problem.mask_strides((B, H, T, S))
-    sizes = (B * H * T, T, S, tiles)
+    sizes = (B * H * T, T, S, tiles, together)
     scalars = problem.scalars()
     constants = {**problem.switches(q, k), "ALIGN": align, "AHEAD": not is_exact(q)}
     with guard(q):

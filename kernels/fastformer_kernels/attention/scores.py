@@ -29,6 +29,20 @@ def offset(index, size: tl.constexpr, stride):
 
 
 @triton.jit
+def place(tiles, together):
+    """Return (rank, head) of this program: it has the tile that is to start as number `rank` of its head's `tiles`.
+
+    Heads take turns, `together` of them: the tiles of rank 0 of them all start first, then those of rank 1. What takes
+    longest should have rank 0, so that short tiles are left to fill the end (`side_by_side` has the figures).
+    """
+    pid, heads = tl.program_id(0), tl.num_programs(0) // tiles
+    first = pid // (together * tiles) * together
+    members = tl.minimum(together, heads - first)
+    pid -= first * tiles
+    return pid // members, first + pid % members
+
+
+@triton.jit
 def load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS: tl.constexpr):
     """Return (q_base, last_query, k_base, first_key, last_key, shift, gaps) of sequence b; all of it without bounds."""
     if HAS_BOUNDS:

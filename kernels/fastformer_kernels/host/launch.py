@@ -53,6 +53,7 @@ class Device(NamedTuple):
     capability: int  # 90 for sm_90
     multiprocessors: int
     shared_memory: int  # bytes that one block can get
+    cache: int = 50 << 20  # bytes of L2
 
 
 # Where no GPU is asked: the interpreter, and meta tensors; `benchmarks.codegen` puts other GPUs here. It is an H200's.
@@ -62,7 +63,8 @@ assumed = Device(90, 132, 227 << 10)
 @cache
 def _properties(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
-    return Device(found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin)
+    capability, shared = found.major * 10 + found.minor, found.shared_memory_per_block_optin
+    return Device(capability, found.multi_processor_count, shared, found.L2_cache_size)
 
 
 def device_of(x: Tensor) -> Device:

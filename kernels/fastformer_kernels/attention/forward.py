@@ -130,11 +130,13 @@ def _attention(
         at = j * BLOCK_S + columns
         real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
         dots = next_dots
+        # Keys do not wait for the key mask: what they hold where it has gaps is hidden.
+        loaded = ((n if AHEAD else j) * BLOCK_S + columns < last_key)[:, None] & in_head
         if AHEAD:
-            loaded = (n * BLOCK_S + columns < last_key)[:, None] & in_head
             next_dots = _dots(q, k_ptrs, stride_k_s, n, loaded, BLOCK_S, ALIGN, PRECISION)
         else:
-            dots = _dots(q, k_ptrs, stride_k_s, j, real_keys, BLOCK_S, ALIGN, PRECISION)
+            loaded = loaded if HAS_KEY_MASK else real_keys
+            dots = _dots(q, k_ptrs, stride_k_s, j, loaded, BLOCK_S, ALIGN, PRECISION)
         v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys, other=0.0)
         s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)

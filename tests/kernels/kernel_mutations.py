@@ -693,8 +693,8 @@ def _faults() -> Iterator[Fault]:
         f"{kernels}/attention/forward",
         small,
         "forward: keys beyond the tensor are read",
-        "real = (j * BLOCK_S + columns < last_key)[:, None] & in_head",
-        "real = (columns >= 0)[:, None] & in_head",
+        "loaded = loaded if HAS_KEY_MASK else real_keys",
+        "loaded = in_head",
         f"{fault}outside all (tensors|allocations)",
         "sm_90",
     )

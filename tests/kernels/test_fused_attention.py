@@ -58,6 +58,22 @@ def test_head_sizes(head_size):
     check(heads(1, 1, 19, 35, head_size), torch.float32, causal=True, alignment="bottom_right")
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    ("T", "S", "head_size", "rules"),
+    [
+        (530, 530, 64, {"causal": True}),
+        (520, 300, 64, {"key_lengths": torch.tensor([270])}),
+        (520, 520, 128, {"causal": True, "alignment": "bottom_right"}),
+        (140, 170, 256, {"causal": True, "softcap": 5.0}),
+    ],
+    ids=str,
+)
+def test_tiles_of_long_sequences(T, S, head_size, rules, dtype):
+    """16 bits have tiles of 128 queries and up to 128 keys here: whole tiles, cut ones, and the last of the queries."""
+    check(heads(1, 1, T, S, head_size), dtype, **rules)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_queries(kv_heads, dtype):
@@ -219,6 +235,21 @@ def test_nan_and_infinity_stay_in_their_rows():
     assert out[:, :, [3, 5]].isnan().all()  # of infinite scores the largest is taken away: inf - inf
     others = [i for i in range(20) if i not in (3, 5)]
     assert torch.equal(out[:, :, others], clean[:, :, others])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_scores_that_overflow_where_they_are_scaled():
+    """Finite before: 1e17 * 1e18. torch's softmax of an infinite score is NaN, not a row that sees nothing.
+
+    As which it would pass where the scale is a part of a multiply-add: finite - inf. Those are made by ptxas: where
+    it has no part, as in the interpreter, inf - inf is NaN anyway.
+    """
+    q, k, v = (x.to(DEVICE, torch.float32) for x in heads(1, 1, 6, 40, 16))
+    q[0, 0, 3], k[0, 0, 7] = 0.0, 0.0
+    q[0, 0, 3, 0], k[0, 0, 7, 0] = 1e17, 1e18
+    out = fused(attention, q, k, v, scale=1e5)
+    assert out[:, :, 3].isnan().all()
+    assert out[:, :, [0, 1, 2, 4, 5]].isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -129,6 +129,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from cases_of("bfloat16", torch.bfloat16, FORWARD, BACKWARD)
     yield from cases_of("float32", torch.float32, SINGLE, SINGLE)
     yield from ((name, in_tf32(call)) for name, call in cases_of("tf32", torch.float32, TF32_FORWARD, TF32_BACKWARD))
+    for K in (64, 128, 256):
+        yield f"forward K {K} dropout", forward_case(1024, K, torch.bfloat16, dropped)
     for K in (64, 128):
         yield f"backward K {K} dropout", backward_case(1024, K, torch.bfloat16, dropped)
         yield f"backward K {K} with weights", backward_case(1024, K, torch.bfloat16, light, weights=True)

@@ -80,7 +80,7 @@ def _attention_split(
         s = hide(
             s, seen, rows[:, None], columns[None, :], key_mask_ptr, key_mask_ptr, 0, 0, T, last_key, HAS_KEY_MASK, 0
         )
-        acc, total, peak = fold(acc, total, peak, s, v, rows, columns, 0, False, PRECISION)
+        acc, total, peak = fold(acc, total, peak, s, 1.0, v, rows, columns, 0, False, PRECISION)
     # [B * Hkv, splits, T * GROUP, K] and without K
     row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
     written = (rows < T)[:, None] & in_head

@@ -2,9 +2,9 @@
 
 The online softmax of FlashAttention (Dao et al. 2022, algorithm 1): a running maximum and sum for each row. Tiles that
 no query of the program sees, by lengths, window or causality, are never loaded; those that all see whole go through a
-loop without masks, in which the scores of the next tile are computed before the softmax of this one, so that the matrix
-units work while the exponentials are taken. Kept for backward: the log-sum-exp of each row, in units of log2, +inf for
-a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
+loop without masks. Where products take longest the scores of the next tile are computed before the softmax of this one,
+so that the matrix units work while the exponentials are taken. Kept for backward: the log-sum-exp of each row, in units
+of log2, +inf for a row that sees nothing (its weights are then exp2(-inf) = 0, never NaN).
 
 Dense tensors `[B, H, T, K]` and packed ones `[T, H, K]` run the same kernel: a sequence is a base row and bounds.
 """
@@ -36,6 +36,7 @@ from fastformer_kernels.attention.scores import (
     scores,
     visible,
 )
+from fastformer_kernels.constants import LOG2E
 from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
 from fastformer_kernels.random import row_keys
 
@@ -46,15 +47,12 @@ def _dots(
     k_ptrs,
     stride_k_s,
     j,
-    columns,
-    last_key,
-    in_head,
+    real,
     BLOCK_S: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply the queries with tile j of the keys: `[BLOCK_T, BLOCK_S]`. Keys beyond the last are zeros."""
-    real = (j * BLOCK_S + columns < last_key)[:, None] & in_head
+    """Multiply the queries with tile j of the keys: `[BLOCK_T, BLOCK_S]`. What is not real counts as 0."""
     k = tl.load(k_ptrs + offset(j, BLOCK_S * ALIGN, stride_k_s), mask=real, other=0.0)
     return tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
 
@@ -69,7 +67,8 @@ def _attention(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, AHEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, RAW: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries `[BLOCK_T]` of one head of one sequence."""
     rank, head = place(tiles, together)
@@ -92,6 +91,7 @@ def _attention(
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     peak = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    factor = scale * LOG2E if RAW else 1.0
     keys = row_keys(tl.load(seed_ptr), rows, b * H + h) if HAS_DROPOUT else rows
     begin, full_begin, full_end, end = key_tiles(
         first_row, tl.minimum(first_row + BLOCK_T, last_query) - 1, first_key, last_key, shift, left, right, gaps,
@@ -108,38 +108,45 @@ def _attention(
     j = tl.where(whole > 0, full_begin, begin)
     next_dots = acc  # only for the name to exist
     if AHEAD:
-        next_dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+        loaded = (j * BLOCK_S + columns < last_key)[:, None] & in_head
+        next_dots = _dots(q, k_ptrs, stride_k_s, j, loaded, BLOCK_S, ALIGN, PRECISION)
     for i in tl.range(0, whole):
         j = full_begin + i
         n = tl.where(i + 1 < whole, j + 1, begin + tl.where(begin < full_begin, 0, whole))
         dots = next_dots
         if AHEAD:
-            next_dots = _dots(q, k_ptrs, stride_k_s, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+            loaded = (n * BLOCK_S + columns < last_key)[:, None] & in_head
+            next_dots = _dots(q, k_ptrs, stride_k_s, n, loaded, BLOCK_S, ALIGN, PRECISION)
         else:
-            dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
+            dots = _dots(q, k_ptrs, stride_k_s, j, in_head, BLOCK_S, ALIGN, PRECISION)
         v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=in_head, other=0.0)
-        s = scores(dots, scale, softcap, HAS_SOFTCAP)
+        s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         at = j * BLOCK_S + columns
-        acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
+        acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
     for i in tl.range(0, count - whole):
         j, n = begin + i, begin + i + 1
         j = tl.where(j < full_begin, j, j + whole)
         n = tl.where(n < full_begin, n, n + whole)
-        dots = next_dots
-        if AHEAD:
-            next_dots = _dots(q, k_ptrs, stride_k_s, n, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
-        else:
-            dots = _dots(q, k_ptrs, stride_k_s, j, columns, last_key, in_head, BLOCK_S, ALIGN, PRECISION)
         at = j * BLOCK_S + columns
-        real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
-        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys & in_head, other=0.0)
-        s = scores(dots, scale, softcap, HAS_SOFTCAP)
+        real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
+        dots = next_dots
+        # Keys do not wait for the key mask: what they hold where it has gaps is hidden.
+        loaded = ((n if AHEAD else j) * BLOCK_S + columns < last_key)[:, None] & in_head
+        if AHEAD:
+            next_dots = _dots(q, k_ptrs, stride_k_s, n, loaded, BLOCK_S, ALIGN, PRECISION)
+        else:
+            loaded = loaded if HAS_KEY_MASK else real_keys
+            dots = _dots(q, k_ptrs, stride_k_s, j, loaded, BLOCK_S, ALIGN, PRECISION)
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys, other=0.0)
+        s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
                  HAS_KEY_MASK, MASK)  # fmt: skip
-        acc, total, peak = fold(acc, total, peak, s, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
+        acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
 
-    alive = (total != 0.0) & (rows < last_query)  # a NaN is alive, and shows
+    peak *= factor
+    # A NaN is alive, and shows; so does a peak that only the factor made infinite, under which all weights are 0.
+    alive = ((total != 0.0) | (peak == float("inf"))) & (rows < last_query)
     scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
     out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
@@ -155,21 +162,35 @@ def _attention(
         tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
 
 
-def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
-    """Choose the tile sizes of the forward kernel.
+def _in_three_parts(q: Tensor) -> bool:
+    """Return whether fp32 is multiplied as three products of tf32, of what it rounds off too: to fp32's accuracy.
 
-    16 bits: sizes that keep both matrix products and the exponentials overlapped on sm_90 and spill nothing there, on
-    sm_80 and on sm_100, with two blocks a multiprocessor or one of 8 warps; short sequences take smaller tiles, so that
-    less of the last one is wasted and more blocks run. tf32 takes those of twice the head size (`head_width`). fp32
-    runs on plain cores, bound by registers. Chosen from what the compiler reports (`python -m benchmarks.codegen`); not
-    measured on a GPU.
+    For 4,096 scores of head size 64 sm_90 then takes 1,634 issue cycles and 1,536 of its matrix units, where plain
+    cores take 6,032. On sm_80, and at head size 128, every tile that was compiled spills.
+    """
+    return is_exact(q) and head_width(q) <= 64 and device_of(q).capability == 90
+
+
+def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
+    """Choose the tile sizes of the forward kernel, and whether the scores of the next tile are computed ahead.
+
+    16 bits: 16 rows a warp, as one warp multiplies, so that none repeats another's work, and of these the tile of the
+    fewest instructions that spills nothing on sm_80, sm_90 and sm_100. Short sequences take smaller tiles, so that less
+    of the last one is wasted and more blocks run. Ahead only where the products take longer than all the rest, in tf32,
+    and on sm_100; elsewhere other warps multiply meanwhile, and carrying scores costs instructions and registers. tf32
+    takes the tiles of twice the head size (`head_width`). fp32 runs on plain cores, bound by registers, where not
+    `_in_three_parts`. Chosen from what the compiler reports (`python -m benchmarks.codegen`, and benchmarks/NOTES.md);
+    not measured on a GPU.
     """
     K, T = head_width(q), problem.queries
     small, capability = has_small_memory(q), device_of(q).capability
-    ampere, blackwell = capability < 90, capability >= 100
+    ampere, blackwell, halves = capability < 90, capability >= 100, q.element_size() == 2
+    hopper = capability == 90 and halves
     heavy = problem.mask is not None or problem.softcap > 0.0
-    if is_exact(q):
-        tile = (32, 32, 8, 1) if K <= 128 else (16, 32, 8, 1)
+    if _in_three_parts(q):
+        tile = (64, 32, 4, 2)
+    elif is_exact(q):
+        tile = (32, 32, 4 if K == 64 and not heavy else 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
         if heavy and blackwell and q.dtype == torch.float32:
@@ -178,13 +199,18 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
         tile = (64, 32, 4, 2 if ampere else 3)
     elif K == 64:
         tile = (64, 64, 4, 3) if T < 512 or small else (128, 64, 8, 3)
+        if hopper and T >= 512 and problem.seed is None:
+            tile = (128, 128, 8, 2)
     elif K == 128 and heavy:
-        tile = (64, 32, 8, 2)
+        tile = (128, 32, 8, 2) if ampere and halves else (64, 32, 4 if hopper else 8, 2)
     elif K == 128:
-        tile = (64, 32, 4, 2) if T < 512 or ampere else (128, 64, 8, 2)
+        narrow = T < 512 or (ampere and (problem.seed is not None or not halves))
+        tile = (64, 32, 4, 2) if narrow else (128, 64, 8, 2)
     else:
-        tile = (64, 32, 8, 1 if small or (ampere and heavy) else 2)
-    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
+        tile = (128 if hopper else 64, 32, 8, 1 if small or (ampere and heavy) else 2)
+    slow_products = K == 128 and tile[0] == 128
+    ahead = not is_exact(q) and (blackwell or not halves or (capability == 90 and slow_products))
+    return {**dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True)), "AHEAD": ahead}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
@@ -216,7 +242,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     mask_strides = problem.mask_strides((B, H, T, S))
     sizes = (B * H * T, T, S, tiles, together)
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k), "ALIGN": align, "AHEAD": not is_exact(q)}
+    constants = {**problem.switches(q, k), "ALIGN": align}
+    if _in_three_parts(q):
+        constants["PRECISION"] = "tf32x3"
+    # The highest of the raw scores is the highest of the scaled ones, and scaling them is a part of the exponent then.
+    constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.additive
     with guard(q):
         launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
     return out, lse

@@ -177,15 +177,16 @@ def hide(
 
 
 @triton.jit
-def fold(acc, total, peak, s, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
+def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
     """Fold one tile of scores `[BLOCK_T, BLOCK_S]` and its values into the running softmax of each row.
 
+    Scores and peak are in units of 1 / factor, which is above 0: multiplied here, it costs no instruction of its own.
     The rows' keys for dropout, the columns and the threshold count with HAS_DROPOUT only.
     """
     new_peak = tl.maximum(peak, tl.max(s, 1))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
-    p = tl.exp2(s - shift[:, None])
-    fade = tl.exp2(peak - shift)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak * factor)  # a row that has seen nothing yet
+    p = tl.exp2(s * factor - shift[:, None])
+    fade = tl.exp2(peak * factor - shift)
     total = total * fade + tl.sum(p, 1)
     if HAS_DROPOUT:
         p = tl.where(keep(keys[:, None], columns[None, :], threshold), p, 0.0)

@@ -76,6 +76,11 @@ def test_only_loops_without_another_within_count_and_only_if_they_are_reached():
     assert inner_loops(blocks(NESTED)) == [{2}]
 
 
+def test_a_head_behind_its_end():
+    text = "bra $HEAD;\n$TAIL:\nadd.s32 %r1, %r1, 1;\nbra $HEAD;\n$HEAD:\nmov.b32 %r2, %r1;\n@%p1 bra $TAIL;\nret;\n"
+    assert inner_loops(blocks(text)) == [{1, 2}]
+
+
 def test_a_branch_back_to_the_middle_of_straight_code_is_no_loop_of_its_own():
     """What ptxas puts out of line, behind the kernel's end, returns to where it came from."""
     sass = """

@@ -44,7 +44,7 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def _reachable(found: list[Block], without: int = -1) -> set[int]:
+def _reachable(found: list[Block], without: int) -> set[int]:
     """Return the blocks that the first one leads to, not through block `without`."""
     seen: set[int] = set()
     ahead = [0]
@@ -55,20 +55,37 @@ def _reachable(found: list[Block], without: int = -1) -> set[int]:
     return seen
 
 
+def _ends(found: list[Block]) -> dict[int, int]:
+    """Return when a depth-first walk from the first block is done with each block that it leads to."""
+    ends: dict[int, int] = {}
+    seen, path = {0}, [(0, iter(found[0].successors))]
+    while path:
+        number, ahead = path[-1]
+        following = next((each for each in ahead if each not in seen), None)
+        if following is None:
+            ends[number] = len(ends)
+            path.pop()
+        else:
+            seen.add(following)
+            path.append((following, iter(found[following].successors)))
+    return ends
+
+
 def inner_loops(found: list[Block]) -> list[set[int]]:
     """Return the blocks of each natural loop that has no other within, in the order of the text.
 
     A loop is what an edge back to its only entry closes (Aho, Sethi, Ullman: Compilers, 1986, 10.4).
     """
-    live = _reachable(found)
-    before: dict[int, set[int]] = {number: set() for number in live}
-    for number in live:
+    ends = _ends(found)
+    before: dict[int, set[int]] = {number: set() for number in ends}
+    for number in ends:
         for successor in found[number].successors:
             before[successor].add(number)
     loops: dict[int, set[int]] = {}
-    for tail in sorted(live):
+    for tail in sorted(ends):
         for head in found[tail].successors:
-            if head > tail or (head != tail and tail in _reachable(found, without=head)):
+            # Back in the walk, not in the text: a compiler may write a loop's head behind its end.
+            if ends[head] < ends[tail] or (head != tail and tail in _reachable(found, without=head)):
                 continue
             body = loops.setdefault(head, {head})
             ahead = [tail]

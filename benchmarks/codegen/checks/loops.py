@@ -3,8 +3,9 @@
 An element is a score, or a logit: what the tile of a loop's step has. Of each innermost loop that takes exponentials,
 in the order of the text (attention's forward kernel has two: whole tiles, and tiles with masks):
 
-- warp instructions for 4,096 elements, those of all warps of the block; a predicated one counts. A multiprocessor
-  issues four in a cycle, so a quarter of it is cycles of its schedulers;
+- warp instructions for 4,096 elements, those of all warps of the block; a predicated one counts, and so does what most
+  iterations branch over (the masks of attention's backward). A multiprocessor issues four in a cycle, so a quarter of
+  it is cycles of its schedulers;
 - exponentials (MUFU.EX2) for an element; a multiprocessor takes 16 in a cycle (CUDA C++ Programming Guide, table of
   arithmetic throughput), on sm_80 and on sm_90;
 - cycles of a multiprocessor's tensor cores for 4,096 elements, by the table below.

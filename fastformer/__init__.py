@@ -21,7 +21,7 @@ _HOME = {
     "LinearCrossEntropy": "fastformer.nn.modules",
     "RMSNorm": "fastformer.nn.modules",
     "MultiheadAttention": "fastformer.nn.multihead_attention",
-    "Transformer": "fastformer.nn.stacks",
+    "Transformer": "fastformer.nn.transformer",
     "TransformerDecoder": "fastformer.nn.stacks",
     "TransformerDecoderLayer": "fastformer.nn.layers",
     "TransformerEncoder": "fastformer.nn.stacks",
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
     from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
     from fastformer.nn.multihead_attention import MultiheadAttention
-    from fastformer.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
+    from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+    from fastformer.nn.transformer import Transformer
 
 
 def __getattr__(name: str) -> Any:

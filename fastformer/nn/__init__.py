@@ -4,7 +4,8 @@ from fastformer.nn.conversion import Conversion, Entry, convert, revert
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
+from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.nn.transformer import Transformer
 
 __all__ = [
     "Conversion",

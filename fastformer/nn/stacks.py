@@ -1,4 +1,4 @@
-"""Drop-in stacks of layers: torch.nn.TransformerEncoder, TransformerDecoder and Transformer on our layers.
+"""Drop-in stacks of layers: torch.nn.TransformerEncoder and TransformerDecoder on our layers.
 
 A stack packs a padded batch once, runs every layer on real tokens, and unpacks once: in training and in inference, with
 the masks that torch takes. `packed` is the part in between, for sequences that never were padded.
@@ -7,20 +7,18 @@ Letters: B batch, T targets, S sources, D model width.
 """
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
 from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import drop_in, has_hooks, take_over, twin
-from fastformer.nn.padding_free import PackedInput, is_causal_mask, obstacle, read_side, same_mask, zero_padding
+from fastformer.nn.modules import drop_in, has_hooks, twin
+from fastformer.nn.padding_free import PackedInput, is_causal_mask, obstacle, read_side, zero_padding
 from fastformer.nn.torch_calls import causal_hint, encoder_masks
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
@@ -35,7 +33,7 @@ class _AsTorch(threading.local):
         self.rows = False
 
 
-_as_torch = _AsTorch()
+as_torch = _AsTorch()
 
 
 class _Stack(nn.Module):
@@ -93,7 +91,7 @@ class _Stack(nn.Module):
         """Whether padding is to be skipped, and 0."""
         if padding_free is not None:
             return padding_free
-        return self.padding_free and (compiling() or not _as_torch.rows)
+        return self.padding_free and (compiling() or not as_torch.rows)
 
     def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Whether there is padding to skip, and nothing against skipping it."""
@@ -192,7 +190,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             tokens, layout = from_nested(src)
             return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
         side = None
-        if self.skips(padding_free, src_key_padding_mask) and not _lacks_mask((is_causal, mask)):
+        if self.skips(padding_free, src_key_padding_mask) and not lacks_mask((is_causal, mask)):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first)
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
@@ -271,7 +269,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
             return to_nested(tokens, layout)
-        lacking = _lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
+        lacking = lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
         if usual and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
             source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if source is not None:
@@ -370,131 +368,6 @@ def _refuse(name: str, *masks: Tensor | None) -> None:
         raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
 
 
-def _lacks_mask(*hints: tuple[bool | None, Tensor | None]) -> bool:
+def lacks_mask(*hints: tuple[bool | None, Tensor | None]) -> bool:
     """Whether a mask is said to be causal that is not given, which the padded way refuses."""
     return any(stated and mask is None for stated, mask in hints)
-
-
-@drop_in
-class Transformer(nn.Transformer):
-    """torch.nn.Transformer on our stacks; custom encoders and decoders are used as they are."""
-
-    def __init__(
-        self,
-        d_model: int = 512,
-        nhead: int = 8,
-        num_encoder_layers: int = 6,
-        num_decoder_layers: int = 6,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        custom_encoder: Any | None = None,
-        custom_decoder: Any | None = None,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        with warnings.catch_warnings():
-            # torch says that its nested-tensor path will not be used; ours has none.
-            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
-            super().__init__(
-                d_model,
-                nhead,
-                num_encoder_layers,
-                num_decoder_layers,
-                dim_feedforward,
-                dropout,
-                activation,
-                custom_encoder,
-                custom_decoder,
-                layer_norm_eps,
-                batch_first,
-                norm_first,
-                bias,
-                device,
-                dtype,
-            )
-        if custom_encoder is None:
-            take_over(self.encoder)
-        if custom_decoder is None:
-            take_over(self.decoder)
-
-    def forward(
-        self,
-        src: Tensor,
-        tgt: Tensor,
-        src_mask: Tensor | None = None,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        src_is_causal: bool | None = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
-    ) -> Tensor:
-        """Encode src `[S, B, D]`, decode tgt `[T, B, D]` with it (`[B, …]` if batch_first): `[T, B, D]`.
-
-        Masks are torch's, True = ignore. Where memory_key_padding_mask is src_key_padding_mask, the encoder's output
-        goes to the decoder without ever being padded. Where it is not, and the decoder attends to padded sources, their
-        rows are what torch computes there, not 0.
-        """
-        check_types(("src", "tgt"), src, tgt)
-        if not (src.is_nested or tgt.is_nested):
-            self._check(src, tgt)
-        same = same_mask(src_key_padding_mask, memory_key_padding_mask)
-        hints = (src_is_causal, src_mask), (tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask)
-        if same and not _lacks_mask(*hints):
-            source = self._read_source(src, src_key_padding_mask)
-            side = None if source is None else self.decoder.read_target(tgt, tgt_key_padding_mask, source)
-            if source is not None and side is not None:
-                memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
-                return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
-        memory = self._encode_padded(
-            src, same, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
-        )
-        return self.decoder(  # type: ignore[no-any-return]
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=tgt_is_causal,
-            memory_is_causal=memory_is_causal,
-        )
-
-    def _encode_padded(self, src: Tensor, same: bool, **masks: Any) -> Tensor:
-        """Call the encoder; rows of padding that the decoder will see, where not `same`, are torch's, not 0."""
-        if same or getattr(type(self.encoder), "forward", None) is not TransformerEncoder.forward:
-            return self.encoder(src, **masks)  # type: ignore[no-any-return]
-        if not has_hooks(self.encoder):
-            return self.encoder(src, **masks, padding_free=False)  # type: ignore[no-any-return]
-        before, _as_torch.rows = _as_torch.rows, True
-        try:
-            return self.encoder(src, **masks)  # type: ignore[no-any-return]
-        finally:
-            _as_torch.rows = before
-
-    def _check(self, src: Tensor, tgt: Tensor) -> None:
-        """Raise what torch raises for inputs that do not fit together."""
-        rows = 0 if self.batch_first else 1
-        if src.dim() == 3 and src.shape[rows] != tgt.shape[rows]:
-            raise RuntimeError(f"src and tgt must have the same batch, not {src.shape[rows]} and {tgt.shape[rows]}")
-        for name, x in (("src", src), ("tgt", tgt)):
-            if x.shape[-1] != self.d_model:
-                raise RuntimeError(f"{name} must have d_model ({self.d_model}) features, not {x.shape[-1]}")
-
-    def _read_source(self, src: Tensor, padding: Tensor | None) -> PackedInput | None:
-        """Read the source side if both stacks are ours and run without padding, and nothing watches them."""
-        ours = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
-        if not ours or has_hooks(self.encoder) or has_hooks(self.decoder):
-            return None
-        if self.encoder.layers_batch_first != self.decoder.layers_batch_first:
-            return None
-        if not (self.encoder.skips(None, padding) and self.decoder.skips(None, padding)):
-            return None
-        return read_side(src, padding, self.encoder.layers_batch_first)

@@ -23,6 +23,7 @@ FLOORS = (
     {"nn.layers"},
     {"nn.padding_free"},
     {"nn.stacks"},
+    {"nn.transformer"},
     {"nn.conversion"},
     {"nn"},
     {"integrations"},

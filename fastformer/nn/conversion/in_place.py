@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-import fastformer.nn.stacks as stacks  # all classes of OURS are defined from here on
+import fastformer.nn.transformer  # noqa: F401  all classes of OURS are defined from here on
 from fastformer.nn.conversion.reasons import is_feed_forward, reason, tell_of_others
 from fastformer.nn.conversion.report import ZEROED, Conversion, Entry, name_of
 from fastformer.nn.conversion.trial import difference
 from fastformer.nn.modules import OURS, SequentialFeedForward
+from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
 _MARK = "_converted_from"  # in a converted module: the class that it had
 
@@ -113,7 +114,7 @@ def _ours(before: type[nn.Module]) -> type[nn.Module]:
     return next((OURS[cls] for cls in before.__mro__ if cls in OURS), SequentialFeedForward)
 
 
-def _stacks(model: nn.Module) -> Iterator[tuple[str, stacks.TransformerEncoder | stacks.TransformerDecoder]]:
+def _stacks(model: nn.Module) -> Iterator[tuple[str, TransformerEncoder | TransformerDecoder]]:
     for name, module in model.named_modules():
-        if isinstance(module, stacks.TransformerEncoder | stacks.TransformerDecoder):
+        if isinstance(module, TransformerEncoder | TransformerDecoder):
             yield name, module

@@ -58,7 +58,7 @@ def _attention_keys_values(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, EXACT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, STRAIGHT: tl.constexpr,
     ADD_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
@@ -129,8 +129,8 @@ def _attention_keys_values(
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
                 keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap,
                 threshold, keep_scale,
-                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (K > 128 and not EXACT),
-                ADD_DQ or K > 128, EXACT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (K > 128 and not STRAIGHT),
+                ADD_DQ or K > 128, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
@@ -160,7 +160,7 @@ def _attention_queries(
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, OWN_DELTA: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STRAIGHT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one tile of queries `[BLOCK_T]` of one head, and their delta on the way."""
     rank, head = place(tiles, together)
@@ -214,7 +214,7 @@ def _attention_queries(
             dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None], high[:, None],
             (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
             key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
-            HAS_LEFT, True, False, EXACT, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            HAS_LEFT, True, False, STRAIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
@@ -235,7 +235,13 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
     if is_exact(q):
         low = K == 128 or (K == 64 and heavy and generation < 9)
         narrow = K > 128 and generation == 9 and not heavy
-        tile = (16, 32, 4, 1) if low else (32, 32, 4, 1) if K <= 64 else (16, 16 if narrow else 32, 8, 1)
+        tile = (
+            (16, 32, 8 if heavy and generation > 9 else 4, 1)
+            if low
+            else (32, 32, 4, 1)
+            if K <= 64
+            else (16, 16 if narrow else 32, 8, 1)
+        )
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
@@ -342,7 +348,7 @@ def backward(
     mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
     scalars = problem.scalars()
     constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
-    constants["EXACT"] = is_exact(q)
+    constants["STRAIGHT"] = is_exact(q)
     heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
     row = 2 * q.shape[-1] * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
@@ -357,7 +363,8 @@ def backward(
             grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles, together)
             tensors = (*inputs, out_view.data, lse if added is None else added.contiguous(), dq, *looked_up)
             strides = (*input_strides, *out_view.strides, *dq_strides, *mask_strides)
-            constants_of_dq = {**constants, "OWN_DELTA": own_delta}
+            # Behind a branch, Triton 3.7 puts no fence before tf32's third product, whose keys a store has turned.
+            constants_of_dq = {**constants, "OWN_DELTA": own_delta, "STRAIGHT": q.dtype == torch.float32}
             launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants_of_dq, **tile)
         if wants_keys:
             tile = _tiles_of_keys(q, problem, heavy, fast)

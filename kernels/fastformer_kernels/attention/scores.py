@@ -254,7 +254,7 @@ def within(at, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
 def score_gradient(
     dots, dp, lse, logarithm, delta, at, low, high, masked, rows, columns, keys, key_mask_ptr, mask_ptr,
     stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SPREAD: tl.constexpr, EXACT: tl.constexpr,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SPREAD: tl.constexpr, STRAIGHT: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Return the weights after dropout, without its scale, and the gradient of the (capped) scores, of dots' shape.
@@ -262,7 +262,7 @@ def score_gradient(
     Args:
         at, low, high: positions and what is seen of them, as `within` takes them: HAS_LOW, HAS_HIGH.
         masked: whether the tile needs a mask at all.
-        EXACT: fp32 on plain cores: masks before the exponential and no branch, which spilled up to 40 bytes.
+        STRAIGHT: masks before the exponential and no branch, which spilled up to 40 bytes in fp32 on plain cores.
         SPREAD: whether dp takes the branch, too: for tiles of fewer rows than 16 a warp, as below.
 
     Weights are hidden after the exponential, so that scale and log-sum-exp are one multiply-add, and under a branch:
@@ -271,14 +271,14 @@ def score_gradient(
     its result, and 8 of them compute 64 rows twice; what comes out of the branch it lays out as any other product.
     """
     s = scores(dots, scale, softcap, HAS_SOFTCAP)
-    if MASK != 0 or EXACT:
+    if MASK != 0 or STRAIGHT:
         seen = within(at, low, high, HAS_LOW, HAS_HIGH)
         s = hide(
             s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, HAS_KEY_MASK,
             MASK,
         )  # fmt: skip
     p = exponentials(s, lse, logarithm, MASK)
-    if MASK == 0 and not EXACT and (HAS_LOW or HAS_HIGH):
+    if MASK == 0 and not STRAIGHT and (HAS_LOW or HAS_HIGH):
         if masked:
             seen = within(at, low, high, HAS_LOW, HAS_HIGH)
             if HAS_KEY_MASK:

@@ -338,8 +338,13 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_(), delta.zero_()
     made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys)) if wanted]
+    if not made:  # delta alone, for the gradient of a mask
+        align, (dout_view, out_view) = views(dout, out)
+        with guard(q):
+            launch_delta(delta, out_view, dout_view, added, align, problem, q)
+        return dq, dk, dv, delta
     align, (q_view, k_view, v_view, dout_view, out_view, *others) = views(q, k, v, dout, out, *made)
-    dq_strides, dk_strides = [*others, q_view][0].strides, [q_view, *others][-1].strides  # dv lies like dk
+    dq_strides, dk_strides = others[0].strides, others[-1].strides  # dv lies like dk
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
     dweights = None if dweights is None else lined_up(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)

@@ -40,8 +40,8 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an op; one of ours runs in sight, since some use ATen themselves."""
-        name = func._schema.name.partition("::")[2]
-        if name in LAUNCHERS:
+        room, _, name = func._schema.name.partition("::")
+        if room == "fastformer" and name in LAUNCHERS:
             with self:
                 return _launcher(*LAUNCHERS[name].rsplit(".", 1))(*args)
         self.aten[name] += _kernels(func, name, args)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.host.launches import Launches
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 620  # of the step that CUDA graphs repeat, 6+6 layers in bf16; 588 when this was written
+MOST = 620  # of the step that CUDA graphs repeat, 6+6 layers in bf16; 570 when this was written
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -43,6 +43,7 @@ def counted(step):
         (lambda x: x.to(BF16), 1),
         (lambda x: x + x, 1),
         (lambda x: x.copy_(x), 1),
+        (lambda x: torch.nn.functional.embedding(x.long(), x), 1 + 1),  # an op of ours has the same name
         (lambda x: torch._foreach_copy_([x] * 65, [x.to(BF16)] * 65), 1 + 2),  # 64 tensors a launch
         (lambda x: torch._foreach_add_([x] * 65, [x] * 65), 2),
         (lambda x: torch._foreach_add_([x] * 65, [x.to(BF16)] * 65), 1 + 65),  # no kernel for two dtypes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastformer.modes import compiling
 
@@ -101,6 +101,11 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     dtype = torch.get_autocast_dtype(device)
     found = [in_autocast(x) for x in tensors]
     return tuple([x.to(dtype) if x is not None and x.is_floating_point() else x for x in found])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is: its first parameter; its parts may be anybody's, and need not show a weight."""
+    return next(model.parameters()).device
 
 
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:

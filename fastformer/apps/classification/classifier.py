@@ -15,6 +15,7 @@ from fastformer.apps.classification.model import SequenceClassifier
 from fastformer.apps.models.common import layouts_of
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer
+from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
@@ -28,7 +29,7 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
     """
     if not len(sequences):
         return
-    device = model.output.weight.device
+    device = device_of(model)
     none = np.zeros(len(sequences), np.int64)  # the labels are not looked at
     for each in LabelledBatches(sequences, none, size=batch_size, shuffle=False).epoch(0):
         batch = each.to(device)

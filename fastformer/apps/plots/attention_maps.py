@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.plots.attention_figures import plot_attention, plot_attention_heads, plot_attention_layers
+from fastformer.host.devices import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +92,7 @@ def attend_ids(
     """
     if not len(ids) or len(ids) != len(tokens):
         raise ValueError(f"ids and tokens must be equally many and at least one, not {len(ids)} and {len(tokens)}")
-    weights = model.attention_maps(torch.tensor(ids, device=model.output.weight.device)).cpu()
+    weights = model.attention_maps(torch.tensor(ids, device=device_of(model))).cpu()
     title = "attention", text or " ".join(tokens)
     return AttentionMaps(title, weights, list(tokens), list(tokens), ("token looked at", "token"))
 

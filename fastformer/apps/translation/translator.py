@@ -10,7 +10,7 @@ from fastformer.apps.models.common import layouts_of
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
-from fastformer.host.devices import send
+from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
@@ -97,7 +97,7 @@ class Translator:
             logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
         lengths = sequences.lengths
         order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
-        device = self.model.output.weight.device
+        device = device_of(self.model)
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
             ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
@@ -126,7 +126,7 @@ class Translator:
             self.target_tokenizer.special_ids,
         )
         self.model.eval()
-        device = self.model.output.weight.device
+        device = device_of(self.model)
         results: list[tuple[float, int]] = []
         for start in range(0, len(pairs), batch_size):
             end = min(start + batch_size, len(pairs))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastformer.apps.models.common import layouts_of
-from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
+from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, check_texts, collate, collate_source, encode_source
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.host.devices import device_of, send
@@ -78,8 +78,7 @@ class Translator:
         """Like `translate`, with the `n_best` translations of each sentence and their scores."""
         options = options or SearchOptions()
         check_value("batch_size", batch_size, int, at_least=1)
-        if isinstance(sentences, str):
-            raise TypeError("sentences must be a list of sentences, not one string")
+        check_texts("sentences", sentences)
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
         for indices, found in self._search(sentences, options, batch_size):
             for index, hypotheses in zip(indices, found, strict=True):
@@ -115,6 +114,8 @@ class Translator:
             ValueError: the numbers of sentences differ, or one has no token or more than training reads.
         """
         check_value("batch_size", batch_size, int, at_least=1)
+        check_texts("sources", sources)
+        check_texts("targets", targets)
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         if not sources:

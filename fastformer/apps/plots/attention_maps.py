@@ -3,7 +3,7 @@
 Letters: L layers, H heads, T query positions (of a translation: of the target), S key positions (of the source).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 class Reader(Protocol):
     """A model that reads one sequence: of our applications, language models and classifiers."""
 
-    output: nn.Linear
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return its parameters."""
+        ...
 
     def attention_maps(self, ids: Tensor) -> Tensor:
         """Return the weights `[L, H, T, T]` of a sequence of T ids."""

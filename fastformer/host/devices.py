@@ -7,11 +7,11 @@ our ops take as a number is a Python number.
 """
 
 import threading
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastformer.modes import compiling
 
@@ -101,6 +101,15 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     dtype = torch.get_autocast_dtype(device)
     found = [in_autocast(x) for x in tensors]
     return tuple([x.to(dtype) if x is not None and x.is_floating_point() else x for x in found])
+
+
+class _WithParameters(Protocol):
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def device_of(model: _WithParameters) -> torch.device:
+    """Where a model is: its first parameter; its parts may be anybody's, and need not show a weight."""
+    return next(model.parameters()).device
 
 
 def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:

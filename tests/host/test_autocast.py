@@ -83,6 +83,41 @@ def test_what_is_used_twice_adds_up_as_in_autocast():
     assert torch.equal(found, expected)
 
 
+def clamp(module, given):
+    for p in module.parameters():
+        p.data.clamp_(-0.05, 0.05)
+
+
+def replace(module, given):
+    for p in module.parameters():
+        p.data = p.data.clamp(-0.05, 0.05)
+
+
+def from_forward(module, hook):
+    called = module.forward
+    module.forward = lambda *given, **more: (hook(module, given), called(*given, **more))[1]
+
+
+@pytest.mark.parametrize("write", [clamp, replace])
+@pytest.mark.parametrize("place", ["", "encoder", "decoder.layers.0"])
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "forward"])
+def test_weights_that_a_hook_writes_to_are_those_that_are_computed_with(hook, place, write):
+    torch.manual_seed(0)
+    model = random_model().train().to(DEVICE)
+    config = TrainConfig(steps=1, precision="bf16")
+    found = []
+    for together in (True, False):
+        update = Update(copy.deepcopy(model), LOSS, config, Processes.current())
+        assert update._cast
+        update._cast = update._cast if together else []
+        part = update.module.model.get_submodule(place)
+        from_forward(part, write) if hook == "forward" else getattr(part, hook)(write)
+        torch.manual_seed(0)
+        update.gradients(BATCHES[:1])
+        found.append([p.grad for p in update.parameters])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_who_gets_a_copy():
     weight, frozen = torch.nn.Parameter(torch.randn(4, device=DEVICE)), torch.randn(4, device=DEVICE)
     others = []

@@ -14,7 +14,8 @@ from fastformer.apps.classification.corpus import encode_texts
 from fastformer.apps.classification.model import SequenceClassifier
 from fastformer.apps.models.common import layouts_of
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
-from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer
+from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer, check_texts
+from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
@@ -28,7 +29,7 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
     """
     if not len(sequences):
         return
-    device = model.output.weight.device
+    device = device_of(model)
     none = np.zeros(len(sequences), np.int64)  # the labels are not looked at
     for each in LabelledBatches(sequences, none, size=batch_size, shuffle=False).epoch(0):
         batch = each.to(device)
@@ -75,8 +76,7 @@ class Classifier:
         return [self.labels[i] for logits in self._logits(texts, batch_size) for i in logits.argmax(-1).tolist()]
 
     def _logits(self, texts: Sequence[str], batch_size: int) -> Iterator[Tensor]:
-        if isinstance(texts, str):
-            raise TypeError("texts must be a list of texts, not one string")
+        check_texts("texts", texts)
         check_value("batch_size", batch_size, int, at_least=1)
         sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
         if cut:

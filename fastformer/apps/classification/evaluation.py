@@ -92,13 +92,26 @@ def score(model: SequenceClassifier, corpus: LabelledCorpus, tokenizer: Tokenize
 
 
 def score_logits(batches: Iterable[Tensor], corpus: LabelledCorpus) -> Scores:
-    """Compare logits, batch by batch `[.., C]`, with a corpus of N texts."""
+    """Compare logits, batch by batch `[.., C]`, with a corpus of N texts.
+
+    Raises:
+        ValueError: there is no text, or there are not logits of each for each label.
+    """
+    if not len(corpus):
+        raise ValueError(f"{corpus.name} must hold at least one text to score")
     wanted = torch.from_numpy(corpus.classes)
     predicted, nats = torch.empty_like(wanted), 0.0
     first = 0
     for logits in batches:
         rows = slice(first, first + len(logits))
+        if rows.stop > len(wanted) or logits.shape[1] != len(corpus.labels):
+            raise ValueError(
+                f"logits must be of {len(wanted)} texts and {len(corpus.labels)} labels, not of {rows.stop} or more "
+                f"and {logits.shape[1]}"
+            )
         predicted[rows] = logits.argmax(-1)
         nats += float(F.cross_entropy(logits, wanted[rows], reduction="sum"))
         first = rows.stop
+    if first < len(wanted):
+        raise ValueError(f"logits must be of {len(wanted)} texts, not of {first}")
     return Scores(corpus.labels, corpus.classes, predicted.numpy(), nats / len(wanted))

@@ -1,5 +1,7 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
+import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +15,10 @@ from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import lines_of, read_lines, write_lines
+
+_ENDS = re.compile(r"[\r\n]+")  # of lines, for us and for whoever else reads them
+
+logger = logging.getLogger("fastformer")
 
 
 class _Console(Console):
@@ -87,7 +93,15 @@ def _lines_at_once(texts: list[str] | None, input: Path | None) -> Iterator[list
 
 
 def put_lines(lines: Iterable[str], output: Path | None) -> None:
-    """Write lines to a file, whole or not at all; or to standard output, one after another."""
+    """Write lines to a file, whole or not at all; or to standard output, one after another.
+
+    An end of a line within one, which a vocabulary of bytes may decode to, becomes a space, with a warning: the nth
+    line stays the nth, and nothing that was computed is lost.
+    """
+    given = list(lines)
+    lines = [_ENDS.sub(" ", line) for line in given]
+    if changed := sum(one != other for one, other in zip(given, lines, strict=True)):
+        logger.warning("%d of %d lines had ends of lines within; they have spaces there", changed, len(lines))
     if output is not None:
         write_lines(output, lines)
         return

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastformer import functional
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.models.common import check_cached
-from fastformer.host.devices import send
+from fastformer.host.devices import device_of, send
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.packing import Layout
 from fastformer.settings import check_value
@@ -84,7 +84,7 @@ class LanguageState:
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
         self.model, self.context = model, context
-        device = model.output.weight.device
+        device = device_of(model)
         windows = [list(ids[-context:]) for ids in prompts]
         self.lengths = torch.tensor([len(window) for window in windows])
         self.window = torch.zeros(len(windows), context, dtype=torch.int64, device=device)  # what each row has read

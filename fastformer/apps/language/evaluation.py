@@ -25,7 +25,7 @@ from fastformer.apps.text import (
     cut_stream,
     encode_lines,
 )
-from fastformer.host.devices import send
+from fastformer.host.devices import device_of, send
 
 _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
 
@@ -108,7 +108,7 @@ def perplexity(
 
 
 def _total_loss(model: LanguageModel, pieces: Pieces) -> float:
-    device = model.output.weight.device
+    device = device_of(model)
     total, overlapping = 0.0, bool(pieces.reread.any())
     ends = np.cumsum(pieces.lengths)
     # Whole pieces, about as many tokens a batch as asked for.

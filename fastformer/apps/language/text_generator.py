@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fastformer.apps.language.cache import check_context
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
-from fastformer.apps.text import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from fastformer.apps.text import SentencePieceTokenizer, Tokenizer, WordTokenizer, check_texts
 from fastformer.apps.text.special_ids import UNK
 from fastformer.settings import check_value
 
@@ -83,8 +83,7 @@ class TextGenerator:
         return self._in_order(self._finished(read, range(len(read)), options or SamplingOptions(), batch_size))
 
     def _read(self, prompts: Sequence[str], batch_size: int) -> list[list[int]]:
-        if isinstance(prompts, str):
-            raise TypeError("prompts must be a list of prompts, not one string")
+        check_texts("prompts", prompts)
         check_value("batch_size", batch_size, int, at_least=1)
         return self.encode(prompts)
 

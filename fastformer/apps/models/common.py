@@ -76,13 +76,16 @@ class ModelSettings(Settings):
 def tie(model: Any, _keys: object = None) -> None:
     """Have modules share the weights that `model.tied()` pairs; a hook, too: `load_state_dict(assign=True)` parts them.
 
+    A weight that is no parameter of its module, as those of adapters, parametrised and pruned modules, is left alone.
+
     Args:
         model: whose `tied()` returns pairs of modules, of which the first takes the second's weight.
         _keys: what load_state_dict hands to its hooks.
     """
     for module, owner in model.tied():
-        if module.weight is not owner.weight:
-            module.weight = owner.weight
+        weight, shared = (part._parameters.get("weight") for part in (module, owner))
+        if weight is not None and shared is not None and weight is not shared:
+            module.weight = shared
 
 
 def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:

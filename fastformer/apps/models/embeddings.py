@@ -76,6 +76,7 @@ class Embedding(nn.Module):
         check_value("dropout", dropout, float, at_least=0, below=1)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(max_length, width) if positions == "learned" else None
+        self.width = width
         self.scale = math.sqrt(width) if scale else 1.0
         self.dropout = nn.Dropout(dropout)
         # Not part of the checkpoint: it follows from the width.
@@ -90,11 +91,15 @@ class Embedding(nn.Module):
         Raises:
             ValueError: length is beyond what learned positions hold.
         """
-        table = self.encodings(length)
         if not (_looks_up(self.tokens) and _looks_up(self.positions) and plain(self.dropout, nn.Dropout)):
-            encoded = F.embedding(positions, table) if self.positions is None else self.positions(positions)
+            if self.positions is None:
+                encoded = F.embedding(positions, self.encodings(length))
+            else:
+                self._check_length(length)
+                encoded = self.positions(positions)
             return self.dropout(self.tokens(ids) * self.scale + encoded)  # type: ignore[no-any-return]
         p = self.dropout.p if self.dropout.training else 0.0
+        table = self.encodings(length)
         return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
 
     def encodings(self, length: int) -> Tensor:
@@ -104,19 +109,23 @@ class Embedding(nn.Module):
             ValueError: length is beyond what learned positions hold.
         """
         if self.positions is not None:
-            learned: Tensor = self.positions.weight
-            if length > len(learned):
-                raise ValueError(f"a sequence of {length} is longer than max_length, {len(learned)}")
-            return learned
+            self._check_length(length)
+            return self.positions.weight
         if compiling():
             # A table that grows, or was grown by others meanwhile, would be another graph each time.
-            like = self.tokens.weight
-            return sinusoidal_positions(length, like.shape[1], like.device).to(like.dtype)
+            like = next(self.parameters())
+            return sinusoidal_positions(length, self.width, like.device).to(like.dtype)
         # A model that was made on "meta" and then got its weights has no table yet.
         if length > self.table.shape[0] or self.table.is_meta:
             # Decoding may be what outgrows it: an inference tensor would be of no use to training afterwards.
             with torch.inference_mode(False):
                 rows = max(2 * length, self.table.shape[0])
-                table = sinusoidal_positions(rows, self.table.shape[1])
-                self.table = table.to(self.tokens.weight.device, self.table.dtype)
+                table = sinusoidal_positions(rows, self.width)
+                self.table = table.to(next(self.parameters()).device, self.table.dtype)
         return self.table
+
+    def _check_length(self, length: int) -> None:
+        """Raise where learned positions end before; a part of somebody's own without a weight may hold any number."""
+        rows = getattr(self.positions, "weight", None)
+        if rows is not None and length > len(rows):
+            raise ValueError(f"a sequence of {length} is longer than max_length, {len(rows)}")

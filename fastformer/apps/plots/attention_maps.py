@@ -3,7 +3,7 @@
 Letters: L layers, H heads, T query positions (of a translation: of the target), S key positions (of the source).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.plots.attention_figures import plot_attention, plot_attention_heads, plot_attention_layers
+from fastformer.host.devices import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 class Reader(Protocol):
     """A model that reads one sequence: of our applications, language models and classifiers."""
 
-    output: nn.Linear
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return its parameters."""
+        ...
 
     def attention_maps(self, ids: Tensor) -> Tensor:
         """Return the weights `[L, H, T, T]` of a sequence of T ids."""
@@ -91,7 +94,7 @@ def attend_ids(
     """
     if not len(ids) or len(ids) != len(tokens):
         raise ValueError(f"ids and tokens must be equally many and at least one, not {len(ids)} and {len(tokens)}")
-    weights = model.attention_maps(torch.tensor(ids, device=model.output.weight.device)).cpu()
+    weights = model.attention_maps(torch.tensor(ids, device=device_of(model))).cpu()
     title = "attention", text or " ".join(tokens)
     return AttentionMaps(title, weights, list(tokens), list(tokens), ("token looked at", "token"))
 

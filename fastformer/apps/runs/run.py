@@ -230,8 +230,8 @@ class Run(ABC):
         Raises:
             FileNotFoundError: the folder holds no run.
             fastformer.apps.system.run_lock.RunLockedError: another process writes to it.
-            ValueError: it is a run of another kind, a setting cannot change or has no effect, or the training data is
-                not what the run was started with.
+            ValueError: it is a run of another kind, a setting cannot change or has no effect, or the training or
+                validation data is not what the run was started with.
         """
         folder = Path(folder)
         read_kind(folder)
@@ -256,12 +256,18 @@ class Run(ABC):
         before = read_json(folder / "data.json", within=folder)
         if not isinstance(before, dict) or "fingerprint" not in before:
             raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")
-        if before["fingerprint"] != run.data_report()["fingerprint"]:
+        now = run.data_report()
+        if before["fingerprint"] != now["fingerprint"]:
             raise ValueError(f"{folder}: the training data differs from what this run was started with")
+        if before.get("validation", now["validation"]) != now["validation"]:  # older runs do not say
+            raise ValueError(
+                f"{folder}: the validation data differs from what this run was started with; its best value so far "
+                "says nothing about other data"
+            )
         return run
 
     def data_report(self) -> dict[str, Any]:
-        """Counts of what was read, and a fingerprint of the encoded training data."""
+        """Counts of what was read, and fingerprints of the encoded training data and of the validation's text."""
         digest = hashlib.sha256()
         for part in self.fingerprinted():
             digest.update(part)
@@ -270,6 +276,7 @@ class Run(ABC):
             "training": self.training(),
             "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
             "fingerprint": digest.hexdigest(),
+            "validation": hashlib.sha256(_content(self.corpora["valid"])).hexdigest(),
         }
 
     def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:
@@ -319,6 +326,12 @@ class Run(ABC):
             trainer.resume(fallback=fallback)
             Processes.current().on_main(self._save_settings)
         return trainer.fit()
+
+
+def _content(corpus: Any) -> bytes:
+    """What a corpus holds, in bytes: its texts and classes, without its name and its counts."""
+    held = [value for value in vars(corpus).values() if not isinstance(value, str | int)]
+    return json.dumps([x.tolist() if hasattr(x, "tolist") else x for x in held]).encode()
 
 
 def _check_folder(folder: Path, kind: str) -> None:

@@ -24,6 +24,7 @@ from .encoding import (
 from .files import (
     ParallelCorpus,
     TextError,
+    check_texts,
     decode_lines,
     lines_of,
     read_json,
@@ -67,6 +68,7 @@ __all__ = [
     "TextError",
     "Tokenizer",
     "WordTokenizer",
+    "check_texts",
     "collate",
     "collate_pieces",
     "collate_source",

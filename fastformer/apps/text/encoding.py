@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fastformer.settings import check_value
 
-from .files import ParallelCorpus
+from .files import ParallelCorpus, check_texts
 from .special_ids import SpecialIds
 from .tokenizers import Tokenizer
 
@@ -219,11 +219,13 @@ def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -
     Raises ``ValueError`` when `max_length` leaves no room for a token and eos.
     """
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
+    check_texts("lines", lines)
     sequences = Sequences.from_lists(tokenizer.encode_batch(list(lines)))
     return _truncate(sequences, max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
 
 
 def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+    check_texts("lines", lines)
     chunks = [
         Sequences.from_lists(tokenizer.encode_batch(lines[start : start + _CHUNK]))
         for start in range(0, max(len(lines), 1), _CHUNK)

@@ -111,6 +111,12 @@ def decode_lines(data: bytes, name: str, first: int = 1) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
+def check_texts(name: str, texts: object) -> None:
+    """Refuse one string where a list is wanted: each of its characters would count as a text."""
+    if isinstance(texts, str):
+        raise TypeError(f"{name} must be a list of {name}, not one string")
+
+
 def encode_text(text: str, name: str) -> bytes:
     """UTF-8 of a text; raises ``TextError``, which begins with `name`, for half of a surrogate pair.
 

@@ -20,7 +20,7 @@ import sentencepiece
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
 from fastformer.settings import check_value
 
-from .files import TextError, encode_text, read_json
+from .files import TextError, check_texts, encode_text, read_json
 from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
 from .vocabulary import WordTokenizer
 
@@ -120,6 +120,7 @@ class SentencePieceTokenizer(WithSpecialIds):
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """`encode` of every line by sentencepiece's own threads."""
+        check_texts("lines", lines)
         if self.lowercase:
             lines = [line.lower() for line in lines]
         ids: list[list[int]] = self._processor.encode(list(lines))
@@ -200,6 +201,7 @@ def train_sentencepiece(
     Raises ``ValueError`` for a wrong argument, and ``TextError`` when there is no text or `vocabulary_size` is too
     small for the characters that must be covered.
     """
+    check_texts("lines", lines)
     check_value("model_type", model_type, str, choices=_MODEL_TYPES)
     check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
     check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)

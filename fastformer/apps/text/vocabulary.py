@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from fastformer.apps.system.foreign_files import write_file
 from fastformer.settings import check_value
 
-from .files import TextError, encode_text
+from .files import TextError, check_texts, encode_text
 from .special_ids import UNK, SpecialIds, WithSpecialIds
 
 Splitting = Literal["punctuation", "whitespace"]
@@ -111,6 +111,7 @@ class WordTokenizer(WithSpecialIds):
         `maximum_size` counts the four special symbols. Raises ``ValueError`` for a frequency < 1 or a size <= 4,
         ``TextError`` when no word is left.
         """
+        check_texts("lines", lines)
         check_value("minimum_frequency", minimum_frequency, int, at_least=1)
         check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
         special_ids = special_ids or SpecialIds()
@@ -147,6 +148,7 @@ class WordTokenizer(WithSpecialIds):
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """`encode` of every line."""
+        check_texts("lines", lines)
         return [self.encode(line) for line in lines]
 
     def decode(self, ids: Iterable[int]) -> str:

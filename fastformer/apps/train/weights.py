@@ -47,6 +47,8 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         path.chmod(0o666 & ~mask)  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
+    except KeyError as error:
+        raise TypeError(f"{path.name}: safetensors holds no numbers of {error.args[0]}") from None
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,20 +180,23 @@ def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], or
 
 
 def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The mean of several weights, each with where it is from; summed in fp64; integers are taken from the last."""
+    """The mean of several weights, each with where it is from; summed in fp64; integers are taken from the last.
+
+    Tied weights may be one tensor under several names; no tensor of the sources is changed.
+    """
     expected: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}
     last: Mapping[str, Tensor] = {}
     count = 0
     for origin, last in sources:
         count += 1
-        floating = {name: tensor for name, tensor in last.items() if tensor.is_floating_point()}
+        numbers = {name: x for name, x in last.items() if x.is_floating_point() or x.is_complex()}
         if count == 1:
             expected = {name: torch.empty_like(tensor, device="meta") for name, tensor in last.items()}
-            total = {name: tensor.double() for name, tensor in floating.items()}
+            total = {name: x.to(torch.promote_types(x.dtype, torch.float64), copy=True) for name, x in numbers.items()}
             continue
         check_tensors_fit(facts_of(last), expected, origin)
-        for name, tensor in floating.items():
+        for name, tensor in numbers.items():
             total[name] += tensor
     return {name: (total[name] / count).to(x.dtype) if name in total else x for name, x in last.items()}
 

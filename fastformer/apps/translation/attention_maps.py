@@ -14,6 +14,7 @@ from fastformer.apps.plots.attention_maps import AttentionMaps
 from fastformer.apps.text import collate_source, encode_source
 from fastformer.apps.translation.search import beam_search
 from fastformer.apps.translation.translator import Translator
+from fastformer.host.devices import device_of
 from fastformer.settings import check_value
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def attend(translator: Translator, source: str, target: str | None = None) -> Se
         raise ValueError(f"source must hold at least one token, not {source!r}")
     if cut:
         logger.warning("the source was cut to %d tokens", translator.max_source_length)
-    device = model.output.weight.device
+    device = device_of(model)
     packed, lengths = collate_source(ids, translator.source_tokenizer.special_ids)
     packed = packed.to(device)
     if target is None:

@@ -23,7 +23,7 @@ from fastformer.apps.cli.console import (
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.text import read_lines, read_parallel, write_lines
+from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import (
     APPLICATION,
@@ -134,7 +134,7 @@ def evaluate_run(
     corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]
     scores, translations = evaluate(load_translator(run, checkpoint, device), corpus, options, lowercase)
     if output is not None:
-        write_lines(output, translations)
+        put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")
     console.print(str(scores))
 

@@ -34,6 +34,7 @@ from fastformer.apps.translation.export import ctranslate2_spec
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
+from fastformer.host.devices import device_of
 from fastformer.settings import SET, Settings, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
@@ -196,7 +197,7 @@ def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer
 @torch.no_grad()
 def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
     """Mean cross entropy per target token (eos included, no smoothing), in nats; call `.eval()` first."""
-    device = model.output.weight.device
+    device = device_of(model)
     longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
     total, count = 0.0, 0
     for batch in Batches(pairs, tokens=max(tokens, longest), shuffle=False).epoch(0):

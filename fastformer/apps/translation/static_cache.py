@@ -16,6 +16,7 @@ from torch import Tensor
 from fastformer.apps.translation.cache import DecoderState, LayerCache
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.step_graph import StepGraph
+from fastformer.host.devices import device_of
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.settings import check_value
 
@@ -40,7 +41,7 @@ class StaticDecoderState(DecoderState):
         check_value("longest", longest, int, at_least=1)
         super().__init__(model, source, source_lengths, hypotheses)
         self.longest = longest
-        device, rows = model.output.weight.device, source_lengths.numel() * hypotheses
+        device, rows = device_of(model), source_lengths.numel() * hypotheses
         self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
         # Of all rows the same, and the number of keys that the token there reads.
         self._positions, self._key_lengths = torch.zeros_like(self._ids), torch.ones_like(self._ids)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastformer.apps.models.common import layouts_of
-from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, collate, collate_source, encode_source
+from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, check_texts, collate, collate_source, encode_source
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
-from fastformer.host.devices import send
+from fastformer.host.devices import device_of, send
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
@@ -78,8 +78,7 @@ class Translator:
         """Like `translate`, with the `n_best` translations of each sentence and their scores."""
         options = options or SearchOptions()
         check_value("batch_size", batch_size, int, at_least=1)
-        if isinstance(sentences, str):
-            raise TypeError("sentences must be a list of sentences, not one string")
+        check_texts("sentences", sentences)
         results: list[list[Translation]] = [[Translation("", 0.0, 0.0)] for _ in sentences]
         for indices, found in self._search(sentences, options, batch_size):
             for index, hypotheses in zip(indices, found, strict=True):
@@ -97,7 +96,7 @@ class Translator:
             logger.warning("%d of %d sentences cut to %d tokens", cut, len(sentences), self.max_source_length)
         lengths = sequences.lengths
         order = sorted((i for i in range(len(sequences)) if lengths[i]), key=lambda i: -lengths[i])
-        device = self.model.output.weight.device
+        device = device_of(self.model)
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
             ids, source_lengths = collate_source([sequences[i] for i in indices], self.source_tokenizer.special_ids)
@@ -115,6 +114,8 @@ class Translator:
             ValueError: the numbers of sentences differ, or one has no token or more than training reads.
         """
         check_value("batch_size", batch_size, int, at_least=1)
+        check_texts("sources", sources)
+        check_texts("targets", targets)
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         if not sources:
@@ -126,7 +127,7 @@ class Translator:
             self.target_tokenizer.special_ids,
         )
         self.model.eval()
-        device = self.model.output.weight.device
+        device = device_of(self.model)
         results: list[tuple[float, int]] = []
         for start in range(0, len(pairs), batch_size):
             end = min(start + batch_size, len(pairs))

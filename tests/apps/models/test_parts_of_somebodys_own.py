@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 import fastformer
 from fastformer.apps.classification.model import ClassifierConfig, TokenClassifier, token_classification_loss
@@ -53,9 +54,23 @@ class Adapter(nn.Module):
         return self.base(x) + added  # type: ignore[no-any-return]
 
 
-def language() -> LanguageModel:
+class Bare(Adapter):
+    """Another, which shows nothing."""
+
+    weight = bias = property()  # type: ignore[assignment]
+
+
+class Shift(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1.0
+
+
+def language(**settings: Any) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(LanguageConfig(vocabulary=V, layers=2, embeddings="separate", **SIZES)).double()
+    settings = {"embeddings": "separate", **settings}
+    return LanguageModel(LanguageConfig(vocabulary=V, layers=2, **settings, **SIZES)).double()
 
 
 def classifier() -> TokenClassifier:
@@ -190,3 +205,49 @@ def test_a_translation_models_decoder_is_refused_too() -> None:
     model.decoder.layers[0].multihead_attn.register_forward_hook(lambda module, given, out: None)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match=r"^decoder\.layers\.0\.multihead_attn has hooks"):
         DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))
+
+
+# By what a change does to a part of a model.
+CHANGES: dict[str, Callable[[Any, str], Any]] = {
+    "adapter": lambda parent, name: setattr(parent, name, Adapter(getattr(parent, name))),
+    "bare adapter": lambda parent, name: setattr(parent, name, Bare(getattr(parent, name))),
+    "parametrised": lambda parent, name: register_parametrization(getattr(parent, name), "weight", Shift()),
+    "pruned": lambda parent, name: prune.l1_unstructured(getattr(parent, name), "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("place", ["output", "embedding.tokens"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_tied_parts_that_were_changed_load_what_they_saved(change: str, place: str, assign: bool) -> None:
+    models = []
+    for _ in range(2):
+        model = language(embeddings="tied").eval()
+        parent, _, name = place.rpartition(".")
+        CHANGES[change](model.get_submodule(parent), name)
+        models.append(model)
+    saved, loaded = models
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.add_(0.25)
+    expected = saved.logits(saved(IDS, LENGTHS))
+    loaded.load_state_dict({name: x.clone() for name, x in saved.state_dict().items()}, assign=assign)
+    for _ in range(2):  # a pruned weight is made anew by each call
+        assert_close(loaded.logits(loaded(IDS, LENGTHS)), expected)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_parts_that_show_no_weight_are_called_everywhere(positions: str) -> None:
+    model = language(positions=positions, max_positions=8).eval()
+    model.output = Bare(model.output)  # type: ignore[assignment]
+    model.embedding.tokens = Bare(model.embedding.tokens)  # type: ignore[assignment]
+    if model.embedding.positions is not None:
+        model.embedding.positions = Bare(model.embedding.positions)  # type: ignore[assignment]
+    state = LanguageState(model, [IDS[:5].tolist(), IDS[5:].tolist()], 8)
+    with torch.no_grad():
+        logits = model.logits(model(IDS, LENGTHS))
+    assert_close(state.logits, logits[[4, 6]])
+    long = torch.full((4100,), 2)  # beyond the table of positions
+    if positions == "sinusoidal":
+        with torch.no_grad():
+            assert model(long, torch.tensor([4100])).isfinite().all()

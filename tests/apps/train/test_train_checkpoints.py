@@ -19,6 +19,7 @@ from fastformer.apps.train import (
     read_weights,
     write_weights,
 )
+from fastformer.apps.train.weights import average_weights
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, SIGKILL and resource limits")
 
@@ -215,6 +216,26 @@ def test_average_is_the_mean_in_double_precision_and_keeps_dtypes(tmp_path):
         average_checkpoints([paths[1], tmp_path / "step-9"])
     with pytest.raises(ValueError, match="paths is empty"):
         average_checkpoints([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64])
+def test_an_average_of_tied_weights_counts_each_checkpoint_once(tmp_path, dtype):
+    checkpoints = CheckpointFolder(tmp_path)
+    paths = []
+    for step in (1, 2, 6):
+        weight = torch.full((2,), step, dtype=dtype)
+        paths.append(checkpoints.save(step, {"output.weight": weight, "tokens.weight": weight}, {}))
+    average = average_checkpoints(paths)
+    for name in ("output.weight", "tokens.weight"):
+        assert torch.equal(average[name], torch.full((2,), 3, dtype=dtype)), name
+    sources = [(path, {"w": torch.full((2,), 3.0, dtype=dtype)}) for path in paths]
+    average_weights(sources)
+    assert all(torch.equal(each["w"], torch.full((2,), 3.0, dtype=dtype)) for _, each in sources)  # as they were
+
+
+def test_numbers_that_no_file_can_hold_are_named(tmp_path):
+    with pytest.raises(TypeError, match=r"^weights: safetensors holds no numbers of torch.complex128$"):
+        write_weights(tmp_path / "weights", {"w": torch.ones(2, dtype=torch.complex128)})
 
 
 FULL_DISK = """

@@ -171,6 +171,9 @@ def test_argument_errors(translator):
             method(["one"], batch_size=-2)
         with pytest.raises(TypeError, match="sentences must be a list of sentences, not one string"):
             method("one two")
+    for name, given in (("sources", ("ab", ["a", "b"])), ("targets", (["a", "b"], "ab"))):
+        with pytest.raises(TypeError, match=rf"^{name} must be a list of {name}, not one string$"):
+            translator.score(*given)
 
 
 def test_a_tokenizer_of_another_model(translator):

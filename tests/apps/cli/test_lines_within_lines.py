@@ -1,0 +1,55 @@
+"""A vocabulary of bytes, as many sentencepiece models have, may decode to ends of lines: line n stays the nth line.
+
+What is translated from a file goes beside it line by line; one more line, and every pair after it is a wrong one.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+from fastformer.apps.text import WordTokenizer
+from fastformer.apps.train import CheckpointFolder, TrainConfig
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from tests.apps.cli.test_cli import fastformer
+
+WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", "a", "b\r\nc"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run that translates everything to the word with an end of a line in it, and two sentences."""
+    folder = tmp_path_factory.mktemp("lines")
+    tokenizer = WordTokenizer(WORDS, splitting="whitespace")
+    sizes = {"d_model": 8, "heads": 2, "feed_forward": 8, "encoder_layers": 1, "decoder_layers": 1}
+    settings = TranslationConfig(tokenizer.size, tokenizer.size, output_bias=True, **sizes)
+    torch.manual_seed(0)
+    model = TranslationModel(settings)
+    with torch.no_grad():
+        model.output.bias[5] = 50.0
+    CheckpointFolder(folder / "run" / "checkpoints").save(1, model.state_dict(), {}, settings)
+    TRANSLATION.complete(folder / "run", settings, (tokenizer, tokenizer), {"max_length": 9}, TrainConfig(steps=1))
+    (folder / "source").write_text("a\na a\n")
+    return folder
+
+
+COMMANDS = {
+    "translate": "translate --run run --input source --beam 1 --max-length 2 --device cpu",
+    "evaluate": "evaluate --run run --source source --target source --beam 1 --max-length 2 --device cpu",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "to_file"), [("translate", False), ("translate", True), ("evaluate", True)], ids=str
+)
+def test_each_sentence_gives_one_line(
+    folder: Path, command: str, to_file: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = fastformer(*COMMANDS[command].split(), *(("--output", "out") if to_file else ()), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    written = (folder / "out").read_bytes().decode() if to_file else done.stdout
+    assert written == "b c b c\nb c b c\n"
+    assert "2 of 2 lines had ends of lines within; they have spaces there" in caplog.text

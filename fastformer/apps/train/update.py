@@ -105,7 +105,7 @@ class Update:
     def _watched(self) -> bool:
         """Whether code of somebody's own runs in the forward pass: it may write to `.data`, which leaves no trace.
 
-        13 us of the host for 6+6 layers, where `has_hooks` takes 120.
+        Some 20 us of the host for the 158 modules of 6+6 layers; `has_hooks` of each takes four times that.
         """
         if has_hooks(self._called[0]):  # which counts the hooks of all modules
             return True

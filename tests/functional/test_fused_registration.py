@@ -90,7 +90,7 @@ def test_a_fake_may_name_only_what_the_schema_has():
     assert not hasattr(torch.ops.fastformer, "unknown")
 
 
-@pytest.mark.parametrize("op", ["forward", "decode", "weights", "delta", "backward", "mask_gradient"])
+@pytest.mark.parametrize("op", ["forward", "decode", "weights", "backward", "mask_gradient"])
 def test_the_ops_of_attention_take_the_settings_as_the_record_has_them(op):
     """A field is written once: in the record, of which kernels make their arguments."""
     arguments = getattr(torch.ops.fastformer, f"attention_{op}").default._schema.arguments

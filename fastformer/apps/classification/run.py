@@ -7,7 +7,7 @@ in the order of the classes, so that a run describes itself. A batch has so many
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -178,6 +178,9 @@ class ClassificationRun(Run):
     def fingerprinted(self) -> Iterable[bytes]:
         yield from (self.sequences.ids.tobytes(), self.sequences.offsets.tobytes())
         yield self.corpora["train"].classes.tobytes()
+
+    def validated(self) -> list[Any]:
+        return [self.corpora["valid"].texts, self.corpora["valid"].classes.tolist()]
 
     def training(self) -> str:
         cut = f", {self._cut:,} cut" if self._cut else ""

@@ -219,6 +219,10 @@ class LanguageRun(Run):
     def fingerprinted(self) -> Iterable[bytes]:
         yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
 
+    def validated(self) -> list[Any]:
+        corpus = self.corpora["valid"]
+        return corpus.documents if self.data.stream == "documents" else corpus.lines
+
     def training(self) -> str:
         return str(self.encoded)
 

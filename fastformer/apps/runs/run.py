@@ -92,6 +92,10 @@ class Run(ABC):
         """The encoded training data, which a resumed run must meet again."""
 
     @abstractmethod
+    def validated(self) -> list[Any]:
+        """The validation text as it is read, which a resumed run must meet again: lists, strings and numbers."""
+
+    @abstractmethod
     def training(self) -> str:
         """The encoded training data, in words."""
 
@@ -276,7 +280,7 @@ class Run(ABC):
             "training": self.training(),
             "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
             "fingerprint": digest.hexdigest(),
-            "validation": hashlib.sha256(_content(self.corpora["valid"])).hexdigest(),
+            "validation": hashlib.sha256(json.dumps(self.validated()).encode()).hexdigest(),
         }
 
     def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:
@@ -326,12 +330,6 @@ class Run(ABC):
             trainer.resume(fallback=fallback)
             Processes.current().on_main(self._save_settings)
         return trainer.fit()
-
-
-def _content(corpus: Any) -> bytes:
-    """What a corpus holds, in bytes: its texts and classes, without its name and its counts."""
-    held = [value for value in vars(corpus).values() if not isinstance(value, str | int)]
-    return json.dumps([x.tolist() if hasattr(x, "tolist") else x for x in held]).encode()
 
 
 def _check_folder(folder: Path, kind: str) -> None:

@@ -249,6 +249,9 @@ class TranslationRun(Run):
         for side in (self.pairs.source, self.pairs.target):
             yield from (side.ids.tobytes(), side.offsets.tobytes())
 
+    def validated(self) -> list[Any]:
+        return [self.corpora["valid"].source, self.corpora["valid"].target]
+
     def training(self) -> str:
         return str(self.pairs)
 

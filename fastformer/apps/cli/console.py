@@ -98,15 +98,22 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
     An end of a line within one, which a vocabulary of bytes may decode to, becomes a space, with a warning: the nth
     line stays the nth, and nothing that was computed is lost.
     """
-    given = list(lines)
-    lines = [_ENDS.sub(" ", line) for line in given]
-    if changed := sum(one != other for one, other in zip(given, lines, strict=True)):
-        logger.warning("%d of %d lines had ends of lines within; they have spaces there", changed, len(lines))
+    changed = 0
+
+    def whole() -> Iterator[str]:
+        nonlocal changed
+        for line in lines:
+            joined = _ENDS.sub(" ", line)
+            changed += joined != line
+            yield joined
+
     if output is not None:
-        write_lines(output, lines)
-        return
-    for line in lines:
-        print(shown(line), flush=True)
+        write_lines(output, list(whole()))
+    else:
+        for line in whole():
+            print(shown(line), flush=True)
+    if changed:
+        logger.warning("%d lines had ends of lines within; they have spaces there", changed)
 
 
 def choose_device(name: str) -> str:

@@ -3,6 +3,7 @@
 What is translated from a file goes beside it line by line; one more line, and every pair after it is a wrong one.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
+from fastformer.apps.cli.console import put_lines
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
@@ -52,4 +54,14 @@ def test_each_sentence_gives_one_line(
     assert done.returncode == 0, done.stderr
     written = (folder / "out").read_bytes().decode() if to_file else done.stdout
     assert written == "b c b c\nb c b c\n"
-    assert "2 of 2 lines had ends of lines within; they have spaces there" in caplog.text
+    assert "2 lines had ends of lines within; they have spaces there" in caplog.text
+
+
+def test_lines_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    def lines() -> Iterator[str]:
+        yield "one"
+        assert capsys.readouterr().out == "one\n"
+        yield "two"
+
+    put_lines(lines(), None)
+    assert capsys.readouterr().out == "two\n"

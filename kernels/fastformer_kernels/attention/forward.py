@@ -162,15 +162,6 @@ def _attention(
         tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
 
 
-def _in_three_parts(q: Tensor) -> bool:
-    """Return whether fp32 is multiplied as three products of tf32, of what it rounds off too: to fp32's accuracy.
-
-    For 4,096 scores of head size 64 sm_90 then takes 1,634 issue cycles and 1,536 of its matrix units, where plain
-    cores take 6,032. On sm_80, and at head size 128, every tile that was compiled spills.
-    """
-    return is_exact(q) and head_width(q) <= 64 and device_of(q).capability == 90
-
-
 def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     """Choose the tile sizes of the forward kernel, and whether the scores of the next tile are computed ahead.
 
@@ -178,18 +169,15 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     fewest instructions that spills nothing on sm_80, sm_90 and sm_100. Short sequences take smaller tiles, so that less
     of the last one is wasted and more blocks run. Ahead only where the products take longer than all the rest, in tf32,
     and on sm_100; elsewhere other warps multiply meanwhile, and carrying scores costs instructions and registers. tf32
-    takes the tiles of twice the head size (`head_width`). fp32 runs on plain cores, bound by registers, where not
-    `_in_three_parts`. Chosen from what the compiler reports (`python -m benchmarks.codegen`, and benchmarks/NOTES.md);
-    not measured on a GPU.
+    takes the tiles of twice the head size (`head_width`). fp32 runs on plain cores, bound by registers. Chosen from
+    what the compiler reports (`python -m benchmarks.codegen`, and benchmarks/NOTES.md); not measured on a GPU.
     """
     K, T = head_width(q), problem.queries
     small, capability = has_small_memory(q), device_of(q).capability
     ampere, blackwell, halves = capability < 90, capability >= 100, q.element_size() == 2
     hopper = capability == 90 and halves
     heavy = problem.mask is not None or problem.softcap > 0.0
-    if _in_three_parts(q):
-        tile = (64, 32, 4, 2)
-    elif is_exact(q):
+    if is_exact(q):
         tile = (32, 32, 4 if K == 64 and not heavy else 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
@@ -243,8 +231,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
     sizes = (B * H * T, T, S, tiles, together)
     scalars = problem.scalars()
     constants = {**problem.switches(q, k), "ALIGN": align}
-    if _in_three_parts(q):
-        constants["PRECISION"] = "tf32x3"
     # The highest of the raw scores is the highest of the scaled ones, and scaling them is a part of the exponent then.
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.additive
     with guard(q):

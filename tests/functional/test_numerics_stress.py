@@ -365,11 +365,15 @@ def test_the_end_of_a_very_long_sequence() -> None:
 
 @pytest.mark.usefixtures("any_backend")
 def test_sequences_of_one_token() -> None:
-    """Each attends to itself alone: the output is its value, bitwise; q and k have gradients of zero."""
+    """Each attends to itself alone: the output is its value; q and k have gradients of zero.
+
+    Compiled, scale and maximum are one multiply-add, so that the one weight is 2^(what rounding the maximum leaves), by
+    which the output is divided again: two roundings. Backward takes it from the log-sum-exp: of scores below 4, three.
+    """
     n = 300 if DEVICE == "cuda" or fastformer.get_backend() == "reference" else 9
     q, k, v = (on_device(n, 2, 16) for _ in range(3))
     out = packed_attention(q, k, v, Layout.from_lengths([1] * n, DEVICE), causal=True)
-    assert torch.equal(out, v)
+    torch.testing.assert_close(out, v, rtol=2 * EPS, atol=0)
     dq, dk, dv = gradients(out, [q, k, v])
-    assert torch.equal(dv, gradients(v.clone(), [v])[0])
+    torch.testing.assert_close(dv, gradients(v.clone(), [v])[0], rtol=3 * EPS, atol=0)
     assert max(dq.abs().max().item(), dk.abs().max().item()) < 8 * EPS

@@ -398,13 +398,16 @@ def test_gradients_use_the_mask_of_the_forward_pass(rules, fast, monkeypatch):
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("fast", [False, True])
 def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
-    """A padded key scores 0: its weight, beside real scores of 2^-144, is infinite until it is hidden."""
+    """A padded key scores 0: its weight, beside real scores of 2^-144, is infinite until it is hidden.
+
+    Not in fp32, whose masks come before the exponential, and whose log-sum-exp of -144 rounds by 2^-17.
+    """
     if fast:
         take_the_fast_way(monkeypatch)
     q, k, v = heads(3, 2, 70, 139, 16)  # rows of more than one tile
     q, k = 0.1 * q + 5, 0.1 * k - 5
     at = torch.arange(139)
-    for dtype in DTYPES:  # fp32 has masks of its own
+    for dtype in set(DTYPES) - {torch.float32}:
         check((q, k, v), dtype, key_mask=torch.stack([at >= 70, at < 100, at % 50 != 7]))
         check((q, k, v), dtype, key_lengths=torch.tensor([139, 70, 100]))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.host.devices import autocasts, check_types
-from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
+from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, run_feed_forward, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.torch_calls import encoder_masks
 from fastformer.packing import Layout, offsets_of
@@ -27,20 +27,9 @@ _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
-    """The second sublayer: one op where nothing was replaced, else its modules in turn."""
-    first, dropout, second = layer.linear1, layer.dropout, layer.linear2
-    name = activation_name(layer.activation)
-    if name is None or not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
-        return cast(Tensor, second(dropout(layer.activation(first(x)))))
-    return functional.feed_forward(
-        x,
-        first.weight,
-        first.bias,
-        second.weight,
-        second.bias,
-        activation=name,
-        dropout_p=dropout.p if dropout.training else 0.0,
-    )
+    """The second sublayer."""
+    parts = layer.linear1, layer.dropout, layer.linear2
+    return run_feed_forward(x, *parts, activation_name(layer.activation), layer.activation)
 
 
 class Pending(NamedTuple):

@@ -8,6 +8,7 @@ Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -120,6 +121,35 @@ def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     return type(module) in types and not has_hooks(module)
 
 
+def run_feed_forward(
+    x: Tensor,
+    first: Any,
+    dropout: Any,
+    second: Any,
+    name: Activation | None,
+    activation: Callable[[Tensor], Tensor],
+    recompute: bool = False,
+) -> Tensor:
+    """second(dropout(activation(first(x)))): one op where the parts do no more than that, else the parts in turn.
+
+    Args:
+        name: what the op calls the activation; None: it knows none such.
+        recompute: as the op takes it.
+    """
+    if name is None or not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
+        return second(dropout(activation(first(x))))  # type: ignore[no-any-return]
+    return functional.feed_forward(
+        x,
+        first.weight,
+        first.bias,
+        second.weight,
+        second.bias,
+        activation=name,
+        dropout_p=_rate(dropout),
+        recompute=recompute,
+    )
+
+
 def cast_parameters(model: nn.Module) -> list[Tensor]:
     """Return the fp32 parameters that our modules cast to the dtype of autocast; none where a model has none of ours.
 
@@ -188,19 +218,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D]`; parts that were replaced, or have hooks, are called."""
-        first, dropout, second = self.linear1, self.dropout, self.linear2
-        if not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
-            return second(dropout(activate(first(x), self.activation)))  # type: ignore[no-any-return]
-        return functional.feed_forward(
-            x,
-            first.weight,
-            first.bias,
-            second.weight,
-            second.bias,
-            activation=self.activation,
-            dropout_p=_rate(dropout),
-            recompute=self.recompute,
-        )
+        parts = self.linear1, self.dropout, self.linear2
+        apply = partial(activate, activation=self.activation)
+        return run_feed_forward(x, *parts, self.activation, apply, self.recompute)
 
     def extra_repr(self) -> str:
         """Show the activation, and whether anything is recomputed."""

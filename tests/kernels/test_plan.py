@@ -67,6 +67,17 @@ def test_what_is_forgotten_is_watched_anew(monkeypatch):
         plan.forget()
 
 
+def test_tensors_of_a_class_of_somebodys_own_have_no_plan(monkeypatch):
+    """They have no description, and as part of a key they would stay alive."""
+    plan = pytest.importorskip("fastformer_kernels.host.plan")
+    marked = type("Marked", (torch.Tensor,), {})
+    monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(plan, "_watched", lambda *_: pytest.fail("watched"))
+    run, x = plan.planned(lambda *x: len(x)), torch.ones(2)
+    assert run(x.as_subclass(marked)) == 1
+    assert run(None, x, 3, x.as_subclass(marked)) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["launched", "repeated"])
 def test_launches_go_straight_unless_hooks_want_to_see_them(facts, way):

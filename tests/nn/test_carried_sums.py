@@ -1,7 +1,11 @@
 """The last sum of a pre-norm layer, made with the next norm, and norms that are written as their reader takes them.
 
-Both have the bits of layers that are called one after another.
+Both have the bits of layers that are called one after another; compiled kernels but for the order of their sums, which
+goes by the tile that a kernel gets.
 """
+
+import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from fastformer.functional import dropout_add_layer_norm, layer_norm
 from fastformer.nn import layers
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.packing import Layout
-from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.fused_op import DEVICE, INTERPRETED, needs_kernels
 
 HALF = torch.float16  # of bf16, Triton's interpreter rounds down where a GPU rounds to nearest
 LAYOUT = Layout.from_lengths([3, 2]).to(DEVICE)
@@ -48,6 +52,22 @@ def results(found, autocast, product_dtype=None, monkeypatch=None):
     return [out, x.grad, *(p.grad for p in found.parameters())]
 
 
+def assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], backend: str, dtype: torch.dtype) -> None:
+    """Equal bits; of compiled kernels, what sums in another order leave.
+
+    A sum of at most 24 terms is off by some sqrt(24) roundings, and forward and backward are 2 x 24 steps of such sums
+    (8 a layer), one after another: 48 sqrt(24) roundings of the largest number, if all went one way. In 16 bits, what
+    is rounded to them may come out one step apart at each.
+    """
+    for x, y in zip(ours, theirs, strict=True):
+        if backend == "reference" or INTERPRETED:
+            assert torch.equal(x, y)
+        else:
+            steps = 48 * (1.0 if dtype == HALF else math.sqrt(24))
+            atol = steps * torch.finfo(dtype).eps / 2 * y.detach().abs().max().item()
+            torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
 def one_by_one(found, monkeypatch):
     monkeypatch.setattr(type(found), "_carries", lambda *_: False)
 
@@ -62,7 +82,7 @@ def test_carried_sums_have_the_bits_of_others(kind, autocast, final_norm, backen
         carried = results(found, autocast)
         one_by_one(found, monkeypatch)
         apart = results(found, autocast)
-    assert all(torch.equal(x, y) for x, y in zip(carried, apart, strict=True))
+    assert_same(carried, apart, backend, HALF if autocast else torch.float32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,7 +94,7 @@ def test_norms_written_for_their_readers_have_the_bits_of_autocast(kind, backend
         ours = results(found, True, lambda *a: (dtypes.append(asked(*a)), dtypes[-1])[1], monkeypatch)
         theirs = results(found, True, lambda *_: None, monkeypatch)
     assert dtypes.count(HALF) == (6 if kind == "encoder" else 9)  # all but the last norm
-    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    assert_same(ours, theirs, backend, HALF)
 
 
 def test_dropout_draws_in_the_same_order(monkeypatch):
@@ -136,4 +156,4 @@ def test_norms_in_another_dtype_are_those_rounded_once(backend):
         y, z = y.to(HALF), z.to(HALF)
         (y * MEMORY.to(HALF) + z).sum().backward()
         results.append((y, z, s, x.grad, w.grad, b.grad))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert_same(*results, backend, HALF)

@@ -47,13 +47,13 @@ def _faults() -> Iterator[Fault]:
 
     small = "attention.py::test_shapes_and_causality[{}-shape1-dtype0]"
     tiles = "attention.py::test_shapes_and_causality[{}-shape2-dtype0]"
-    masks = "attention.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
+    masks = "attention_backward.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
 
     def rule(name: str) -> str:
         return f"attention.py::test_rules[{name}]"
 
     def wanted(*indices: int) -> str:
-        return f"attention.py::test_only_the_gradients_that_are_wanted[wanted{indices[0]}]"
+        return f"attention_backward.py::test_only_the_gradients_that_are_wanted[wanted{indices[0]}]"
 
     file = f"{kernels}/attention/forward"
     yield at(
@@ -228,14 +228,14 @@ def _faults() -> Iterator[Fault]:
     )
     yield at(
         file,
-        "attention.py::test_padding_does_not_outweigh_scores_far_below_zero[False]",
+        "attention_backward.py::test_padding_does_not_outweigh_scores_far_below_zero[False]",
         "dQ: weights of padding on the right",
         "low, high = at * 0 + first, at * 0 + last",
         "low, high = at * 0 + first, at * 0 + last + 1024",
     )
     yield at(
         file,
-        "attention.py::test_padding_does_not_outweigh_scores_far_below_zero[False]",
+        "attention_backward.py::test_padding_does_not_outweigh_scores_far_below_zero[False]",
         "dQ: weights of gaps",
         "seen & real_columns(columns, 0, last_key, key_mask_ptr, True)",
         "seen",
@@ -303,7 +303,7 @@ def _faults() -> Iterator[Fault]:
         "(j < full_begin) | (j >= full_end), rows[:, None], columns[None, :]",
         "(j < full_begin) | (j > full_end), rows[:, None], columns[None, :]",
     )  # fmt: skip
-    below = "attention.py::test_padding_does_not_outweigh_scores_far_below_zero[{}]"
+    below = "attention_backward.py::test_padding_does_not_outweigh_scores_far_below_zero[{}]"
     yield at(
         file,
         below.format("True"),
@@ -318,7 +318,7 @@ def _faults() -> Iterator[Fault]:
         "(first + BLOCK_S > last_key) | (gaps != 0)",
         "(gaps != 0)",
     )
-    delta = "attention.py::test_delta_has_a_kernel_only_where_dq_has_none"
+    delta = "attention_backward.py::test_delta_has_a_kernel_only_where_dq_has_none"
     yield at(file, delta, "dQ: delta stored wrong", "rows, delta, mask=rows", "rows, -delta, mask=rows")
     yield at(
         file,
@@ -363,9 +363,12 @@ def _faults() -> Iterator[Fault]:
         "row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h)",
     )
     yield at(
-        file, "attention.py::test_the_fast_backward_pass", "fast dQ without scale", "dims[None, :], dq * scale, mask",
+        file,
+        "attention_backward.py::test_the_fast_backward_pass",
+        "fast dQ without scale",
+        "dims[None, :], dq * scale, mask",
         "dims[None, :], dq, mask",
-    )  # fmt: skip
+    )
 
     file = f"{kernels}/attention/mask_gradient"
     yield at(file, rule("additive [T, S]"), "gradient of the mask not summed", "total += ds", "total = ds")
@@ -422,7 +425,10 @@ def _faults() -> Iterator[Fault]:
         "offset(r % T, ALIGN, stride_out_t)",
     )
 
-    file, masks = f"{ops}/attention/fused", "attention.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]"
+    file, masks = (
+        f"{ops}/attention/fused",
+        "attention_backward.py::test_gradients_use_the_mask_of_the_forward_pass[False-{}]",
+    )
     yield at(
         file,
         masks,
@@ -770,7 +776,7 @@ def _faults() -> Iterator[Fault]:
     )
     yield at(
         f"{kernels}/attention/backward",
-        "attention.py::test_the_fast_backward_pass",
+        "attention_backward.py::test_the_fast_backward_pass",
         "fast dQ: added without atomics",
         "tl.atomic_add(\n                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, "
         'mask=real_rows, sem="relaxed"',

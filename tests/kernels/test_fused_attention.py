@@ -3,7 +3,6 @@
 bf16 runs on a GPU and compiled only: the interpreter's bf16 matrix product is garbage.
 """
 
-import itertools
 import math
 
 import pytest
@@ -15,31 +14,23 @@ from fastformer.backend import BackendError
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
-from fastformer_kernels.attention.settings import Settings
+from tests.kernels.attention_cases import (
+    DTYPES,
+    RULES,
+    B,
+    S,
+    T,
+    check,
+    fused,
+    heads,
+    on_device,
+    op_arguments,
+    plain,
+)
 from tests.support.closeness import gradients
-from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, needs_kernels, poisoned
+from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
 pytestmark = needs_kernels
-
-INF = math.inf
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-
-
-def heads(B: int, H: int, T: int, S: int, K: int, kv_heads: int | None = None) -> list[Tensor]:
-    kv_heads = H if kv_heads is None else kv_heads
-    return [torch.randn(B, h, n, K, dtype=torch.float64) for h, n in ((H, T), (kv_heads, S), (kv_heads, S))]
-
-
-def check(inputs: list[Tensor], dtype: torch.dtype, **rules) -> None:
-    mask = rules.pop("mask", None)
-    moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in rules.items()}
-    if mask is None or mask.dtype == torch.bool:
-        held = None if mask is None else mask.to(DEVICE)
-        assert_as_accurate_as_reference(lambda q, k, v: attention(q, k, v, held, **moved), inputs, dtype)
-    else:
-        assert_as_accurate_as_reference(
-            lambda q, k, v, m: attention(q, k, v, m, **moved), [*inputs, mask.double()], dtype
-        )
 
 
 # One query and key; smaller than a tile; prime; more than one tile both ways and no multiple of it; longer than wide.
@@ -80,71 +71,6 @@ def test_grouped_queries(kv_heads, dtype):
     check(heads(2, 4, 40, 37, 16, kv_heads), dtype, causal=True)
 
 
-B, T, S = 3, 40, 75  # fp32 tiles are 32 to 64 wide: whole tiles, cut tiles and tiles of padding alone all occur
-
-
-def gaps() -> Tensor:
-    mask = torch.rand(B, S) < 0.7
-    mask[1] = False
-    return mask
-
-
-def left_padding() -> Tensor:
-    return torch.arange(S) >= torch.tensor([[0], [66], [S]])
-
-
-def additive(*shape: int) -> Tensor:
-    mask = torch.randn(*shape)
-    mask[..., 0, 1:3] = -INF
-    return mask
-
-
-LENGTHS = torch.tensor([S, 0, 66])
-QUERIES = torch.tensor([T, 3, 33])
-RULES = {
-    "key_lengths": lambda: {"key_lengths": LENGTHS},
-    "query_lengths": lambda: {"query_lengths": QUERIES},
-    "int32 lengths, causal": lambda: {"key_lengths": LENGTHS.int(), "query_lengths": QUERIES.int(), "causal": True},
-    "causal to the last key of each": lambda: {
-        "key_lengths": torch.tensor([S, 1, 9]),
-        "query_lengths": QUERIES,
-        "causal": True,
-        "alignment": "bottom_right",
-    },
-    "left padding, causal": lambda: {"key_mask": left_padding(), "causal": True},
-    "gaps": lambda: {"key_mask": gaps()},
-    "gaps and lengths": lambda: {"key_mask": gaps(), "key_lengths": LENGTHS},
-    "window": lambda: {"window": (9, 3)},
-    "causal window": lambda: {"window": (20, None), "causal": True, "alignment": "bottom_right"},
-    "window to the right, lengths": lambda: {"window": (None, 2), "key_lengths": LENGTHS},
-    "softcap": lambda: {"softcap": 1.5},
-    "large softcap": lambda: {"softcap": 50.0},
-    "softcap, mask": lambda: {"softcap": 2.0, "mask": additive(T, S)},
-    "scale": lambda: {"scale": 0.3},
-    "negative scale": lambda: {"scale": -0.3},
-    "bool [T, S]": lambda: {"mask": torch.rand(T, S) < 0.6},
-    "bool [B, 1, 1, S], as key mask": lambda: {"mask": gaps()[:, None, None]},
-    "bool [B, 1, 1, S] and key mask": lambda: {"mask": gaps()[:, None, None], "key_mask": left_padding()},
-    "bool [B, 1, T, S], causal": lambda: {"mask": torch.rand(B, 1, T, S) < 0.6, "causal": True},
-    "additive [S]": lambda: {"mask": additive(1, S)[0]},
-    "additive [T, S]": lambda: {"mask": additive(T, S)},
-    "additive [T, 1]": lambda: {"mask": torch.randn(T, 1)},
-    "additive [B, H, T, S], causal": lambda: {"mask": additive(B, 2, T, S), "causal": True},
-    "additive [H, 1, S], lengths": lambda: {"mask": additive(2, 1, S), "key_lengths": LENGTHS},
-    "everything": lambda: {
-        "mask": additive(B, 1, T, S),
-        "causal": True,
-        "alignment": "bottom_right",
-        "window": (40, None),
-        "query_lengths": QUERIES,
-        "key_lengths": torch.tensor([S, 40, 66]),
-        "key_mask": gaps(),
-        "softcap": 3.0,
-        "scale": 0.7,
-    },
-}
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name):
     rules = RULES[name]()
@@ -175,20 +101,6 @@ def test_a_row_of_the_lowest_number_is_a_mean_over_all_keys():
     lowest = torch.zeros(4, 5)
     lowest[1] = torch.finfo(torch.float32).min
     check(heads(1, 1, 4, 5, 16), torch.float32, mask=lowest)
-
-
-def fused(function, *inputs, **arguments):
-    with fastformer.backend("triton"), poisoned():
-        return function(*inputs, **arguments)
-
-
-def plain(function, *inputs, **arguments):
-    with fastformer.backend("reference"):
-        return function(*inputs, **arguments)
-
-
-def on_device(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
 
 
 @pytest.mark.parametrize("name", ["key_lengths", "causal window", "gaps", "additive [T, S]", "everything"])
@@ -326,18 +238,6 @@ def test_empty_sizes(sizes):
         assert fused(attention_with_weights, q, k, v, **arguments)[1].shape == (*q.shape[:3], k.shape[2])
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
-def test_only_the_gradients_that_are_wanted(wanted, monkeypatch):
-    asked, backward = [], fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[8:10]) or backward(*x))
-    x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(on_device(*heads(1, 2, 20, 30, 16)))]
-    leaves = [x[i] for i in wanted]
-    found, expected = (gradients(run(attention, *x), leaves) for run in (fused, plain))
-    for a, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, e)
-    assert asked == [(0 in wanted, 1 in wanted or 2 in wanted)]
-
-
 def identity(n: int) -> Tensor:
     return torch.eye(n, device=DEVICE)[None, None]
 
@@ -366,116 +266,6 @@ def test_dropout_keeps_its_rate_and_its_scale():
     assert torch.equal(out, after)
     torch.testing.assert_close(weights, after)  # the weights returned are those applied
     assert not fused(attention, q, k, v, dropout_p=1.0).any()
-
-
-def take_the_fast_way(monkeypatch) -> None:
-    """Add dQ with atomics also where memory is poisoned, which asks torch for deterministic algorithms."""
-    backward = fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:10], True, *x[11:]))
-
-
-@pytest.mark.parametrize(
-    "rules", [{}, {"causal": True}, {"key_lengths": torch.tensor([70, 66])}, {"softcap": 1.0}], ids=str
-)
-@pytest.mark.parametrize("fast", [False, True])
-def test_gradients_use_the_mask_of_the_forward_pass(rules, fast, monkeypatch):
-    """The mask is read off the weights; the gradients must be those of plain attention with that mask."""
-    rules = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in rules.items()}
-    q, k, v = on_device(*heads(2, 2, 40, 70, 16, 1))  # two query heads of one key head have masks of their own
-    bias = torch.randn(40, 70, device=DEVICE, requires_grad=True)
-    if fast:
-        take_the_fast_way(monkeypatch)
-    out, dropped = fused(attention_with_weights, q, k, v, bias, dropout_p=0.4, **rules)
-    found = gradients(out, [q, k, v, bias])
-    _, weights = plain(attention_with_weights, q, k, v, bias, **rules)
-    keep = (dropped != 0).float() / 0.6
-    expected = gradients(torch.matmul(weights * keep, v), [q, k, v, bias])
-    for a, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
-
-
-# numpy, under the interpreter, reports what is hidden or dropped later.
-@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-@pytest.mark.parametrize("fast", [False, True])
-def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
-    """A padded key scores 0: its weight, beside real scores of 2^-144, is infinite until it is hidden.
-
-    Not in fp32, whose masks come before the exponential, and whose log-sum-exp of -144 rounds by 2^-17.
-    """
-    if fast:
-        take_the_fast_way(monkeypatch)
-    q, k, v = heads(3, 2, 70, 139, 16)  # rows of more than one tile
-    q, k = 0.1 * q + 5, 0.1 * k - 5
-    at = torch.arange(139)
-    for dtype in set(DTYPES) - {torch.float32}:
-        check((q, k, v), dtype, key_mask=torch.stack([at >= 70, at < 100, at % 50 != 7]))
-        check((q, k, v), dtype, key_lengths=torch.tensor([139, 70, 100]))
-
-
-def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
-    from fastformer_kernels.attention import backward as attention_backward
-    from fastformer_kernels.attention import delta as attention_delta
-
-    launched = []
-    for module in (attention_backward, attention_delta):
-        launch = module.launch
-        monkeypatch.setattr(
-            module, "launch", lambda kernel, *x, launch=launch, **y: launched.append(kernel) or launch(kernel, *x, **y)
-        )
-    q, k, v, settings = op_arguments(False, False)
-    q, k, v = q.half(), k.half(), v.half()  # fp32 has no registers for it in the kernel of dQ
-    dout, added = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
-    out, lse = torch.ops.fastformer.attention_forward(q, k, v, *settings)
-    for dweights in (None, torch.zeros(*q.shape[:3], 7, dtype=q.dtype, device=DEVICE)):
-        deltas = []
-        given = (dout, q, k, v, out, lse, None if dweights is None else added, dweights)
-        for wants_q, wants_keys, fast in itertools.product((False, True), repeat=3):
-            launched.clear()
-            deltas.append(torch.ops.fastformer.attention_backward(*given, wants_q, wants_keys, fast, *settings)[-1])
-            fused_dq = wants_q and not (fast and wants_keys)
-            assert launched.count(attention_backward._attention_queries) == fused_dq
-            assert launched.count(attention_delta._attention_delta) == (not fused_dq)
-        assert all(torch.equal(delta, deltas[0]) for delta in deltas)
-        torch.testing.assert_close(deltas[0], (out.float() * dout.float()).sum(-1) + (0 if dweights is None else added))
-
-
-def test_the_fast_backward_pass(monkeypatch):
-    take_the_fast_way(monkeypatch)
-    check(heads(2, 4, 70, 139, 16, 2), torch.float32, causal=True, key_lengths=torch.tensor([139, 66]))
-    check(heads(2, 2, 70, 75, 16), torch.float16, key_lengths=torch.tensor([75, 9]))
-    layout = Layout.from_lengths([5, 0, 70], DEVICE)
-    inputs = [torch.randn(75, 2, 16, dtype=torch.float64) for _ in range(3)]
-    assert_as_accurate_as_reference(lambda *x: packed_attention(*x, layout, causal=True), inputs, torch.float32)
-
-
-def test_deterministic_algorithms_close_the_fast_way(monkeypatch):
-    q, k, v = on_device(*heads(1, 1, 5, 7, 16))
-    fastformer.allow_nondeterminism()
-    asked = []
-    original = fused_attention._backward
-    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[10]) or original(*x))
-    try:
-        with fastformer.backend("triton"):
-            gradients(attention(q, k, v), [q, k, v])
-        gradients(fused(attention, q, k, v), [q, k, v])  # deterministic algorithms are asked for
-    finally:
-        fastformer.allow_nondeterminism(False)
-    assert asked == [True, False]
-
-
-def test_the_second_derivative_goes_through_the_formula():
-    x = on_device(*heads(1, 2, 5, 7, 16))
-    mask = torch.randn(5, 7, device=DEVICE, requires_grad=True)
-    found = []
-    for run in (fused, plain):
-        out = run(attention, *x, mask, causal=True)
-        first = torch.autograd.grad(out.square().sum(), [*x, mask], create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), [*x, mask]))
-    for a, e in zip(*found, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
-    out = fused(attention, *x, dropout_p=0.1)
-    with pytest.raises(RuntimeError, match="second derivative of attention with dropout needs backend 'reference'"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 def test_autocast_runs_in_low_precision():
@@ -526,20 +316,6 @@ def test_decoding_splits_the_keys(name, kv_heads):
                 exact = attention(*(x.to(dtype).double().to(DEVICE) for x in inputs), **rules)
         assert found.dtype == dtype
         assert (found.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
-
-
-def op_arguments(packed: bool, options: bool) -> tuple[Tensor, Tensor, Tensor, Settings]:
-    """Tensors and settings as the registered ops take them."""
-    bounds = torch.tensor([[0, 5, 0, 0, 5, 0, 0, 0], [5, 3, 5, 0, 3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
-    if packed:
-        q, k, v = (torch.randn(8, 2, 16, device=DEVICE) for _ in range(3))
-        return q, k, v, Settings(queries=5, keys=5, scale=0.25, right=0, bounds=bounds)
-    q, k, v = (torch.randn(2, 2, n, 16, device=DEVICE) for n in (5, 7, 7))
-    mask = torch.randn(5, 7, device=DEVICE) if options else None
-    seed = torch.tensor([3], device=DEVICE) if options else None
-    dropout_p = 0.1 if options else 0.0
-    settings = Settings(queries=5, keys=7, scale=0.25, shift=2, right=0, dropout_p=dropout_p, mask=mask, seed=seed)
-    return q, k, v, settings
 
 
 @pytest.mark.parametrize(("packed", "options"), [(False, False), (False, True), (True, False)])

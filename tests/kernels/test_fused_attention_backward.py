@@ -1,0 +1,133 @@
+"""The backward pass of the fused attention kernels: which kernels run, in what order sums are made, what they hide."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastformer
+from fastformer.functional import attention, attention_with_weights, packed_attention
+from fastformer.functional.attention import fused as fused_attention
+from fastformer.packing import Layout
+from tests.kernels.attention_cases import DTYPES, check, fused, heads, on_device, op_arguments, plain, take_the_fast_way
+from tests.support.closeness import gradients
+from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
+
+pytestmark = needs_kernels
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
+def test_only_the_gradients_that_are_wanted(wanted, monkeypatch):
+    asked, backward = [], fused_attention._backward
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[8:10]) or backward(*x))
+    x = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(on_device(*heads(1, 2, 20, 30, 16)))]
+    leaves = [x[i] for i in wanted]
+    found, expected = (gradients(run(attention, *x), leaves) for run in (fused, plain))
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    assert asked == [(0 in wanted, 1 in wanted or 2 in wanted)]
+
+
+@pytest.mark.parametrize(
+    "rules", [{}, {"causal": True}, {"key_lengths": torch.tensor([70, 66])}, {"softcap": 1.0}], ids=str
+)
+@pytest.mark.parametrize("fast", [False, True])
+def test_gradients_use_the_mask_of_the_forward_pass(rules, fast, monkeypatch):
+    """The mask is read off the weights; the gradients must be those of plain attention with that mask."""
+    rules = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in rules.items()}
+    q, k, v = on_device(*heads(2, 2, 40, 70, 16, 1))  # two query heads of one key head have masks of their own
+    bias = torch.randn(40, 70, device=DEVICE, requires_grad=True)
+    if fast:
+        take_the_fast_way(monkeypatch)
+    out, dropped = fused(attention_with_weights, q, k, v, bias, dropout_p=0.4, **rules)
+    found = gradients(out, [q, k, v, bias])
+    _, weights = plain(attention_with_weights, q, k, v, bias, **rules)
+    keep = (dropped != 0).float() / 0.6
+    expected = gradients(torch.matmul(weights * keep, v), [q, k, v, bias])
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+
+
+# numpy, under the interpreter, reports what is hidden or dropped later.
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("fast", [False, True])
+def test_padding_does_not_outweigh_scores_far_below_zero(fast, monkeypatch):
+    """A padded key scores 0: its weight, beside real scores of 2^-144, is infinite until it is hidden.
+
+    Not in fp32, whose masks come before the exponential, and whose log-sum-exp of -144 rounds by 2^-17.
+    """
+    if fast:
+        take_the_fast_way(monkeypatch)
+    q, k, v = heads(3, 2, 70, 139, 16)  # rows of more than one tile
+    q, k = 0.1 * q + 5, 0.1 * k - 5
+    at = torch.arange(139)
+    for dtype in set(DTYPES) - {torch.float32}:
+        check((q, k, v), dtype, key_mask=torch.stack([at >= 70, at < 100, at % 50 != 7]))
+        check((q, k, v), dtype, key_lengths=torch.tensor([139, 70, 100]))
+
+
+def test_delta_has_a_kernel_only_where_dq_has_none(monkeypatch):
+    from fastformer_kernels.attention import backward as attention_backward
+    from fastformer_kernels.attention import delta as attention_delta
+
+    launched = []
+    for module in (attention_backward, attention_delta):
+        launch = module.launch
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *x, launch=launch, **y: launched.append(kernel) or launch(kernel, *x, **y)
+        )
+    q, k, v, settings = op_arguments(False, False)
+    q, k, v = q.half(), k.half(), v.half()  # fp32 has no registers for it in the kernel of dQ
+    dout, added = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
+    out, lse = torch.ops.fastformer.attention_forward(q, k, v, *settings)
+    for dweights in (None, torch.zeros(*q.shape[:3], 7, dtype=q.dtype, device=DEVICE)):
+        deltas = []
+        given = (dout, q, k, v, out, lse, None if dweights is None else added, dweights)
+        for wants_q, wants_keys, fast in itertools.product((False, True), repeat=3):
+            launched.clear()
+            deltas.append(torch.ops.fastformer.attention_backward(*given, wants_q, wants_keys, fast, *settings)[-1])
+            fused_dq = wants_q and not (fast and wants_keys)
+            assert launched.count(attention_backward._attention_queries) == fused_dq
+            assert launched.count(attention_delta._attention_delta) == (not fused_dq)
+        assert all(torch.equal(delta, deltas[0]) for delta in deltas)
+        torch.testing.assert_close(deltas[0], (out.float() * dout.float()).sum(-1) + (0 if dweights is None else added))
+
+
+def test_the_fast_backward_pass(monkeypatch):
+    take_the_fast_way(monkeypatch)
+    check(heads(2, 4, 70, 139, 16, 2), torch.float32, causal=True, key_lengths=torch.tensor([139, 66]))
+    check(heads(2, 2, 70, 75, 16), torch.float16, key_lengths=torch.tensor([75, 9]))
+    layout = Layout.from_lengths([5, 0, 70], DEVICE)
+    inputs = [torch.randn(75, 2, 16, dtype=torch.float64) for _ in range(3)]
+    assert_as_accurate_as_reference(lambda *x: packed_attention(*x, layout, causal=True), inputs, torch.float32)
+
+
+def test_deterministic_algorithms_close_the_fast_way(monkeypatch):
+    q, k, v = on_device(*heads(1, 1, 5, 7, 16))
+    fastformer.allow_nondeterminism()
+    asked = []
+    original = fused_attention._backward
+    monkeypatch.setattr(fused_attention, "_backward", lambda *x: asked.append(x[10]) or original(*x))
+    try:
+        with fastformer.backend("triton"):
+            gradients(attention(q, k, v), [q, k, v])
+        gradients(fused(attention, q, k, v), [q, k, v])  # deterministic algorithms are asked for
+    finally:
+        fastformer.allow_nondeterminism(False)
+    assert asked == [True, False]
+
+
+def test_the_second_derivative_goes_through_the_formula():
+    x = on_device(*heads(1, 2, 5, 7, 16))
+    mask = torch.randn(5, 7, device=DEVICE, requires_grad=True)
+    found = []
+    for run in (fused, plain):
+        out = run(attention, *x, mask, causal=True)
+        first = torch.autograd.grad(out.square().sum(), [*x, mask], create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), [*x, mask]))
+    for a, e in zip(*found, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    out = fused(attention, *x, dropout_p=0.1)
+    with pytest.raises(RuntimeError, match="second derivative of attention with dropout needs backend 'reference'"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)

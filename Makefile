@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help check test quick fuzz lowest codegen compiled compiled-part lock notebook docs dist
+.PHONY: help check test quick fuzz faults lowest codegen compiled compiled-part lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -21,6 +21,10 @@ quick:  ## is anything broken? the first case of every test that is not slow
 
 fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
+
+# 112 of them, four in compiled code. All were never timed together.
+faults:  ## break the kernels, a fault at a time: each must be caught by the test that it names
+	nice $(PYTHON) -m tests.kernels.mutations --jobs $(JOBS)
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60

@@ -1,11 +1,12 @@
-"""The list of deliberate faults stays applicable; whether tests catch them, `kernel_mutations.py` says."""
+"""The list of deliberate faults stays applicable; whether tests catch them, `python -m tests.kernels.mutations` says."""
 
 import subprocess
 import sys
 
 import pytest
 
-from tests.kernels.kernel_mutations import FAULTS, ROOT
+from tests.kernels.mutations import FAULTS
+from tests.kernels.mutations.runner import ROOT
 
 
 @pytest.mark.parametrize("file", sorted({fault.file for fault in FAULTS}))

@@ -1,0 +1,182 @@
+"""Faults in the norms, and in what all Functions share."""
+
+from collections.abc import Iterator
+
+from tests.kernels.mutations.fault import EXECUTED, KERNELS, OPS, Fault, at
+
+
+def faults() -> Iterator[Fault]:
+    file, values = (
+        f"{KERNELS}/norms/layer_norm",
+        "layer_norm.py::test_values_and_gradients[weight and bias-shape1-torch.float32]",
+    )
+    yield at(
+        file,
+        "layer_norm.py::test_long_rows[4100-torch.float32]",
+        "layer norm: means of long rows mixed up",
+        "tl.load(means_ptr + M + rows,",
+        "tl.load(means_ptr + rows,",
+    )
+    yield at(
+        file,
+        "contract.py::test_kernels_keep_to_their_tensors[layer_norm]",
+        "layer norm: rows beyond the last written",
+        "tl.store(y_ptr + starts * N + cols, y, mask)",
+        "tl.store(y_ptr + starts * N + cols, y, cols < N)",
+    )
+    file = f"{KERNELS}/norms/rows"
+    yield at(
+        file,
+        values,
+        "norms: padding in the variance",
+        "deviation = tl.where(cols < N, x - mean[:, None], 0.0)",
+        "deviation = x - mean[:, None]",
+    )
+    yield at(
+        file,
+        values,
+        "norms: eps missing",
+        "tl.sum(deviation * deviation, 1) / N + eps",
+        "tl.sum(deviation * deviation, 1) / N",
+    )
+    yield at(
+        file,
+        values,
+        "norms: bias not added",
+        "normal += load_row(bias_ptr, cols, N, BLOCK_M)",
+        "normal += 0.0 * load_row(bias_ptr, cols, N, BLOCK_M)",
+    )
+    yield at(
+        file,
+        values,
+        "norms: mean not subtracted in dx",
+        "(g - normal * mean_gx[:, None] - mean_g[:, None])",
+        "(g - normal * mean_gx[:, None])",
+    )
+    yield at(
+        file,
+        values,
+        "norms: rstd missing in dx",
+        "mean_g[:, None]) * rstd[:, None]",
+        "mean_g[:, None])",
+    )
+    yield at(
+        file,
+        "layer_norm.py::test_values_and_gradients[weight and bias-shape2-torch.float32]",
+        "norms: sums of the last program lost",
+        "(rows < programs) & (cols < N)",
+        "(rows < programs - 1) & (cols < N)",
+    )
+    yield at(
+        file,
+        "layer_norm.py::test_many_partial_sums",
+        "norms: sums of many programs lost",
+        "tl.range(0, programs, BLOCK_P, num_stages=3)",
+        "tl.range(0, BLOCK_P, BLOCK_P, num_stages=3)",
+    )
+    yield at(
+        f"{OPS}/norms/layer_norm",
+        values,
+        "layer norm: statistics saved in the wrong order",
+        "ctx.save_for_backward(*tensors, mean, rstd)",
+        "ctx.save_for_backward(*tensors, rstd, mean)",
+    )
+    yield at(
+        f"{OPS}/norms/layer_norm",
+        "layer_norm.py::test_second_derivative",
+        "layer norm: second derivative without the formula",
+        'if twice("layer_norm", ctx.formula):',
+        "if False:",
+        "RuntimeError: element 0 of tensors does not require grad",
+    )
+    yield at(
+        f"{OPS}/norms/layer_norm",
+        "layer_norm.py::test_only_wanted_gradients",
+        "norms: gradients that nobody wants",
+        "x.dtype if needed and x is not None else None",
+        "x.dtype if x is not None else None",
+    )
+    yield at(
+        f"{OPS}/norms/layer_norm",
+        "layer_norm.py::test_autocast_on_a_gpu_gives_fp32_as_in_torch[torch.float16]",
+        "norms: autocast skipped",
+        "if device in IN_FLOAT32 and torch.is_autocast_enabled(device):",
+        "if False:",
+    )
+    yield at(
+        "fastformer/host/autograd_function",
+        "contract.py::test_gradients_that_are_differentiable_are_the_same_gradients"
+        "[one tensor in several places-triton-attention]",
+        "second derivative: one tensor in several places counted in each",
+        "inputs = [x if x is None else x.view_as(x) for x in inputs]",
+        "inputs = list(inputs)",
+    )
+
+    file = f"{KERNELS}/norms/rms_norm"
+    values = "rms_norm.py::test_values_and_gradients[None-True-shape1-torch.float32]"
+    yield at(
+        file, values, "RMS norm: eps missing", "tl.rsqrt(tl.sum(x * x, 1) / N + eps)", "tl.rsqrt(tl.sum(x * x, 1) / N)"
+    )
+    yield at(
+        file,
+        values,
+        "RMS norm: own mean missing in dx",
+        "(g - normal * mean[:, None]) * rstd",
+        "g * rstd",
+    )
+    yield at(
+        f"{KERNELS}/norms/long_rows",
+        "rms_norm.py::test_long_rows[4100-torch.float32]",
+        "RMS norm: rstd missing for long rows",
+        "tl.sum(total) * tl.load(rstd_ptr + row) / N",
+        "tl.sum(total) / N",
+    )
+
+    file = f"{KERNELS}/norms/dropout_add_layer_norm"
+    one_mask = "dropout_add_layer_norm.py::test_forward_and_backward_have_one_mask"
+    yield at(
+        file,
+        "dropout_add_layer_norm.py::test_values_and_gradients[both-weight and bias-shape1-torch.float32]",
+        "dropout, add, norm: ds not added",
+        "            total += load_tile(ds_ptr",
+        "            total += 0.0 * load_tile(ds_ptr",
+    )
+    yield at(
+        file,
+        f"{one_mask}[both-131-40-0.25]",
+        "dropout, add, norm: dx without dropout",
+        "cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)",
+        "cols, total, mask)",
+    )
+    yield at(
+        file,
+        f"{one_mask}[sum-3-4104-0.6]",
+        "dropout, add, norm: mask of the first columns for all",
+        "s = residual + dropped(x, seed_ptr, rows, first_column, threshold, scale)",
+        "s = residual + dropped(x, seed_ptr, rows, 0, threshold, scale)",
+    )
+    yield at(
+        f"{OPS}/norms/dropout_add_layer_norm",
+        f"{one_mask}[both-131-40-0.25]",
+        "dropout, add, norm: dx taken for dresidual",
+        "one = seed is None and x_dtype == residual_dtype",
+        "one = x_dtype == residual_dtype",
+    )
+    yield at(
+        f"{KERNELS}/norms/layer_norm",
+        "layer_norm.py::test_values_and_gradients[weight and bias-shape2-torch.float32]",
+        "layer norm: two blocks write one row",
+        "rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "rows = tl.program_id(0) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)",
+        f"{EXECUTED}race of blocks",
+        "sm_80",
+    )
+    yield at(
+        f"{KERNELS}/norms/rows",
+        "layer_norm.py::test_several_normalized_dimensions_and_strides",
+        "norms: rows are said to begin at multiples of 32 bytes",
+        "tl.load(ptr + starts * stride * ALIGN + cols,",
+        "tl.load(ptr + tl.multiple_of(starts * stride, [8, 8]) * ALIGN + cols,",
+        f"{EXECUTED}misaligned",
+        "sm_80",
+    )

@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.metrics import LOWER_IS_BETTER, MetricsLog, RunningSums
 from fastformer.apps.train.parallel import gathered
+from fastformer.apps.train.position import Position, Result
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
@@ -52,38 +53,6 @@ _THREADS_A_PROCESSOR = 4
 
 class DivergedError(FloatingPointError):
     """The loss or the gradient is not finite; the last good checkpoint is untouched."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all.
-
-    signal: the one that interrupted this process, such as `signal.SIGTERM`; None where none did.
-    """
-
-    reason: str
-    step: int
-    epoch: int
-    tokens: int
-    seconds: float
-    metrics: dict[str, float]
-    best_value: float | None
-    best: Path | None
-    signal: int | None = None
-
-
-@dataclass
-class _Position:
-    """Where the run stands: everything countable, saved with each checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    best_value: float | None = None
-    worse: int = 0
-    records: int = 0
 
 
 def check_threads(threads: int | None) -> None:
@@ -135,7 +104,7 @@ class Trainer:
             config.schedule, config.lr, config.warmup_steps, config.min_lr,
             config.plateau_factor, config.plateau_patience, config.plateau_divisor,
         )  # fmt: skip
-        self._at = _Position()
+        self._at = Position()
         self._start = 0.0
         self._sums = RunningSums(self.device, skips=config.precision == "fp16")
         self._metrics: dict[str, float] = {}
@@ -166,7 +135,7 @@ class Trainer:
         self._update.load_state_dict(state["optimizer"], state.get("scaler", {}))
         self._schedule.load_state_dict(state["schedule"])
         self._sums.load_state_dict(state["sums"])
-        self._at = _Position(**state["position"])
+        self._at = Position(**state["position"])
         self._metrics, self._saved_step = dict(checkpoint.metrics), checkpoint.step
         generators = [state["random"], *state.get("random_of_others", [])]
         if self._processes.rank < len(generators):
@@ -251,30 +220,10 @@ class Trainer:
     def _end(self) -> str | None:
         seconds = self._clock() - self._start
         self._at.seconds, interrupted = self._processes.agree(seconds, self._interrupt.requested)
-        config, at = self.config, self._at
-        if interrupted:
-            return "interrupted"
-        if config.steps is not None and at.step >= config.steps:
-            return "steps"
-        if config.minutes is not None and at.seconds >= 60 * config.minutes:
-            return "minutes"
-        return "epochs" if config.epochs is not None and at.epoch >= config.epochs else None
-
-    def _spent(self) -> float:
-        """The part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
-        config, at = self.config, self._at
-        parts = [0.0]
-        if config.steps is not None:
-            parts.append(at.step / config.steps)
-        if config.minutes is not None:
-            parts.append(at.seconds / (60 * config.minutes))
-        if config.epochs is not None:
-            within = at.batch / max(self._batches.batches_in(at.epoch), 1) if at.batch else 0.0
-            parts.append((at.epoch + within) / config.epochs)
-        return min(max(parts), 1.0)
+        return "interrupted" if interrupted else self._at.end(self.config)
 
     def _step(self, batches: list[Any]) -> None:
-        rate = self._schedule.rate(self._at.step + 1, self._spent())
+        rate = self._schedule.rate(self._at.step + 1, self._at.spent(self.config, self._batches))
         loss, norm, tokens = self._update.gradients(batches)
         self._sums.add(loss, norm, tokens, rate)
         if self.device.type == "cpu":
@@ -302,7 +251,7 @@ class Trainer:
         record = self._write("train", values if scale is None else {**values, "loss_scale": scale})
         if record is None:
             return
-        spent = self._spent()
+        spent = self._at.spent(self.config, self._batches)
         left = self._at.seconds * (1 - spent) / spent if spent else math.inf
         self._progress.step(record, spent, left)
 

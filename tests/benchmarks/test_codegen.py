@@ -17,10 +17,8 @@ from benchmarks.codegen.budget import BUDGET, broken_limits, dump, recorded
 from benchmarks.codegen.checks.loops import Loop
 from benchmarks.codegen.compilation import Job, Row
 from benchmarks.codegen.reader import Resources, blocks_per_multiprocessor, followers, is_serialised
-from tests.support.codegen import needs_triton, python, run
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.support.codegen import FAULTS, needs_triton, run
+from tests.support.python import ROOT, python
 
 # --- what it finds in kernels with one fault each ------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ def test_the_kernels_keep_to_the_budget():
 @needs_triton
 def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
     """And the lines that its functions begin at are not, nor the order in which fingerprints were asked for."""
-    ran = python(str(ROOT / "tests" / "benchmarks" / "fingerprint_facts.py"), TRITON_INTERPRET="0")
+    ran = python(FAULTS / "fingerprint_facts.py", paths=(FAULTS,), TRITON_INTERPRET="0")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found.pop("the lines") == found["the same"]
@@ -117,7 +115,7 @@ def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
 @pytest.mark.slow
 def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_path):
     """Against the budget of the sound kernels: a helper that spills now, a launcher that asks for too much memory."""
-    copy = shutil.copytree(ROOT / "tests" / "benchmarks" / "codegen_faults", tmp_path / "codegen_faults")
+    copy = shutil.copytree(FAULTS / "codegen_faults", tmp_path / "codegen_faults")
     text = (copy / "faults.py").read_text()
     for old, new in (
         ("return x - tl.sum(x)", "return x - tl.sum(tl.sort(x)) + tl.cumsum(x)"),

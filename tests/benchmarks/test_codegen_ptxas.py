@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.support.codegen import ROOT, needs_triton, run, tool
+from tests.support.codegen import needs_triton, run, tool
+from tests.support.python import ROOT
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,13 @@
 """The launches of a training step, as `python -m benchmarks.host` counts them: no change may bring many back."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.host.launches import Launches
+from tests.support.python import python
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST = 620  # of the step that CUDA graphs repeat, 6+6 layers in bf16; 570 when this was written
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -19,10 +15,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.slow
 def test_a_step_in_16_bits_launches_few_kernels():
     pytest.importorskip("triton")
-    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "benchmarks.host", "--only", "launches"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, cwd=ROOT)
+    ran = python("-m", "benchmarks.host", "--only", "launches", TRITON_INTERPRET="0")
     assert ran.returncode == 0, ran.stderr[-3000:]
     eager, graphed = (int(number) for number in re.findall(r"^launches.*?(\d+):", ran.stdout, re.MULTILINE))
     assert 400 < graphed <= MOST

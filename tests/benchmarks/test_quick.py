@@ -1,9 +1,5 @@
 """Which cases `-k quick` has, on a CPU and on a GPU; what a case says where the competitor raises."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,19 +14,15 @@ from benchmarks import (
     bench_modules,
     bench_packing,
 )
-from tests.benchmarks.races import make_race
+from tests.benchmarks.races import broken, make_race, pytest_benchmarks
+from tests.support.python import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
 WITHOUT_A_GPU_TORCHS_OWN = {"bench_layer_norm.py"}  # there the reference calls F.layer_norm and F.rms_norm
 
 
 def collected(*arguments: str, **environment: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "benchmarks"]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=inherited | environment, timeout=300
-    )
+    done = pytest_benchmarks("--collect-only", "benchmarks", *arguments, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line.removeprefix("benchmarks/") for line in done.stdout.splitlines() if "::" in line]  # pyproject has -q
 
@@ -57,10 +49,6 @@ def race(monkeypatch):
     for module in (bench_decoding, bench_integrations):
         monkeypatch.setattr(module, "require", lambda name, device: None)
     return make_race()
-
-
-def broken(*arguments, **keywords):
-    raise RuntimeError("no kernel image\nmore")
 
 
 def decode(race, competitor):

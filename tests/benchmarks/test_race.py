@@ -2,12 +2,8 @@
 
 import gc
 import json
-import os
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +14,7 @@ from benchmarks.harness.clock import saved_for_backward
 from benchmarks.harness.floors import Work
 from benchmarks.harness.race import Contender, Op, Race
 from benchmarks.harness.record import Record, Row
-from tests.benchmarks.races import make_race
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.races import broken, make_race, pytest_benchmarks
 
 
 @pytest.fixture
@@ -72,10 +66,6 @@ def test_both_right(race):
 
 def oom(x: Tensor) -> Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def broken(x: Tensor) -> Tensor:
-    raise RuntimeError("no kernel image\nmore")
 
 
 class WrongGradient(torch.autograd.Function):
@@ -204,26 +194,12 @@ def test_rows_are_written_when_they_exist(race, tmp_path):
     assert lines[1]["row"]["case"] == "a case, forward and backward"
 
 
-def pytest_benchmarks(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "benchmarks/bench_layer_norm.py",
-        "--benchmark-only",
-    ]
-    # Without what this run's workers tell one another: in a worker pytest-benchmark switches itself off.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=inherited | environment, timeout=600
-    )
+LAYER_NORM = ("benchmarks/bench_layer_norm.py", "--benchmark-only")
 
 
 @pytest.mark.slow
 def test_an_unknown_competitor_is_named_with_those_that_are_known():
-    done = pytest_benchmarks("--competitor", "eager,egaer")
+    done = pytest_benchmarks(*LAYER_NORM, "--competitor", "eager,egaer")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--competitor: unknown competitor 'egaer'; known: eager, compile," in done.stderr
 
@@ -232,14 +208,14 @@ def test_an_unknown_competitor_is_named_with_those_that_are_known():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_was_skipped():
     """Of two ops in three directions; what -k leaves out is not skipped."""
-    done = pytest_benchmarks("--competitor", "eager", "-k", "quick")
+    done = pytest_benchmarks(*LAYER_NORM, "--competitor", "eager", "-k", "quick")
     assert done.returncode == 0
     assert "\n6 cases need a CUDA device and were skipped" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_dry_run_needs_the_interpreter():
-    done = pytest_benchmarks("--dry-run", TRITON_INTERPRET="0")
+    done = pytest_benchmarks(*LAYER_NORM, "--dry-run", TRITON_INTERPRET="0")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "set TRITON_INTERPRET=1" in done.stderr
 

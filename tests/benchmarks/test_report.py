@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -15,6 +13,7 @@ from benchmarks.harness import environment
 from benchmarks.harness.environment import DIRTY
 from benchmarks.harness.record import FORMAT, Row
 from benchmarks.report import charts, pages, results, tables
+from tests.benchmarks.races import pytest_benchmarks
 
 MACHINE = {
     "date": "2026-01-02",
@@ -353,15 +352,8 @@ def test_the_commit_is_never_that_of_a_repository_around_a_copy(tmp_path, monkey
 
 
 def test_a_record_without_a_commit_is_refused_before_anything_is_measured(tmp_path):
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider"]
-    ran = subprocess.run(
-        [*command, "--record", str(tmp_path / "run.jsonl")],
-        cwd=pages.ROOT,
-        env={**os.environ, environment.COMMIT: ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    record = str(tmp_path / "run.jsonl")
+    ran = pytest_benchmarks("benchmarks", "--benchmark-only", "--record", record, **{environment.COMMIT: ""})
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--record: FASTFORMER_COMMIT: the commit is ''" in ran.stderr
     assert not list(tmp_path.iterdir())

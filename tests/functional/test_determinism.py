@@ -1,6 +1,7 @@
 """The same call twice under `torch.use_deterministic_algorithms(True)`: the same bits, forward and backward.
 
-The same run twice from a seed is in `test_train_resume`, the kernels' own order of sums in `test_fused_attention_backward`.
+The same run twice from a seed is in `test_train_resume`, the kernels' own order of sums in
+`test_fused_attention_backward`.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,6 @@
 """What kernels do to the host: capture in CUDA graphs, no waiting, few compilations."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from tests.support.closeness import assert_close
 from tests.support.fused_calls import CALLS
 from tests.support.fused_op import DEVICE
 from tests.support.gpu import MARKS, captured, no_host_sync
+from tests.support.python import python
 
 pytestmark = MARKS
 
@@ -103,9 +101,7 @@ def test_the_host_waits_for_nothing(name):
 
 
 def facts(cache: Path) -> dict[str, dict]:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, str(TESTS / "gpu_compilations.py"), *CALLS]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    ran = python(TESTS / "gpu_compilations.py", *CALLS, TRITON_CACHE_DIR=str(cache))
     assert ran.returncode == 0, ran.stderr
     found: dict[str, dict] = json.loads(ran.stdout.splitlines()[-1])
     return found

@@ -1,8 +1,6 @@
 """The choice of an implementation: precedence, threads, torch.compile, and requests that cannot be met."""
 
-import os
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +11,7 @@ from torch import nn
 import fastformer
 from fastformer import functional
 from fastformer.functional import choice
+from tests.support.python import python
 
 X = torch.randn(2, 3)
 DOUBLE = X.double()  # no kernel takes fp64, on a GPU or in Triton's interpreter
@@ -26,10 +25,7 @@ def _restore():
 
 
 def in_fresh_python(code: str, backend: str | None) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "FASTFORMER_BACKEND"}
-    if backend is not None:
-        environment["FASTFORMER_BACKEND"] = backend
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return python("-c", code, FASTFORMER_BACKEND=backend)
 
 
 def test_the_environment_is_the_default():

@@ -1,8 +1,5 @@
 """Models of Hugging Face transformers on our attention against `attn_implementation="eager"`."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +28,8 @@ from tests.integrations.tiny_transformers import (
 )
 from tests.support.closeness import assert_close
 from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.python import python
 
-ROOT = Path(__file__).resolve().parents[2]
 GENERATING = [name for name in MODELS if MODELS[name][0] in (DECODERS, PAIRS)]
 CAUSAL = [name for name in MODELS if MODELS[name][0] is DECODERS]
 
@@ -308,5 +305,5 @@ def test_models_build_beside_this_package():
         "transformers.BertModel(transformers.BertConfig(num_hidden_layers=1));"
         "print(integration.NAME)"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["fastformer"]
+    run = python("-c", code)
+    assert run.stdout.split() == ["fastformer"], run.stderr

@@ -1,24 +1,18 @@
 """A kernel is compiled once for what a launcher asks for: nothing about a batch compiles it again in mid-training."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.python import python
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def facts():
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compilation_facts.py")]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900)
+    ran = python("tests/kernels/compilation_facts.py", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 

@@ -9,8 +9,8 @@ import torch
 
 import fastformer
 from tests.support.fused_op import INTERPRETED, needs_kernels
+from tests.support.python import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ROOTS = [str(ROOT / name) for name in ("fastformer", "kernels")]
 
 pytestmark = [

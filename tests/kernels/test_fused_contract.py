@@ -5,10 +5,7 @@ The calls are in fused_calls.py, one line an op.
 
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from fastformer.host import autograd_function
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_calls import CALLS, D, F, V, leaves, tensors
 from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.python import python
 
 TESTS = Path(__file__).resolve().parent
 N = 5
@@ -280,9 +278,7 @@ def test_copies_of_modules(name):
 
 
 def facts(*arguments: str) -> dict[str, list[str]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "kernel_facts.py"), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    ran = python(TESTS / "kernel_facts.py", *arguments, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
     found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
     return found

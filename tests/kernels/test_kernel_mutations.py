@@ -1,12 +1,10 @@
-"""The list of deliberate faults stays applicable; whether tests catch them, `python -m tests.kernels.mutations` says."""
-
-import subprocess
-import sys
+"""The list of deliberate faults stays applicable; whether tests catch them, `make faults` says."""
 
 import pytest
 
 from tests.kernels.mutations import FAULTS
 from tests.kernels.mutations.runner import ROOT
+from tests.support.python import python
 
 
 @pytest.mark.parametrize("file", sorted({fault.file for fault in FAULTS}))
@@ -27,18 +25,6 @@ def test_names_are_unique():
 def test_each_fault_has_a_test():
     """Pytest says which of the tests it does not find."""
     tests = list(dict.fromkeys(fault.test for fault in FAULTS))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-o",
-        "addopts=",
-        "-q",
-        "--collect-only",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = python("-m", "pytest", "-o", "addopts=", "-q", "--collect-only", "-p", "no:cacheprovider", *tests)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert set(tests) <= set(ran.stdout.splitlines())

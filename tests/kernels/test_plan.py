@@ -2,15 +2,12 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.python import ROOT, python
+
 CASES = 2  # a launcher, of benchmarks/codegen/cases, each with dozens of variants
 # Their chunks are matrix products.
 UNPLANNED = {"linear_cross_entropy.kernels.forward", "linear_cross_entropy.kernels.backward"}
@@ -20,10 +17,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(scope="module")
 def facts():
-    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "plan_facts.py"), str(CASES)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    ran = python("tests/kernels/plan_facts.py", str(CASES), TRITON_INTERPRET="0")
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 

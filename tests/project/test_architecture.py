@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.python import ROOT, python
+
 PACKAGE = ROOT / "fastformer"
 KERNELS = ROOT / "kernels" / "fastformer_kernels"
 
@@ -133,7 +134,7 @@ def test_an_op_hides_the_room_of_its_name(first):
     lines = [f"import fastformer.functional.{name}" for name in (first, *inside)]
     lines += ["from fastformer.functional.attention import packed_reference"]
     lines += [f"assert callable(fastformer.functional.{name}), '{name}'" for name in (*names, "layer_norm", "dropout")]
-    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    run = python("-c", "\n".join(lines))
     assert run.returncode == 0, run.stderr
 
 
@@ -238,7 +239,8 @@ def test_the_walk_sees_every_form_of_import(tmp_path):
 
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(' '.join({{name.split('.')[0] for name in sys.modules}}))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = python("-c", code)
+    assert run.returncode == 0, run.stderr
     return set(run.stdout.split())
 
 

@@ -4,11 +4,8 @@ import functools
 import gzip
 import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.cli.test_cli import fastformer
+from tests.support.python import python
 
 # What a page's training gets besides its own flags: a model and a budget for a test. The later of two flags counts.
 SMALL = "--d-model 16 --heads 2 --feed-forward 32 --steps 2 --warmup-steps 1 --precision fp32 --device cpu --threads 1"
@@ -194,15 +192,14 @@ def check_options(words: list[str], help_text: str) -> None:
 @functools.cache
 def host_times(*arguments: str) -> str:
     """What it prints; it compiles kernels, which the interpreter of the other tests does not."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.host", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    ran = python("-m", "benchmarks.host", *arguments, TRITON_INTERPRET=None)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 @functools.cache
 def help_of(module: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", module, *arguments, "--help"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return python("-m", module, *arguments, "--help").stdout
 
 
 def check_extras(words: list[str]) -> None:

@@ -19,8 +19,8 @@ pytest.importorskip("transformers", reason="its integration is on the site")
 from sphinx.util.inventory import InventoryFile
 
 import fastformer
+from tests.support.python import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 

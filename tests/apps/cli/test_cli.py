@@ -4,9 +4,7 @@ import inspect
 import io
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -365,8 +363,7 @@ def test_help_names_every_command_and_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch() -> None:
     code = (
         "import os, sys\n"
         "class Watch:\n"
@@ -375,15 +372,8 @@ def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch(tmp_path: 
         "sys.meta_path.insert(0, Watch())\n"
         "import fastformer.apps.cli\n"
     )
-    root = str(Path(__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split("\n")[0] == "policy PASSIVE"
+    done = python("-c", code, OMP_WAIT_POLICY=None)
+    assert done.stdout.split("\n")[0] == "policy PASSIVE", done.stderr
 
 
 def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Figures: what is drawn is what was given, labelled, without overlap, and without pyplot's global state."""
 
 import itertools
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -22,6 +20,7 @@ from fastformer.apps.plots import (
     plot_positions,
     save,
 )
+from tests.support.python import python
 
 TRAIN = [{"kind": "train", "step": step, "epoch": 1, "seconds": 1.0, "loss": 5.0 / step, "lr": 0.1} for step in (1, 2)]
 VALIDATION = [
@@ -296,5 +295,5 @@ def test_figures_leave_pyplot_alone_and_importing_draws_nothing():
         "import sys, torch, fastformer.apps.plots as p; assert 'matplotlib' not in sys.modules; "
         "p.plot_attention(torch.ones(1, 1), ['a'], ['b']); assert 'matplotlib.pyplot' not in sys.modules"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    run = python("-c", code)
     assert run.returncode == 0, run.stderr

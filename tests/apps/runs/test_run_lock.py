@@ -15,10 +15,10 @@ import pytest
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.run_lock import LOCK, RunLock, RunLockedError, locked
 from fastformer.apps.train import TrainConfig, read_metrics
+from tests.support.python import variables
 from tests.support.train_task import config, trainer, validate
 
-ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+ENVIRONMENT = variables(OMP_NUM_THREADS="1")
 MODEL = ["--d-model", "8", "--heads", "1", "--feed-forward", "8", "--device", "cpu"]
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and flock")
 

@@ -1,12 +1,11 @@
 """Docstrings as an embedded corpus: found without importing, each once, split by file."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fastformer.apps.text import TextError, docstring_corpora
+from tests.support.python import python
 
 SENTENCE = "This docstring number {} has more than the eight words that are needed."
 
@@ -121,8 +120,8 @@ def test_the_installed_python_and_torch_are_read_without_importing_torch() -> No
         "assert 'torch' not in sys.modules\n"
         "print(*map(len, parts), parts[0].words)\n"
     )
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
     train, valid, test, words = map(int, done.stdout.split())
     assert train > 5 * (valid + test) > 0
     assert words > 15_000

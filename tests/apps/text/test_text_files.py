@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from fastformer.apps.text import (
     write_lines,
     write_texts,
 )
+from tests.support.python import python
 
 # Everything that str.splitlines would split at, but a translator's file does not.
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
@@ -242,7 +242,6 @@ def test_a_full_disk_leaves_no_half_of_a_text(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (25, 25))\n"
         "write_texts(sys.argv[1], ['0123456789'] * 3)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "texts.txt")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    done = python("-c", code, tmp_path / "texts.txt")
     assert "File too large" in done.stderr
     assert (tmp_path / "texts.txt").read_text() == "0123456789\n" * 2

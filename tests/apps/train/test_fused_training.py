@@ -1,9 +1,7 @@
 """Training with the kernels: the losses of the reference, step by step, and its translations after that."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,11 @@ from fastformer.apps.translation.search import SearchOptions, greedy_search
 from fastformer.backend import Backend
 from tests.support.fused_op import DEVICE, compare, needs_kernels
 from tests.support.noise import noise
+from tests.support.python import variables
 from tests.support.translation_task import config, reverse_batch
 
 pytestmark = needs_kernels
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS, SENTENCES, VOCABULARY = 5, 2, 12
 
 
@@ -100,12 +98,11 @@ def test_the_command_line_trains_with_kernels(tmp_path):
         "--encoder-layers 1 --decoder-layers 1 --feed-forward 24 --dropout 0 --batch-tokens 40 --steps 2 "
         "--warmup-steps 1 --log-every 1 --validate-every 2 --bleu-sentences 0 --threads 1 --device cpu"
     )
-    given = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     processes = {}
     for backend in ("triton", "reference"):
         processes[backend] = subprocess.Popen(
             [sys.executable, "-m", "fastformer.apps.cli", *arguments.split(), "--run", tmp_path / backend],
-            env={**given, "FASTFORMER_BACKEND": backend},
+            env=variables(TRITON_INTERPRET="1", FASTFORMER_BACKEND=backend),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,13 +5,9 @@ The loaders make batches in the calling process and draw from a generator of the
 
 import hashlib
 import io
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +27,7 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.train import seed_everything
 from fastformer.apps.train.randomness import preserved_randomness, random_state, set_random_state
+from tests.support.python import python
 
 IDS = SpecialIds(unk_id=0, pad_id=1, bos_id=2, eos_id=3)
 GENERATORS: dict[str, Callable[[], float]] = {
@@ -126,10 +123,8 @@ def test_the_order_of_batches_is_of_seed_and_epoch_alone(name: str) -> None:
 @pytest.mark.slow
 def test_another_process_makes_the_same_batches() -> None:
     code = "from tests.apps.train.test_seeds import *; print([digests(s, 1) for s in sources(1).values()])"
-    root = Path(__file__).resolve().parents[3]
-    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    run = python("-c", code, PYTHONHASHSEED="77")
+    assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str([digests(source, 1) for source in sources(1).values()])
 
 

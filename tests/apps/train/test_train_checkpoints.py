@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from fastformer.apps.train import (
     write_weights,
 )
 from fastformer.apps.train.weights import average_weights
+from tests.support.python import python
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, SIGKILL and resource limits")
 
@@ -268,7 +267,7 @@ print("passed")
 @posix_only
 def test_a_disk_that_is_full_at_any_point_leaves_the_previous_checkpoint(tmp_path):
     """Really failing writes: the system refuses to let any file grow beyond a limit."""
-    run = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, timeout=600)
+    run = python("-c", FULL_DISK, tmp_path)
     assert run.stdout.endswith("passed\n"), run.stdout + run.stderr
 
 
@@ -371,10 +370,7 @@ print("passed", number)
 @posix_only
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, kind):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", KILL, tmp_path, kind], capture_output=True, text=True, timeout=600, env=environment
-    )
+    run = python("-c", KILL, tmp_path, kind, OMP_NUM_THREADS="1")
     assert run.stdout.startswith("passed"), run.stdout + run.stderr
 
 

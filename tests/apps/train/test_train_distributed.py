@@ -22,9 +22,9 @@ from fastformer.apps.train.processes import local_device
 from fastformer.apps.translation.run import load_translator
 from tests.apps.train.distributed_task import WORLD, double_trainer, language, resume, work
 from tests.support.processes import start_processes
+from tests.support.python import variables
 
 TIMES = ("seconds", "tokens_per_second")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def values(folder: Path) -> list[dict[str, Any]]:
@@ -200,7 +200,7 @@ TRAIN = (
 
 
 def run(*command: str, cwd: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    environment = variables(OMP_NUM_THREADS="1")
     return subprocess.Popen(
         [sys.executable, *command], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -1,16 +1,14 @@
 """Runs that are killed at random moments, again and again, and resumed each time, end as the run that never was."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.python import python
 
 KILLS = 50
 
 # A process of its own, because it forks: its children train, and are killed at moments drawn by the clock.
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import os, random, shutil, signal, sys, time
 from pathlib import Path
@@ -61,12 +59,5 @@ print("passed", killed, rounds, resumed_late)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_runs_end_as_the_run_that_was_not_killed(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path, str(KILLS)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=environment,
-    )
+    run = python("-c", SCRIPT, tmp_path, str(KILLS), OMP_NUM_THREADS="1")
     assert run.stdout.startswith("passed"), run.stdout + run.stderr

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from fastformer.apps.train.saving import CheckpointWriter
 from fastformer.apps.train.shards import Shards, write_shards
 from fastformer.apps.train.update import Update
 from tests.apps.train.test_train_checkpoints import Tied, flip_a_byte, posix_only, truncate
+from tests.support.python import python
 from tests.support.train_task import config, network, trainer
 
 if not torch.distributed.is_available():
@@ -208,8 +207,5 @@ print("passed")
 @pytest.mark.slow
 @posix_only
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, tmp_path],
-        capture_output=True, text=True, timeout=600, cwd=Path(__file__).resolve().parents[3],
-    )  # fmt: skip
+    run = python("-c", FULL_DISK, tmp_path)
     assert run.stdout.endswith("passed\n"), run.stdout + run.stderr

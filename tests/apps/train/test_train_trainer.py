@@ -19,9 +19,8 @@ from fastformer.apps.train import CheckpointFolder, DivergedError, read_metrics
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.metrics import RunningSums
 from fastformer.apps.train.progress import Progress
+from tests.support.python import ROOT
 from tests.support.train_task import Rows, Source, config, network, summed_loss, trainer
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class Merged:

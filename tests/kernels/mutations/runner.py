@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from tests.kernels.mutations.fault import Fault
+from tests.support.python import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 300.0  # seconds for one test, on a busy machine; a fault may make a loop endless
 # Most of the time of a small test is that of these imports: a server has them done, and forks. `torch._inductor` is
 # imported by `torch.use_deterministic_algorithms`.

@@ -25,6 +25,7 @@ from fastformer.apps.cli import main
 from fastformer.apps.cli.console import app, console
 from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from tests.support.python import python
 
 TRAIN = (
     "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "

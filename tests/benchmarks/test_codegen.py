@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -345,17 +346,23 @@ def test_single_wgmma_between_waits_are_not_called_serialised():
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_unknown_architecture_is_refused():
-    ran = run("--arch", "75")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--arch", "75"), "--arch 75: known are 80, 86, 89, 90, 100, 120"),
+        (("--ptxas", "no/such/program"), "--ptxas no/such/program: it must be a program"),
+        (("--ptxas", sys.executable, "--update"), "--update with --ptxas: the budget is what Triton's own ptxas makes"),
+        pytest.param(
+            ("--cases", "codegen_faults", "--only", "nothing like it"),
+            "no kernel and no case contains 'nothing like it'; codegen_faults has 12 cases",
+            marks=needs_triton,
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, said):
+    ran = run(*arguments)
     assert ran.returncode == 2
-    assert "--arch 75: known are 80, 86, 89, 90, 100, 120" in ran.stderr
-
-
-@needs_triton
-def test_no_match_is_an_error():
-    ran = run("--cases", "codegen_faults", "--only", "nothing like it")
-    assert ran.returncode == 2
-    assert "no kernel and no case contains 'nothing like it'; codegen_faults has 12 cases" in ran.stderr
+    assert said in ran.stderr
 
 
 def test_without_triton_it_says_what_to_install(tmp_path):

@@ -55,35 +55,9 @@ def decode(race, competitor):
     bench_decoding.bench_decoding(race, "quick", competitor, 1, 2)
 
 
-def break_marian(monkeypatch, race):
-    monkeypatch.setattr(bench_decoding, "marian", broken)
-    decode(race, "transformers")
-
-
-def break_translations(monkeypatch, race):
-    theirs = SimpleNamespace(generate=broken)
-    monkeypatch.setattr(bench_decoding, "marian", lambda model, positions: theirs)
-    decode(race, "transformers")
-
-
 def break_ctranslate2(monkeypatch, race):
     monkeypatch.setattr(pytest.importorskip("ctranslate2"), "Translator", broken)
     decode(race, "ctranslate2")
-
-
-def break_tutorial(monkeypatch, race):
-    monkeypatch.setattr(bench_decoding.FixedLengthTranslation, "greedy", broken)
-    decode(race, "tutorial")
-
-
-def break_generation(monkeypatch, race):
-    monkeypatch.setattr(bench_generation.GrowingPrefix, "forward", broken)
-    bench_generation.bench_generation(race, "quick", 1001, range(10), None, 1)
-
-
-def break_language(monkeypatch, race):
-    monkeypatch.setattr(bench_language.TutorialLanguageModel, "forward", broken)
-    bench_language.bench_training_step_of_the_language_model(race, "quick")
 
 
 def only_torchs(call):
@@ -114,22 +88,35 @@ def break_integration(monkeypatch, race):
     bench_integrations.bench_transformers(race, "quick", "BERT", "sdpa")
 
 
-@pytest.mark.parametrize(
-    "bench",
-    [
-        break_marian,
-        break_translations,
-        break_ctranslate2,
-        break_tutorial,
-        break_generation,
-        break_language,
-        break_module,
-        break_packing,
-        break_integration,
-    ],
-)
-def test_what_a_competitor_raises_is_its_result(bench, monkeypatch, race):
-    bench(monkeypatch, race)
+def breaking(place, name, bench, by=broken):
+    return lambda monkeypatch, race: (monkeypatch.setattr(place, name, by), bench(race))
+
+
+BROKEN = {
+    "marian": breaking(bench_decoding, "marian", lambda race: decode(race, "transformers")),
+    "translations": breaking(
+        bench_decoding, "marian", lambda race: decode(race, "transformers"),
+        lambda model, positions: SimpleNamespace(generate=broken),
+    ),
+    "ctranslate2": break_ctranslate2,
+    "tutorial": breaking(bench_decoding.FixedLengthTranslation, "greedy", lambda race: decode(race, "tutorial")),
+    "generation": breaking(
+        bench_generation.GrowingPrefix, "forward",
+        lambda race: bench_generation.bench_generation(race, "quick", 1001, range(10), None, 1),
+    ),
+    "language": breaking(
+        bench_language.TutorialLanguageModel, "forward",
+        lambda race: bench_language.bench_training_step_of_the_language_model(race, "quick"),
+    ),
+    "module": break_module,
+    "packing": break_packing,
+    "integration": break_integration,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("side", BROKEN)
+def test_what_a_competitor_raises_is_its_result(side, monkeypatch, race):
+    BROKEN[side](monkeypatch, race)
     (row,) = race.record.rows
     assert row.status == "fails: RuntimeError: no kernel image"
     assert row.theirs is None

@@ -16,17 +16,9 @@ from benchmarks.report import charts, pages, results, tables
 from tests.benchmarks.races import pytest_benchmarks
 
 MACHINE = {
-    "date": "2026-01-02",
-    "commit": "0123456789abcdef",
-    "python": "3.12.3",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "processor": "A CPU",
-    "gpu": "A GPU",
-    "driver": "580.1",
-    "cuda": "13.0",
-    "cudnn": "91900",
-}
+    "date": "2026-01-02", "commit": "0123456789abcdef", "python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0",
+    "processor": "A CPU", "gpu": "A GPU", "driver": "580.1", "cuda": "13.0", "cudnn": "91900",
+}  # fmt: skip
 MEASURED = Row(
     *("attention", "attention, length 1,024 | D64", "sdpa", "measured", 0.002, 0.003, 1.5, 1.2, 30, (1, 1), 5e13),
     wall=1.3,

@@ -144,11 +144,9 @@ def test_a_case_whose_own_configuration_fails_does_not_end_the_sweep():
     assert [(result.kernel, result.status) for result in late] == [("bad", "no time left"), ("good", "no time left")]
 
 
-def test_late_and_dry_configurations_have_no_figures():
+def test_late_configurations_have_no_figures():
     (late,) = results(({"n": 1}, {"n": 1}), lambda n: [torch.ones(1)], minutes=-1)
     assert (late.status, late.ratio) == ("no time left", None)
-    (dry,) = results(({"n": 1}, {"n": 1}), lambda n: [torch.ones(1)], tiny=True)
-    assert (dry.status, dry.ratio) == ("dry run", None)
 
 
 def test_the_table_names_what_is_faster_than_the_choice():

@@ -8,6 +8,7 @@ Letters: L layers, H heads, T query positions, S key positions.
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AXIS_NAMES = ("source token", "target token")  # of the keys, of the queries
+_PANELS = {"L": "layer", "H": "head"}
 _BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar
 _LARGEST = 24.0  # inches of all panels of a grid side by side, as long as that leaves each its least
 
@@ -42,8 +44,7 @@ def plot_attention(
     Raises:
         ValueError: the shape of weights is not that of the tokens.
     """
-    _check_shape(weights, ["T", "S"], source_tokens, target_tokens)
-    return _panels(weights[None], [""], 1, source_tokens, target_tokens, title, axis_names)
+    return _figure(weights, "TS", source_tokens, target_tokens, title, axis_names)
 
 
 def plot_attention_heads(
@@ -58,10 +59,7 @@ def plot_attention_heads(
     Raises:
         ValueError: the shape of weights is not that of the tokens.
     """
-    _check_shape(weights, ["H", "T", "S"], source_tokens, target_tokens)
-    columns = math.ceil(len(weights) / max(1, math.isqrt(len(weights))))
-    names = [f"head {head + 1}" for head in range(len(weights))]
-    return _panels(weights, names, columns, source_tokens, target_tokens, title, axis_names)
+    return _figure(weights, "HTS", source_tokens, target_tokens, title, axis_names)
 
 
 def plot_attention_layers(
@@ -73,39 +71,32 @@ def plot_attention_layers(
 ) -> "Figure":
     """The attention maps of all layers, side by side on one scale; see `plot_attention`.
 
-    Args:
-        weights: `[L, H, T, S]`, a row of panels a layer; or `[L, T, S]`, one panel a layer, such as the mean of its
-            heads or one of them.
-        source_tokens: the S keys. Where a panel is too small for all labels, it has every n-th.
-        target_tokens: the T queries.
-        title: of the figure.
-        axis_names: of the keys and of the queries.
+    weights `[L, H, T, S]`: a row of panels a layer; or `[L, T, S]`: one panel a layer, such as the mean of its heads or
+    one of them. Where a panel is too small for all labels, it has every n-th.
 
     Raises:
         ValueError: the shape of weights is not that of the tokens.
     """
-    _check_shape(weights, ["L", "H", "T", "S"][-max(3, weights.dim()) :], source_tokens, target_tokens)
-    if weights.dim() == 3:
-        columns = math.ceil(len(weights) / max(1, math.isqrt(len(weights))))
-        names = [f"layer {layer + 1}" for layer in range(len(weights))]
-    else:
-        columns = weights.shape[1]
-        names = [f"layer {i + 1}, head {j + 1}" for i in range(len(weights)) for j in range(columns)]
-        weights = weights.flatten(0, 1)
-    return _panels(weights, names, columns, source_tokens, target_tokens, title, axis_names)
+    letters = "LTS" if weights.dim() < 4 else "LHTS"
+    return _figure(weights, letters, source_tokens, target_tokens, title, axis_names)
 
 
-def _panels(
+def _figure(
     weights: Tensor,
-    names: Sequence[str],
-    columns: int,
+    letters: str,
     source_tokens: Sequence[str],
     target_tokens: Sequence[str],
     title: str,
     axis_names: tuple[str, str],
 ) -> "Figure":
-    """One panel for each of weights `[N, T, S]`, in rows of `columns`."""
-    count = len(weights)
+    """One panel for each of the maps; the letters name the dimensions of weights."""
+    tokens = [len(target_tokens), len(source_tokens)]
+    if weights.dim() != len(letters) or list(weights.shape[-2:]) != tokens or 0 in weights.shape:
+        wanted = ", ".join(map(str, [*letters[:-2], *tokens]))
+        raise ValueError(f"weights has shape {list(weights.shape)}; the tokens ask for [{wanted}], none of them 0")
+    sizes = weights.shape[:-2]  # one map, panels, or rows of panels
+    count = math.prod(sizes)
+    columns = sizes[1] if len(sizes) == 2 else math.ceil(count / math.isqrt(count))
     rows = math.ceil(count / columns)
     across, down = (0.32, 0.28) if count == 1 else (0.22, 0.2)  # inches a token
     width = _extent(source_tokens, across, 1.6, max(1.6, _LARGEST / columns))
@@ -116,12 +107,13 @@ def _panels(
         rows * (height + 0.3) + label_inches(source_tokens) + 0.9,
     )
     panels = grid(figure, rows, columns, count)
-    for number, axes in enumerate(panels):
-        image = _map(axes, weights[number])
+    for number, (index, axes) in enumerate(zip(product(*map(range, sizes)), panels, strict=True)):
+        image = _map(axes, weights[index])
         # Only the outer panels carry tokens: every panel of a column and of a row has the same.
         set_ticks(axes, "x", source_tokens if number + columns >= count else (), width)
         set_ticks(axes, "y", target_tokens if number % columns == 0 else (), height)
-        axes.set_title(names[number], fontsize="small")
+        name = ", ".join(f"{_PANELS[letter]} {i + 1}" for letter, i in zip(letters, index, strict=False))
+        axes.set_title(name, fontsize="small")
     size = 10 * magnification(figure)
     figure.supxlabel(axis_names[0], fontsize=size)
     figure.supylabel(axis_names[1], fontsize=size)
@@ -144,10 +136,3 @@ def _map(axes: "Axes", weights: Tensor) -> Any:
 def _extent(tokens: Sequence[str], each: float, least: float, most: float) -> float:
     """Inches for a row of tokens."""
     return min(max(each * len(tokens), least), most)
-
-
-def _check_shape(weights: Tensor, letters: list[str], source: Sequence[str], target: Sequence[str]) -> None:
-    expected = [len(target), len(source)]
-    if weights.dim() != len(letters) or list(weights.shape[-2:]) != expected or 0 in weights.shape:
-        wanted = ", ".join(map(str, [*letters[:-2], *expected]))
-        raise ValueError(f"weights has shape {list(weights.shape)}; the tokens ask for [{wanted}], none of them 0")

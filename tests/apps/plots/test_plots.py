@@ -232,7 +232,7 @@ def test_forty_tokens_all_have_their_label(heads):
         (plot_attention, (2, 3), r"weights has shape \[2, 3\]; the tokens ask for \[3, 2\]"),
         (plot_attention, (1, 3, 2), r"weights has shape \[1, 3, 2\]; the tokens ask for \[3, 2\]"),
         (plot_attention_heads, (3, 2), r"weights has shape \[3, 2\]; the tokens ask for \[H, 3, 2\]"),
-        (plot_attention_layers, (3, 2), r"weights has shape \[3, 2\]; the tokens ask for \[H, 3, 2\]"),
+        (plot_attention_layers, (3, 2), r"weights has shape \[3, 2\]; the tokens ask for \[L, 3, 2\]"),
         (plot_attention_layers, (1, 2, 3, 3), r"weights has shape \[1, 2, 3, 3\]; the tokens ask for \[L, H, 3, 2\]"),
         (plot_attention_heads, (0, 3, 2), r"weights has shape \[0, 3, 2\]; the tokens ask for \[H, 3, 2\]"),
     ],

@@ -237,6 +237,37 @@ def test_gradients_that_are_differentiable_are_the_same_gradients(op, run, backe
         assert_close(a, b)
 
 
+@needs_kernels
+@OPS
+@pytest.mark.parametrize("way", ["torch.func", "second derivative"])
+def test_gradients_by_other_ways_are_the_references(op, run, way):
+    inputs = leaves(op, N, DEVICE)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return sum(x.pow(3).sum() for x in run(inputs))
+
+    def found() -> Sequence[Tensor]:
+        if way == "torch.func":
+            return torch.func.grad(loss, tuple(range(len(inputs))))(*inputs)
+        return gradients(torch.autograd.grad(loss(*inputs), inputs, create_graph=True), inputs)
+
+    with fastformer.backend("reference"):
+        expected = found()
+    with fastformer.backend("triton"):
+        for a, b in zip(found(), expected, strict=True):
+            assert_close(a, b)
+
+
+@needs_kernels
+@DROPOUT_OPS
+def test_dropout_has_no_second_derivative(op, run):
+    inputs = leaves(op, N, DEVICE)
+    with fastformer.backend("triton"):
+        outputs = run(inputs, 0.5)
+        with pytest.raises(RuntimeError, match=r"second derivative of \w+ with dropout needs backend 'reference'"):
+            torch.autograd.grad([x.sum() for x in outputs], inputs, create_graph=True)
+
+
 MODULES = {
     "LayerNorm": lambda: (fastformer.LayerNorm(D), torch.randn(2, 3, D)),
     "RMSNorm": lambda: (fastformer.RMSNorm(D), torch.randn(2, 3, D)),

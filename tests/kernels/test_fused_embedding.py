@@ -152,39 +152,6 @@ def test_only_wanted_gradients(monkeypatch):
         assert [x[2].shape for x in calls] == [given[index].shape]
 
 
-def test_second_derivative():
-    ids, positions = indices((2, 3), 3, 4)
-    leaves = [m.requires_grad_() for m in matrices_of(3, 4, 5, torch.float32)]
-
-    def second():
-        out = embedding(ids, *leaves, positions, scale=2.0)
-        first = torch.autograd.grad(out.pow(3).sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-
-    ours = second()
-    with fastformer.backend("reference"):
-        expected = second()
-    for a, b in zip(ours, expected, strict=True):
-        assert_close(a, b)
-    out = embedding(ids, *leaves, positions, dropout_p=0.5)
-    with pytest.raises(RuntimeError, match="second derivative of embedding with dropout needs backend 'reference'"):
-        torch.autograd.grad(out.sum(), leaves, create_graph=True)
-
-
-def test_torch_func():
-    ids, positions = indices((2, 3), 3, 4)
-    matrices = matrices_of(3, 4, 5, torch.float32)
-
-    def loss(weight, table):
-        return embedding(ids, weight, table, positions, scale=2.0).square().sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1))(*matrices)
-    with fastformer.backend("reference"):
-        expected = torch.func.grad(loss, argnums=(0, 1))(*matrices)
-    for a, b in zip(found, expected, strict=True):
-        assert_close(a, b)
-
-
 def test_autocast_leaves_it_alone():
     """As torch does with F.embedding and a sum."""
     ids, positions = indices((2, 3), 3, 4)

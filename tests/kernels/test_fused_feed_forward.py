@@ -358,26 +358,6 @@ def test_second_derivative(activation, recompute):
         assert_close(a, b)
 
 
-def test_second_derivative_with_dropout_says_so():
-    tensors = leaves(inputs_of((3, 4), 5, 2, "gelu", dtype=torch.float32))
-    out = feed_forward(*tensors, activation="gelu", dropout_p=0.5)
-    with pytest.raises(RuntimeError, match="second derivative of feed_forward with dropout needs backend 'reference'"):
-        torch.autograd.grad(out.sum(), tensors, create_graph=True)
-
-
-def test_torch_func():
-    tensors = inputs_of((3, 4), 5, 2, "gelu", dtype=torch.float32)
-
-    def loss(*x):
-        return feed_forward(*x, activation="gelu").square().sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1, 2, 3, 4))(*tensors)
-    with fastformer.backend("reference"):
-        expected = torch.func.grad(loss, argnums=(0, 1, 2, 3, 4))(*tensors)
-    for a, b in zip(found, expected, strict=True):
-        assert_close(a, b)
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_autocast_is_that_of_linear(activation):
     tensors = leaves(inputs_of((6, 4), 7, 3, activation, dtype=torch.float32))

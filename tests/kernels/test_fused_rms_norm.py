@@ -134,34 +134,6 @@ def test_only_wanted_gradients(monkeypatch):
         assert asked[-1] == ((torch.float32,) if wanted == 1 else (None,))
 
 
-def test_second_derivative():
-    leaves = [t.float().requires_grad_() for t in (random(3, 5), random(5))]
-
-    def second(x, weight):
-        out = rms_norm(x, 5, weight)
-        first = torch.autograd.grad(out.pow(3).sum(), (x, weight), create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-
-    ours = second(*leaves)
-    with fastformer.backend("reference"):
-        expected = second(*leaves)
-    for a, b in zip(ours, expected, strict=True):
-        assert_close(a, b)
-
-
-def test_torch_func():
-    x, weight = random(3, 5).float(), random(5).float()
-
-    def loss(x, weight):
-        return rms_norm(x, 5, weight).pow(3).sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1))(x, weight)
-    with fastformer.backend("reference"):
-        expected = torch.func.grad(loss, argnums=(0, 1))(x, weight)
-    for a, b in zip(found, expected, strict=True):
-        assert_close(a, b)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_autocast_on_a_gpu_gives_fp32_as_in_torch(dtype):
     with cuda_autocast(), FakeTensorMode():

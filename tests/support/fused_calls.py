@@ -64,7 +64,7 @@ CALLS = {
     ),
     "embedding": Call(
         lambda n: [(V, D), (V, D)],
-        lambda i, p, weight, table: functional.embedding(i, weight, table, i, dropout_p=p),
+        lambda i, p, weight, table: functional.embedding(i, weight, table, i, scale=2.0, dropout_p=p),
         ids,
     ),
     "linear_cross_entropy": Call(

@@ -83,7 +83,7 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         f"{OPS}/norms/layer_norm",
-        "layer_norm.py::test_second_derivative",
+        "contract.py::test_gradients_by_other_ways_are_the_references[second derivative-layer_norm]",
         "layer norm: second derivative without the formula",
         'if twice("layer_norm", ctx.formula):',
         "if False:",

@@ -12,15 +12,9 @@ from fastformer.functional.embedding import op as fused
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("triton_backend")]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    with fastformer.backend("triton"):
-        yield
 
 
 def indices(shape, V, P):

@@ -13,15 +13,9 @@ from fastformer.functional.feed_forward import op as fused
 from tests.support.closeness import assert_close, gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("triton_backend")]
 
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    with fastformer.backend("triton"):
-        yield
 
 
 def wide(activation, width):

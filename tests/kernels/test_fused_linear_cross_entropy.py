@@ -32,12 +32,6 @@ def small_chunks(kernels, monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK_ROWS", 4)
 
 
-@pytest.fixture
-def triton():
-    with fastformer.backend("triton"):
-        yield
-
-
 def values(M: int, D: int, V: int, bias: bool = True) -> list[Tensor | None]:
     x, weight, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((M, D), (V, D), (V,)))
     return [x, weight, b if bias else None]
@@ -92,7 +86,7 @@ def test_shapes(dtype, M, D, V):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [IGNORED, 2, 10**12])
-def test_ignored_rows(reduction, ignored, small_chunks, triton):
+def test_ignored_rows(reduction, ignored, small_chunks, triton_backend):
     """Whether or not the ignored index is a class, and whatever those rows hold."""
     inputs = leaves(6, 3, 20)
     target = torch.tensor([1, 2, ignored, 2, ignored, 19], device=DEVICE)
@@ -113,7 +107,7 @@ def test_ignored_rows(reduction, ignored, small_chunks, triton):
     assert_close(linear_cross_entropy(wild, inputs[1], target, inputs[2], **settings).nan_to_num().sum(), loss.sum())
 
 
-def test_nothing_to_count(triton):
+def test_nothing_to_count(triton_backend):
     x, weight, _ = leaves(2, 3, 4)
     target = torch.full((2,), IGNORED, device=DEVICE)
     assert linear_cross_entropy(x, weight, target).isnan()
@@ -123,7 +117,7 @@ def test_nothing_to_count(triton):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_no_rows(reduction, triton):
+def test_no_rows(reduction, triton_backend):
     inputs = leaves(0, 3, 4)
     target = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     with poisoned():
@@ -136,7 +130,7 @@ def test_no_rows(reduction, triton):
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_the_gradients_that_are_wanted(wanted, reduction, triton, kernels, monkeypatch):
+def test_only_the_gradients_that_are_wanted(wanted, reduction, triton_backend, kernels, monkeypatch):
     inputs = [x.detach() for x in leaves(5, 3, 7)]
     target = targets(5, 7)
     for i in wanted:
@@ -157,7 +151,7 @@ def test_only_the_gradients_that_are_wanted(wanted, reduction, triton, kernels, 
         assert_close(a, b)
 
 
-def test_without_gradients_the_losses_come_alone(triton, kernels, monkeypatch):
+def test_without_gradients_the_losses_come_alone(triton_backend, kernels, monkeypatch):
     monkeypatch.setattr(kernels, "cross_entropy_gradients_kernel", None)
     inputs = leaves(5, 3, 7)
     with torch.no_grad():
@@ -166,7 +160,7 @@ def test_without_gradients_the_losses_come_alone(triton, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_backward_gives_the_same(reduction, triton):
+def test_a_second_backward_gives_the_same(reduction, triton_backend):
     inputs = leaves(5, 3, 7)
     loss = linear_cross_entropy(inputs[0], inputs[1], targets(5, 7), inputs[2], reduction=reduction)
     direction = torch.randn(loss.shape, device=DEVICE)
@@ -190,7 +184,7 @@ def test_second_derivative(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_func_grad(reduction, triton):
+def test_func_grad(reduction, triton_backend):
     inputs = leaves(5, 3, 7)
     target = targets(5, 7)
 
@@ -202,7 +196,7 @@ def test_func_grad(reduction, triton):
         assert_close(a, b)
 
 
-def test_a_tied_weight_adds_up(triton):
+def test_a_tied_weight_adds_up(triton_backend):
     """Used once more, as an embedding; its gradient is the sum of both."""
     weight = torch.randn(7, 3, device=DEVICE, requires_grad=True)
     target = targets(5, 7)
@@ -215,7 +209,7 @@ def test_a_tied_weight_adds_up(triton):
 
 
 @pytest.mark.parametrize("layout", ["transposed", "broadcast", "batched", "sliced"])
-def test_inputs_in_any_layout(layout, small_chunks, triton):
+def test_inputs_in_any_layout(layout, small_chunks, triton_backend):
     x, weight, bias = (y.detach() for y in leaves(6, 3, 7))
     target = targets(12, 7)[::2]  # not contiguous
     if layout == "transposed":
@@ -237,7 +231,7 @@ def test_inputs_in_any_layout(layout, small_chunks, triton):
             assert_close(a, b)
 
 
-def test_autocast(triton):
+def test_autocast(triton_backend):
     x, weight, bias = inputs = leaves(6, 8, 9)
     target = targets(6, 9)
     for reduction in ("mean", "none"):
@@ -257,7 +251,7 @@ def test_autocast(triton):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter: -inf is what is meant
-def test_large_and_missing_logits(triton):
+def test_large_and_missing_logits(triton_backend):
     """Without overflow; a logit of -inf, or of the lowest finite number, is a class that cannot be."""
     x = torch.full((1, 1), 1e3, device=DEVICE)
     weight, label = torch.tensor([[1.0], [-1.0]], device=DEVICE), torch.tensor([1], device=DEVICE)
@@ -278,7 +272,7 @@ def test_large_and_missing_logits(triton):
     )
 
 
-def test_labels_that_are_no_class_are_not_read(triton, kernels):
+def test_labels_that_are_no_class_are_not_read(triton_backend, kernels):
     """On the CPU the public function raises; on a GPU, where nobody looks, such a row becomes NaN."""
     x, weight, bias = (y.detach() for y in leaves(3, 2, 5))
     target = torch.tensor([0, 5, -(2**62)], device=DEVICE)
@@ -287,7 +281,7 @@ def test_labels_that_are_no_class_are_not_read(triton, kernels):
     assert dweight.isnan().all()
 
 
-def test_fp16_keeps_gradients_that_fp16_cannot_hold(triton):
+def test_fp16_keeps_gradients_that_fp16_cannot_hold(triton_backend):
     """Probabilities of 1e-8 are zero in fp16; what they add to the weight's gradient is not."""
     V = 64
     x, weight = torch.ones(1, 1, dtype=torch.half, device=DEVICE), torch.zeros(V, 1, dtype=torch.half, device=DEVICE)
@@ -328,7 +322,7 @@ def test_fp16_scales_back_in_fp32(kernels):
     assert dx.isfinite().all()
 
 
-def test_half_precision_accumulates_in_fp32(kernels, monkeypatch, triton):
+def test_half_precision_accumulates_in_fp32(kernels, monkeypatch, triton_backend):
     """1 + 48 / 256 in chunks of a row: bf16 would round each sum back to 1."""
     monkeypatch.setattr(kernels, "CHUNK_ROWS", 1)
     M, V = 49, 256
@@ -386,7 +380,7 @@ def test_the_logits_are_never_all_there(dtype, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_nothing_of_the_size_of_the_logits_is_saved(reduction, triton):
+def test_nothing_of_the_size_of_the_logits_is_saved(reduction, triton_backend):
     M, D, V = 40, 3, 64
     inputs = leaves(M, D, V)
     saved = []
@@ -396,7 +390,7 @@ def test_nothing_of_the_size_of_the_logits_is_saved(reduction, triton):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_checkpointing(reduction, triton):
+def test_checkpointing(reduction, triton_backend):
     inputs, target = leaves(5, 3, 7), targets(5, 7)
 
     def run(x, weight, bias):
@@ -410,7 +404,7 @@ def test_checkpointing(reduction, triton):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiled(reduction, triton):
+def test_compiled(reduction, triton_backend):
     torch._dynamo.reset()
 
     def run(x, weight, bias, target):
@@ -429,7 +423,7 @@ def test_compiled(reduction, triton):
         assert_close(compiled(*inputs, target), expected.detach())
 
 
-def test_ops(triton):
+def test_ops(triton_backend):
     x, weight, bias = (y.detach() for y in leaves(5, 3, 7, torch.float16))
     grad, target = torch.randn(5, device=DEVICE), targets(5, 7)
     ops = torch.ops.fastformer
@@ -440,7 +434,7 @@ def test_ops(triton):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_module(reduction, triton):
+def test_the_module(reduction, triton_backend):
     module = fastformer.LinearCrossEntropy(3, 7, label_smoothing=0.1, reduction=reduction, device=DEVICE)
     x, target = torch.randn(2, 4, 3, device=DEVICE, requires_grad=True), targets(8, 7).view(2, 4)
     loss = module(x, target)
@@ -452,7 +446,7 @@ def test_the_module(reduction, triton):
         assert_close(a, b)
 
 
-def test_what_it_cannot_take_is_said(triton):
+def test_what_it_cannot_take_is_said(triton_backend):
     x, weight, _ = leaves(2, 3, 4, torch.float64)
     target = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(BackendError, match="float64"):

@@ -118,3 +118,23 @@ def collected(cls: type, calls: Calls) -> Iterator[None]:
     """Have a recording class write here."""
     cls.calls = calls
     yield
+
+
+def weights_of(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """What each attention of a model weighs, in the order of their calls: `[heads, T, S]` of the first sequence."""
+    seen = []
+
+    def watch(module: nn.MultiheadAttention) -> None:
+        original = module.forward
+
+        def forward(*args, **kwargs):
+            seen.append(original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1][0])
+            return original(*args, **kwargs)
+
+        module.forward = forward
+
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            watch(module)
+    model(*inputs)
+    return seen

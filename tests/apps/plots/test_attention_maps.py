@@ -15,6 +15,7 @@ from fastformer.packing import Layout
 from tests.apps.classification import test_classification
 from tests.support import translation_task
 from tests.support.language_task import TorchTwin, random_model
+from tests.support.torch_recorders import weights_of
 from tests.support.translation_task import random_ids
 
 VARIANTS = {
@@ -28,22 +29,7 @@ TOKENS = ["<bos>", "the", "cat", "sat", "the"]
 
 def weights_of_torch(twin: nn.Module) -> torch.Tensor:
     """What each of the twin's attentions weighs when it reads IDS: `[layers, H, T, T]`."""
-    seen = []
-
-    def watch(module: nn.MultiheadAttention) -> None:
-        original = module.forward
-
-        def forward(*args, **kwargs):
-            seen.append(original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1][0])
-            return original(*args, **kwargs)
-
-        module.forward = forward
-
-    for module in twin.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            watch(module)
-    twin(torch.tensor([IDS]), torch.tensor([len(IDS)]))
-    return torch.stack(seen)
+    return torch.stack(weights_of(twin, torch.tensor([IDS]), torch.tensor([len(IDS)])))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

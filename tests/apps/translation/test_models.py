@@ -13,6 +13,7 @@ from torch import nn
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 from fastformer.packing import Layout, pack
+from tests.support.torch_recorders import weights_of
 from tests.support.translation_task import (
     BOS,
     PAD,
@@ -360,21 +361,7 @@ def test_attention_maps(norm_first, final_norm):
     assert maps["decoder"].triu(1).abs().max() == 0
 
     twin = TorchTwin(model.config).copy(model).train()  # all dropout is 0
-    seen = []
-
-    def watch(module):
-        original = module.forward
-
-        def forward(*args, **kwargs):
-            seen.append(original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1][0])
-            return original(*args, **kwargs)
-
-        module.forward = forward
-
-    for module in twin.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            watch(module)
-    twin(source[None], target_in[None])
+    seen = weights_of(twin, source[None], target_in[None])
     torch.testing.assert_close(maps["encoder"], torch.stack(seen[:2]), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(maps["decoder"], torch.stack(seen[2::2]), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(maps["cross"], torch.stack(seen[3::2]), atol=1e-5, rtol=1e-5)

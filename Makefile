@@ -22,7 +22,7 @@ quick:  ## is anything broken? the first case of every test that is not slow
 fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
 
-# Four of them in compiled code. All were never timed.
+# On 2026-11-22, one process of a machine that was busy six times over: 112 caught, in 42 minutes.
 faults:  ## break the kernels, a fault at a time: each must be caught by the test that it names
 	nice $(PYTHON) -m tests.kernels.mutations --jobs $(JOBS)
 

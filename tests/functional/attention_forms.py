@@ -1,0 +1,144 @@
+"""What attention is compared with, a loop over queries, and the forms in which it is called."""
+
+import math
+
+import torch
+from torch import Tensor
+
+INF = math.inf
+
+
+def naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    alignment: str = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention one query at a time, as the documentation of the op words it."""
+    (B, H, T, K), S, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
+    scale = 1 / math.sqrt(K) if scale is None else scale
+    mask = None if mask is None else mask.expand(B, H, T, S)
+    left, right = window or (None, None)
+    out, weights = [], []
+    for b in range(B):
+        query_length = T if query_lengths is None else int(query_lengths[b])
+        key_length = S if key_lengths is None else int(key_lengths[b])
+        shift = key_length - query_length if alignment == "bottom_right" else 0
+        for h in range(H):
+            for t in range(T):
+                scores = {}
+                for s in range(S):
+                    hidden = t >= query_length or s >= key_length or (causal and s > t + shift)
+                    hidden = hidden or (left is not None and s < t + shift - left)
+                    hidden = hidden or (right is not None and s > t + shift + right)
+                    hidden = hidden or (key_mask is not None and not key_mask[b, s])
+                    score = scale * (q[b, h, t] * k[b, h // group, s]).sum()
+                    score = score if softcap is None else softcap * (score / softcap).tanh()
+                    if mask is not None and mask.dtype == torch.bool:
+                        hidden = hidden or not mask[b, h, t, s]
+                    elif mask is not None:
+                        hidden = hidden or mask[b, h, t, s] == -INF
+                        score = score + mask[b, h, t, s]
+                    if not hidden:
+                        scores[s] = score
+                row = torch.zeros(S, dtype=q.dtype)
+                if scores:
+                    row = row.index_put((torch.tensor(list(scores)),), torch.stack(list(scores.values())).softmax(0))
+                weights.append(row)
+                out.append(row @ v[b, h // group])
+    return torch.stack(out).view(B, H, T, -1), torch.stack(weights).view(B, H, T, S)
+
+
+def additive(*shape: int, dead: bool = False) -> Tensor:
+    mask = torch.randn(*shape, dtype=torch.float64)
+    mask[..., 0, 1:3] = -INF
+    if dead:
+        mask[..., 1, :] = -INF
+    return mask
+
+
+def boolean(*shape: int) -> Tensor:
+    mask = torch.rand(*shape) < 0.6
+    mask[..., 0, :] = False  # the first query may attend to nothing
+    return mask
+
+
+B, H, T, S = 3, 4, 5, 7
+FORMS = {
+    "plain": lambda: {},
+    "scale": lambda: {"scale": 0.3},
+    "causal": lambda: {"causal": True},
+    "causal bottom_right": lambda: {"causal": True, "alignment": "bottom_right"},
+    "key_lengths": lambda: {"key_lengths": torch.tensor([7, 0, 3])},
+    "query_lengths": lambda: {"query_lengths": torch.tensor([2, 5, 0])},
+    "both lengths": lambda: {"query_lengths": torch.tensor([2, 5, 0]), "key_lengths": torch.tensor([7, 1, 3])},
+    "causal with lengths": lambda: {"causal": True, "key_lengths": torch.tensor([2, 7, 0])},
+    # The second sequence has fewer keys than queries: its first queries may attend to nothing.
+    "causal bottom_right with lengths": lambda: {
+        "causal": True,
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([3, 5, 2]),
+        "key_lengths": torch.tensor([7, 2, 2]),
+    },
+    "key_mask": lambda: {
+        "key_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0, 1]]).bool()
+    },
+    "bool [T, S]": lambda: {"mask": boolean(T, S)},
+    "bool [S]": lambda: {"mask": torch.rand(S) < 0.6},
+    "bool [B, 1, T, S]": lambda: {"mask": boolean(B, 1, T, S)},
+    "additive [H, T, S]": lambda: {"mask": additive(H, T, S)},
+    "additive [B, H, T, S], dead row": lambda: {"mask": additive(B, H, T, S, dead=True)},
+    "additive []": lambda: {"mask": torch.tensor(0.5, dtype=torch.float64)},
+    "additive [T, 1]": lambda: {"mask": torch.randn(T, 1, dtype=torch.float64)},
+    "window": lambda: {"window": (1, 2)},
+    "window of one key": lambda: {"window": (0, 0), "alignment": "bottom_right"},
+    "window, no limit on the left": lambda: {"window": (None, 1)},
+    "window, no limit on the right": lambda: {"window": (1, None), "alignment": "bottom_right"},
+    "window that limits nothing": lambda: {"window": (None, None)},
+    "window beyond all keys": lambda: {"window": (10**30, 7), "alignment": "bottom_right"},
+    # One less on either side than what limits nothing.
+    "window that just limits, bottom_right": lambda: {
+        "window": (5, 3),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 5, 2]),
+        "key_lengths": torch.tensor([7, 2, 7]),
+    },
+    "causal window": lambda: {"window": (2, 3), "causal": True},
+    "causal window, no limit on the left": lambda: {"window": (None, 3), "causal": True},
+    # The first sequence has queries whose window lies before its first key, the third none at all.
+    "window with lengths": lambda: {
+        "window": (1, 0),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 2, 4]),
+        "key_lengths": torch.tensor([2, 7, 0]),
+    },
+    "window top_left beyond the keys": lambda: {"window": (1, 1), "key_lengths": torch.tensor([1, 7, 3])},
+    "softcap": lambda: {"softcap": 0.8},
+    "softcap, additive, dead row": lambda: {"softcap": 0.8, "mask": additive(H, T, S, dead=True), "scale": 2.0},
+    "softcap, causal, no keys": lambda: {"softcap": 2, "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
+    "everything": lambda: {
+        "mask": additive(B, 1, T, S, dead=True),
+        "causal": True,
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 4, 5]),
+        "key_lengths": torch.tensor([7, 6, 3]),
+        "key_mask": torch.rand(B, S) < 0.7,
+        "window": (3, 1),
+        "softcap": 1.5,
+        "scale": 0.7,
+    },
+}
+
+
+def cast(arguments: dict, dtype: torch.dtype) -> dict:
+    mask = arguments.get("mask")
+    return arguments if mask is None or mask.dtype == torch.bool else {**arguments, "mask": mask.to(dtype)}

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastformer import functional
 from fastformer.host.devices import check_tensors, in_autocast
-from fastformer.nn.modules import drop_in
+from fastformer.nn.modules import drop_in, has_own_hooks
 from fastformer.packing import Layout, offsets_of, pack, unpack
+
+_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
 
 
 @drop_in
@@ -93,7 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p)
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
-        out = self._output(out)
+        out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
 
     def packed(
@@ -140,7 +143,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_mask = key_layout.once("mask", key_layout.mask)
             out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
             out = pack(out.transpose(1, 2), layout)
-        return self._output(out.flatten(-2))
+        return self.project_out(out.flatten(-2))
 
     @property
     def packs(self) -> bool:
@@ -167,17 +170,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Project `[..., D]` to its own queries, keys and values, `[..., H, K]` each."""
         return self._project(x, x, x)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-        """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`."""
-        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths)
-        return self._output(out.transpose(1, 2).flatten(2))
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`.
+
+        causal: the last query sees all keys, each before it one less.
+        """
+        out = functional.attention(
+            q.transpose(1, 2), k, v, key_lengths=key_lengths, causal=causal, alignment="bottom_right"
+        )
+        return self.project_out(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, *parts: int) -> Tensor:
         """View `[..., parts * D]` as `[..., parts, H, K]`."""
         return x.view(*x.shape[:-1], *parts, self.num_heads, self.head_dim)
 
-    def _output(self, x: Tensor) -> Tensor:
-        """The last projection, of `[..., D]`."""
+    def project_out(self, x: Tensor) -> Tensor:
+        """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
+        if type(self.out_proj) not in _PROJECTIONS or has_own_hooks(self.out_proj):
+            return self.out_proj(x)  # type: ignore[no-any-return]
         return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
 
     def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:

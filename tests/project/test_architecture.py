@@ -22,6 +22,8 @@ FLOORS = (
     {"nn.multihead_attention"},
     {"nn.layers"},
     {"nn.padding_free"},
+    {"nn.cache"},
+    {"nn.layer_stack", "nn.static_cache"},
     {"nn.stacks"},
     {"nn.transformer"},
     {"nn.conversion"},

@@ -16,10 +16,7 @@ from fastformer.apps.models.embeddings import Positions
 from fastformer.apps.models.initialisation import RANGES, Initialisation
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.host.devices import check_types
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import has_own_hooks, plain
-from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.nn.modules import plain
 from fastformer.packing import Layout, pack
 from fastformer.settings import Settings, refuse_idle, setting
 
@@ -137,33 +134,6 @@ def summed_cross_entropy(
     return functional.linear_cross_entropy(
         hidden, output.weight, target, output.bias, label_smoothing=label_smoothing, reduction="sum"
     )
-
-
-_FORWARDS = tuple(
-    cls.forward
-    for cls in (
-        *(TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
-        MultiheadAttention,
-    )
-)
-
-
-def check_cached(stack: nn.Module) -> None:
-    """Refuse to decode with a cache, which takes a decoder and its layers apart, where calling one does more.
-
-    Raises:
-        RuntimeError: one has hooks, or a forward of its own.
-    """
-    layers: Any = stack.layers
-    parts = {"decoder": stack} | {f"decoder.layers.{i}": layer for i, layer in enumerate(layers)}
-    for name, layer in list(parts.items())[1:]:
-        named = ("self_attn", "multihead_attn")
-        parts |= {f"{name}.{its}": getattr(layer, its) for its in named if hasattr(layer, its)}
-    for name, part in parts.items():
-        hooks = has_own_hooks(part)
-        if hooks or type(part).forward not in _FORWARDS:
-            what = "has hooks" if hooks else f"is a {type(part).__name__}"
-            raise RuntimeError(f"{name} {what}, which decoding with a cache does not call; calling the model does")
 
 
 def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:

@@ -7,6 +7,7 @@ Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,9 +178,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         causal: the last query sees all keys, each before it one less.
         """
-        out = functional.attention(
-            q.transpose(1, 2), k, v, key_lengths=key_lengths, causal=causal, alignment="bottom_right"
-        )
+        rules: dict[str, Any] = {"causal": True, "alignment": "bottom_right"} if causal else {}
+        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, *parts: int) -> Tensor:

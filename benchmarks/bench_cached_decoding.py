@@ -8,6 +8,7 @@ token: its time a token grows with the prefix almost linearly, so these cost a 3
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def bench_cached_decoding(race: Race, size: str, batch: int, goal: float | None)
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(d_model, d_model // 32, 4 * d_model, batch_first=True)
     theirs = nn.TransformerDecoder(layer, 2).to(race.device).eval()
-    ours = copy.deepcopy(theirs)
+    ours: Any = copy.deepcopy(theirs)
     fastformer.convert(ours)
     x = torch.randn(batch, length, d_model, device=race.device)
     memory = torch.randn(batch, SOURCES, d_model, device=race.device)
@@ -42,7 +43,7 @@ def bench_cached_decoding(race: Race, size: str, batch: int, goal: float | None)
     @torch.inference_mode()
     def read() -> Tensor:
         cache = ours.new_cache(memory)
-        return torch.cat([ours.step(token, cache) for token in x.split(1, 1)], 1)
+        return torch.cat([ours.step(token, cache) for token in torch.split(x, 1, 1)], 1)
 
     @torch.inference_mode()
     def prefixes(ends: range) -> Tensor:

@@ -11,6 +11,7 @@ Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a ro
 K head size, D model width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fastformer.host.devices import check_tensors, send
 from fastformer.nn.layers import Attention
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.padding_free import check_cached
+from fastformer.nn.wrappers import within
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
 
@@ -53,10 +55,25 @@ def _grown(old: Tensor, capacity: int) -> Tensor:
 
 
 def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    keys_values = layer.multihead_attn.keys_values(tokens)
+    keys_values = _of(layer.multihead_attn, MultiheadAttention.keys_values, tokens)
     # One copy here saves a strided read at every step.
     keys, values = (unpack(x, layout).transpose(1, 2).contiguous() for x in keys_values)
     return keys, values
+
+
+def _of(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
+    """run(attention, *arguments), within an adapter around the attention."""
+    if isinstance(attention, MultiheadAttention):
+        return run(attention, *arguments)
+    *others, x = arguments
+    found = []  # apart, since the adapter takes what it is given back for a tensor
+
+    def note(inner: MultiheadAttention, x: Tensor) -> Tensor:
+        found.append(run(inner, *others, x))
+        return x
+
+    within(attention, note, x)
+    return found[0]
 
 
 class Together:
@@ -165,7 +182,8 @@ class KVCache:
         for layer in stack.layers:  # type: ignore[union-attr]
             attention: Any = layer.self_attn
             # Of no tokens: their dtype under autocast, heads and head size.
-            empty = attention.keys_values(next(attention.parameters()).new_zeros(0, attention.embed_dim))
+            nothing = next(attention.parameters()).new_zeros(0, attention.embed_dim)
+            empty = _of(attention, MultiheadAttention.keys_values, nothing)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
         if memory is not None and not memory[1].full:
@@ -232,10 +250,10 @@ class KVCache:
         kept = self.layers[index]
 
         def own(x: Tensor) -> Tensor:
-            return place.attend(layer.self_attn, kept, x)
+            return _of(layer.self_attn, place.attend, kept, x)  # type: ignore[no-any-return]
 
         def memory(x: Tensor) -> Tensor:
-            return place.attend_to_memory(layer.multihead_attn, self, kept, x)
+            return _of(layer.multihead_attn, place.attend_to_memory, self, kept, x)  # type: ignore[no-any-return]
 
         return (own,) if kept.memory is None else (own, memory)
 

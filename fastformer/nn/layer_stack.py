@@ -18,6 +18,7 @@ from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEn
 from fastformer.nn.modules import has_hooks
 from fastformer.nn.padding_free import obstacle, zero_padding
 from fastformer.nn.torch_calls import causal_hint
+from fastformer.nn.wrappers import is_sharded, unwrap, within
 from fastformer.packing import Layout, unpack
 
 
@@ -63,7 +64,7 @@ class Stack(nn.Module):
     def watched(self) -> bool:
         """Whether code that is not ours sees with which arguments layers, or attention in them, are called."""
         ours = TransformerEncoderLayer, TransformerDecoderLayer
-        return not all(isinstance(layer, ours) and not layer.watched for layer in self.layers)  # type: ignore[union-attr]
+        return not all(isinstance(layer, ours) and not layer.watched for layer in map(unwrap, self.layers))  # type: ignore[arg-type]
 
     @property
     def _called_padded(self) -> bool | None:
@@ -110,8 +111,20 @@ class Stack(nn.Module):
         return self._run(
             tokens,
             lambda _, layer: layer.attends(*arguments),
-            lambda _, layer, x: self.run_layer(layer.packed, x, *arguments),
+            lambda _, layer, x: self._call_packed(layer, x, *arguments),
         )
+
+    def _call_packed(self, layer: Any, x: Tensor, *arguments: Any) -> Tensor:
+        """Run a layer on packed sequences, within what wraps it."""
+        if unwrap(layer) is layer and not is_sharded(layer):
+            return self.run_layer(layer.packed, x, *arguments)
+
+        def run(inner: Any, x: Tensor, *memory: Tensor) -> Tensor:
+            rest = arguments[2:] if memory else arguments[1:]
+            return inner.packed(x, arguments[0], *memory, *rest)  # type: ignore[no-any-return]
+
+        memory = arguments[1:2] if isinstance(unwrap(layer), TransformerDecoderLayer) else ()
+        return self.run_layer(within, layer, run, x, *memory)
 
     def _run(
         self, x: Tensor, attends: Callable[[int, Any], tuple[Any, ...]], call: Callable[[int, Any, Tensor], Tensor]

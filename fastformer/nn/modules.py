@@ -85,6 +85,9 @@ def _share(module: nn.Module) -> nn.Module:
     return other
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class says, so that its parameters must not be used past it.
 

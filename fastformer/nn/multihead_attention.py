@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fastformer import functional
 from fastformer.host.devices import check_tensors, in_autocast
 from fastformer.nn.modules import drop_in, has_own_hooks
+from fastformer.nn.wrappers import Inside
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
 _PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
@@ -52,7 +53,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: whether the weights are returned; without them no `[T, S]` matrix is kept.
             attn_mask: `[T, S]` or `[B * H, T, S]`: bool, True = may not attend, or additive.
             average_attn_weights: whether returned weights are the mean over the heads.
-            is_causal: states that attn_mask, which must be given, is the causal mask.
+            is_causal: states that attn_mask is the causal mask; torch wants that given with it, here it need not be.
 
         Returns:
             The output, of query's layout, and the weights `[B, T, S]` (per head `[B, H, T, S]`; without B if
@@ -61,6 +62,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
+        if isinstance(key, Inside):
+            return key.run(self, query), None
         check_tensors(("query", "key", "value"), query, (key, value))
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
@@ -74,7 +77,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         time, rows = (1, 0) if self.batch_first or not batched else (0, 1)
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
-        self._check(query, key, value, key_padding_mask, attn_mask, is_causal, rows, (batch, length, keys))
+        self._check(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys))
 
         q, k, v = self._project(query, key, value)  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
@@ -83,6 +86,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         # A mask that learns gets its gradient where it gets one in torch.
         learns = attn_mask is not None and attn_mask.requires_grad and key_padding_mask is not None
         causal = is_causal and not need_weights and not extra and not learns
+        if is_causal and attn_mask is None and not causal:
+            attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu_(1)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
         dropout_p = self.dropout if self.training else 0.0
         weights = None
@@ -263,7 +268,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
-        is_causal: bool,
         rows: int,
         sizes: tuple[int, int, int],
     ) -> None:
@@ -271,8 +275,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, length, keys = sizes
         if key_padding_mask is not None:
             _check_mask_dtype("key_padding_mask", key_padding_mask)
-        if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal is a hint about attn_mask, which must be given with it")
         self._check_width(query)
         if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
             value.shape[:2] if not self._qkv_same_embed_dim else value.shape

@@ -14,6 +14,7 @@ from fastformer.modes import has_values
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.wrappers import is_sharded, unwrap
 from fastformer.packing import Layout, pack, unpack
 
 # What works on each token alone, so that it may see `[T, D]` in place of `[B, L, D]`.
@@ -62,17 +63,19 @@ def mixes_tokens(stack: nn.Module) -> str | None:
     return next((f"{name}{reason}" for name, reason in reasons.items() if reason is not None), None)
 
 
-def _layer_mixes(layer: nn.Module) -> str | None:
+def _layer_mixes(layer: Any) -> str | None:
+    layer = unwrap(layer)
     for name, part in layer.named_children():
         reason = _mixes(part, (*_PARTS, MultiheadAttention))
         if reason is not None:
             return f".{name}{reason}"
-    activation: Any = layer.activation
+    activation = layer.activation
     own = not isinstance(activation, nn.Module) and activation not in (*_FUNCTIONS, *_declared)
     return ".activation is a function of your own" if own else None
 
 
 def _mixes(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str | None:
+    part = unwrap(part)
     kind = type(part)
     if is_parametrized(part):  # a class that torch made of the part's
         kind = kind.__bases__[0]
@@ -99,16 +102,18 @@ def obstacle(stack: nn.Module) -> str | None:
     return mixes_tokens(stack)
 
 
-def _layer_obstacle(layer: nn.Module) -> str | None:
+def _layer_obstacle(layer: Any) -> str | None:
+    layer = unwrap(layer)
     if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
         return f" is a {type(layer).__name__}"
     if layer.overridden:
         return f" is a {type(layer).__name__} with a part of its own"
-    if has_hooks(layer):
+    if has_hooks(layer) and not is_sharded(layer):
         return " has hooks"
     for name, part in layer.named_children():
         if has_hooks(part):
             return f".{name} has hooks"
+        part = unwrap(part)
         if isinstance(part, MultiheadAttention) and not part.packs:
             return f".{name} has add_bias_kv or add_zero_attn"
     return None
@@ -186,7 +191,9 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 
     A mask that does not fit is none, so that its check comes; one that learns is none, so that its gradient does.
     """
-    if mask is None or mask.shape != (length, length) or mask.requires_grad:
+    if mask is None:
+        return stated
+    if mask.shape != (length, length) or mask.requires_grad:
         return False
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return False
@@ -231,6 +238,7 @@ def check_cached(stack: Any) -> None:
     for name, part in parts.items():
         if has_own_hooks(part):
             raise RuntimeError(f"{name} has hooks, {calling}")
+        part = unwrap(part)
         if part is not stack and (type(part).forward not in _FORWARDS or getattr(part, "has_own_blocks", False)):
             raise RuntimeError(f"{name} is a {type(part).__name__}, {calling}")
         if isinstance(part, MultiheadAttention) and not part.packs:

@@ -63,7 +63,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             src: a padded batch, or a nested tensor, which comes out as one of layout torch.jagged.
             mask: as src_mask of the layer.
             src_key_padding_mask: as there.
-            is_causal: states that mask is the causal mask; None = not stated.
+            is_causal: states that mask is the causal mask, which need not be given; None = not stated.
             padding_free: overrules the attribute.
         """
         check_types(("src",), src)
@@ -73,7 +73,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             tokens, layout = from_nested(src)
             return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
         side = None
-        if self.skips(padding_free, src_key_padding_mask) and not lacks_mask((is_causal, mask)):
+        if self.skips(padding_free, src_key_padding_mask):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first)
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
@@ -158,7 +158,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         Args:
             tgt, memory: padded batches, or nested tensors, and then the output is one of layout torch.jagged.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in the layer.
-            tgt_is_causal: states that tgt_mask is the causal mask; None = not stated.
+            tgt_is_causal: states that tgt_mask is the causal mask, which need not be given; None = not stated.
             padding_free: overrules the attribute.
         """
         check_types(("tgt",), tgt)
@@ -169,8 +169,11 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
             return to_nested(tokens, layout)
-        lacking = lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
-        if usual and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
+        if (
+            usual
+            and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask)
+            and not (memory_is_causal and memory_mask is None)
+        ):
             source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if source is not None:
                 side = self.read_target(tgt, tgt_key_padding_mask, source)
@@ -301,8 +304,3 @@ def _refuse(name: str, *masks: Tensor | None) -> None:
     """Raise if a nested tensor comes with a mask."""
     if any(mask is not None for mask in masks):
         raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
-
-
-def lacks_mask(*hints: tuple[bool | None, Tensor | None]) -> bool:
-    """Whether a mask is said to be causal that is not given, which the padded way refuses."""
-    return any(stated and mask is None for stated, mask in hints)

@@ -16,7 +16,7 @@ from fastformer.nn.cache import KVCache
 from fastformer.nn.layer_stack import as_torch
 from fastformer.nn.modules import drop_in, has_hooks, take_over
 from fastformer.nn.padding_free import PackedInput, read_side, same_mask
-from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder, lacks_mask
+from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
 
 
@@ -91,8 +91,7 @@ class Transformer(nn.Transformer):
         if not (src.is_nested or tgt.is_nested):
             self._check(src, tgt)
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)
-        hints = (src_is_causal, src_mask), (tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask)
-        if same and not lacks_mask(*hints):
+        if same and not (memory_is_causal and memory_mask is None):
             source = self._read_source(src, src_key_padding_mask)
             side = None if source is None else self.decoder.read_target(tgt, tgt_key_padding_mask, source)
             if source is not None and side is not None:

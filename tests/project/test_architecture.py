@@ -19,6 +19,7 @@ FLOORS = (
     {"packing", "backend"},
     {"functional"},
     {"nn.modules", "nn.torch_calls"},
+    {"nn.wrappers"},
     {"nn.multihead_attention"},
     {"nn.layers"},
     {"nn.padding_free"},

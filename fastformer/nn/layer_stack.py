@@ -16,7 +16,7 @@ from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import has_hooks
-from fastformer.nn.padding_free import obstacle, zero_padding
+from fastformer.nn.padding_free import check_apart, obstacle, zero_padding
 from fastformer.nn.torch_calls import causal_hint
 from fastformer.nn.wrappers import is_sharded, unwrap, within
 from fastformer.packing import Layout, unpack
@@ -146,6 +146,20 @@ class Stack(nn.Module):
         if isinstance(carried, Pending):
             return carried.add() if self.norm is None else carried.norm(self.norm)[0]
         return carried if self.norm is None else self.norm(carried)  # type: ignore[operator, no-any-return]
+
+    def _weigh(self, x: Tensor, attends: Callable[[Any, list[list[Tensor]]], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Run the layers on a padded batch, then the norm; with the weights of all layers, `[layers, B, H, T, S]`.
+
+        attends: what `compose` of a layer takes besides, which puts weights into the lists.
+        """
+        if x.is_nested:
+            raise ValueError("need_weights takes padded batches, not nested tensors")
+        check_apart(self, "need_weights")
+        weights: list[list[Tensor]] = [[], []]
+        out = self._run(
+            x, lambda _, layer: attends(layer, weights), lambda _, layer, x: layer.compose(x, *attends(layer, weights))
+        )
+        return out, *(torch.stack(found) for found in weights if found)
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: KVCache, lengths: Tensor | Layout | None = None) -> Tensor:

@@ -99,6 +99,31 @@ def _overrides(cls: type, original: type, *methods: str) -> bool:
     return any(getattr(cls, name) is not getattr(original, name) for name in methods)
 
 
+def padded_attention(
+    attention: Any,
+    memory: Tensor | None,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    weights: list[Tensor] | None = None,
+) -> Attention:
+    """Attention in a padded batch, to itself or to memory, called as torch's layers call it.
+
+    weights: gets its weights, `[B, H, T, S]`.
+    """
+
+    def attend(x: Tensor) -> Tensor:
+        kv = x if memory is None else memory
+        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
+        if weights is None:
+            return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
+        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
+        weights.append(found)
+        return out  # type: ignore[no-any-return]
+
+    return attend
+
+
 def _packed(attention: Any, *where: Any, **rules: Any) -> Attention:
     """Attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
     if isinstance(attention, MultiheadAttention):
@@ -226,18 +251,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if not plain(self.self_attn, MultiheadAttention):
             src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
 
-        def attention(x: Tensor) -> Tensor:
-            return self.self_attn(  # type: ignore[no-any-return]
-                x,
-                x,
-                x,
-                attn_mask=src_mask,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                is_causal=is_causal,
-            )[0]
-
-        return self.compose(src, attention)
+        return self.compose(src, padded_attention(self.self_attn, None, src_mask, src_key_padding_mask, is_causal))
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
@@ -348,29 +362,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             )
         check_types(("tgt", "memory"), tgt, memory)
 
-        def self_attention(x: Tensor) -> Tensor:
-            return self.self_attn(  # type: ignore[no-any-return]
-                x,
-                x,
-                x,
-                attn_mask=tgt_mask,
-                key_padding_mask=tgt_key_padding_mask,
-                need_weights=False,
-                is_causal=tgt_is_causal,
-            )[0]
-
-        def cross_attention(x: Tensor) -> Tensor:
-            return self.multihead_attn(  # type: ignore[no-any-return]
-                x,
-                memory,
-                memory,
-                attn_mask=memory_mask,
-                key_padding_mask=memory_key_padding_mask,
-                need_weights=False,
-                is_causal=memory_is_causal,
-            )[0]
-
-        return self.compose(tgt, self_attention, cross_attention)
+        return self.compose(
+            tgt,
+            padded_attention(self.self_attn, None, tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            padded_attention(self.multihead_attn, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
+        )
 
     def packed(
         self,

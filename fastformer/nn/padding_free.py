@@ -223,13 +223,17 @@ def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) ->
 _FORWARDS = tuple(cls.forward for cls in (TransformerEncoderLayer, TransformerDecoderLayer, MultiheadAttention))
 
 
-def check_cached(stack: Any) -> None:
-    """Refuse to read with a cache, which takes a stack and its layers apart, where calling one does more.
+def check_apart(stack: Any, what: str) -> None:
+    """Refuse to take a stack and its layers apart where calling one does more.
+
+    Args:
+        stack: of layers.
+        what: takes them apart, for the message.
 
     Raises:
-        RuntimeError: one has hooks or a forward of its own, or a part that may look at several positions at once.
+        RuntimeError: one has hooks or a forward of its own.
     """
-    calling = "which decoding with a cache does not call; calling the model does"
+    calling = f"which {what} does not call; calling the model does"
     parts: dict[str, Any] = {"the stack": stack}
     for i, layer in enumerate(stack.layers):
         parts[f"layers.{i}"] = layer
@@ -241,8 +245,19 @@ def check_cached(stack: Any) -> None:
         part = unwrap(part)
         if part is not stack and (type(part).forward not in _FORWARDS or getattr(part, "has_own_blocks", False)):
             raise RuntimeError(f"{name} is a {type(part).__name__}, {calling}")
-        if isinstance(part, MultiheadAttention) and not part.packs:
-            raise RuntimeError(f"{name} has add_bias_kv or add_zero_attn, whose keys no step has")
+
+
+def check_cached(stack: Any) -> None:
+    """Refuse to read with a cache where that would be something else than calling the stack.
+
+    Raises:
+        RuntimeError: a part has hooks or a forward of its own, or may look at several positions at once.
+    """
+    check_apart(stack, "decoding with a cache")
+    for i, layer in enumerate(stack.layers):
+        for part in map(unwrap, unwrap(layer).attentions):
+            if not part.packs:
+                raise RuntimeError(f"attention in layers.{i} has add_bias_kv or add_zero_attn, whose keys no step has")
     reason = mixes_tokens(stack)
     if reason is not None:
         raise RuntimeError(f"{reason}: it may look at several positions; fastformer.token_wise says that it does not")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layer_stack import Stack
+from fastformer.nn.layers import padded_attention
 from fastformer.nn.modules import drop_in, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
 from fastformer.nn.static_cache import StaticKVCache
@@ -56,7 +57,8 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         padding_free: bool | None = None,
-    ) -> Tensor:
+        need_weights: bool = False,
+    ) -> Any:
         """Run every layer, then the norm; arguments as in the layer.
 
         Args:
@@ -65,8 +67,23 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             src_key_padding_mask: as there.
             is_causal: states that mask is the causal mask, which need not be given; None = not stated.
             padding_free: overrules the attribute.
+            need_weights: whether the weights of all layers and heads are returned, too; the batch then runs padded.
+
+        Returns:
+            The output, of src's shape; with need_weights a pair, of it and the weights `[layers, B, H, S, S]`.
+
+        Raises:
+            RuntimeError: need_weights, and a layer or its attention has hooks or is somebody's own.
         """
         check_types(("src",), src)
+        if need_weights:
+            out, weights = self._weigh(
+                src,
+                lambda layer, kept: (
+                    padded_attention(layer.self_attn, None, mask, src_key_padding_mask, is_causal is True, kept[0]),
+                ),
+            )
+            return self._blank(out, src_key_padding_mask, padding_free), weights
         if src.is_nested:
             _refuse("src", src_key_padding_mask, mask)
             self._check_packs("src")
@@ -152,7 +169,8 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         memory_is_causal: bool = False,
         *,
         padding_free: bool | None = None,
-    ) -> Tensor:
+        need_weights: bool = False,
+    ) -> Any:
         """Run every layer, then the norm; arguments as in the layer.
 
         Args:
@@ -160,8 +178,27 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in the layer.
             tgt_is_causal: states that tgt_mask is the causal mask, which need not be given; None = not stated.
             padding_free: overrules the attribute.
+            need_weights: whether the weights of all layers and heads are returned, too; the batch then runs padded.
+
+        Returns:
+            The output, of tgt's shape; with need_weights it, the weights of self-attention `[layers, B, H, T, T]`, and
+            those of attention to the memory `[layers, B, H, T, S]`.
+
+        Raises:
+            RuntimeError: as in the encoder.
         """
         check_types(("tgt",), tgt)
+        if need_weights:
+            own = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
+            others = memory_mask, memory_key_padding_mask, memory_is_causal
+            out, *weights = self._weigh(
+                tgt,
+                lambda layer, kept: (
+                    padded_attention(layer.self_attn, None, *own, kept[0]),
+                    padded_attention(layer.multihead_attn, memory, *others, kept[1]),
+                ),
+            )
+            return self._blank(out, tgt_key_padding_mask, padding_free), *weights
         usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
         if tgt.is_nested or (usual and memory.is_nested):
             _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)

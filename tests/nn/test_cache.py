@@ -296,7 +296,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"layers\.1 has hooks": lambda x: x.layers[1].register_forward_pre_hook(lambda module, given: None),
     r"layers\.0\.self_attn has hooks": lambda x: x.layers[0].self_attn.register_forward_hook(lambda *given: None),
     r"layers\.1 is a OwnBlock": _replace_class("layers.1", OwnBlock),
-    r"layers\.1\.self_attn has add_bias_kv or add_zero_attn": _extra_keys,
+    r"attention in layers\.1 has add_bias_kv or add_zero_attn": _extra_keys,
     r"layers\.1\.linear1 is a Smoothed: it may look at several positions": _replace_class("layers.1.linear1", Smoothed),
     r"layers\.0\.activation is a function": lambda x: setattr(x.layers[0], "activation", lambda y: y),
     r"norm is a BatchNorm1d": lambda x: setattr(x, "norm", nn.BatchNorm1d(D)),

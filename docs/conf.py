@@ -61,7 +61,7 @@ python_maximum_signature_line_length = 88
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", r".*"),  # the default role: code, where it names nothing of ours
-    ("py:class", r"Tensor|Figure|.*\.[VM]|.*\.(Value|Model)|dict\[object"),  # of type checking only; type variables
+    ("py:class", r"Tensor|Figure|.*\.[VMT]|.*\.(Value|Model)|dict\[object"),  # of type checking only; type variables
     ("py:.*", r"(torch|np|numpy|pathlib|collections|typing|rich|matplotlib|sentencepiece|safetensors)\b.*"),
 ]
 

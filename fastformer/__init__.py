@@ -16,6 +16,7 @@ _HOME = {
     "convert": "fastformer.nn.conversion",
     "explain": "fastformer.functional",
     "revert": "fastformer.nn.conversion",
+    "token_wise": "fastformer.nn.padding_free",
     "FeedForward": "fastformer.nn.modules",
     "LayerNorm": "fastformer.nn.modules",
     "LinearCrossEntropy": "fastformer.nn.modules",
@@ -52,6 +53,7 @@ __all__ = [
     "packing",
     "revert",
     "set_backend",
+    "token_wise",
 ]
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
     from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
     from fastformer.nn.multihead_attention import MultiheadAttention
+    from fastformer.nn.padding_free import token_wise
     from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
     from fastformer.nn.transformer import Transformer
 

@@ -1,20 +1,25 @@
 """Drop-in modules: torch.nn's classes with the fused ops inside, and the way there and back for existing models."""
 
+from fastformer.nn.cache import KVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.padding_free import token_wise
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.nn.static_cache import StaticKVCache
 from fastformer.nn.transformer import Transformer
 
 __all__ = [
     "Conversion",
     "Entry",
     "FeedForward",
+    "KVCache",
     "LayerNorm",
     "LinearCrossEntropy",
     "MultiheadAttention",
     "RMSNorm",
+    "StaticKVCache",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
@@ -22,4 +27,5 @@ __all__ = [
     "TransformerEncoderLayer",
     "convert",
     "revert",
+    "token_wise",
 ]

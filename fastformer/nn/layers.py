@@ -19,6 +19,7 @@ from fastformer.host.devices import autocasts, check_types
 from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, run_feed_forward, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.torch_calls import encoder_masks
+from fastformer.nn.wrappers import Inside, is_sharded, unwrap, within
 from fastformer.packing import Layout, offsets_of
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
@@ -98,6 +99,39 @@ def _overrides(cls: type, original: type, *methods: str) -> bool:
     return any(getattr(cls, name) is not getattr(original, name) for name in methods)
 
 
+def padded_attention(
+    attention: Any,
+    memory: Tensor | None,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    weights: list[Tensor] | None = None,
+) -> Attention:
+    """Attention in a padded batch, to itself or to memory, called as torch's layers call it.
+
+    weights: gets its weights, `[B, H, T, S]`.
+    """
+
+    def attend(x: Tensor) -> Tensor:
+        kv = x if memory is None else memory
+        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
+        if weights is None:
+            return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
+        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
+        weights.append(found)
+        return out  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _packed(attention: Any, *where: Any, **rules: Any) -> Attention:
+    """Attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
+    if isinstance(attention, MultiheadAttention):
+        return lambda x: attention.packed(x, *where, **rules)
+    # An adapter around it, whose call returns a pair.
+    return lambda x: within(attention, lambda inner, x: inner.packed(x, *where, **rules), x)[0]
+
+
 class _Layer(nn.Module):
     """What encoder and decoder layers share."""
 
@@ -128,7 +162,8 @@ class _Layer(nn.Module):
     @property
     def watched(self) -> bool:
         """Whether code that is not ours sees with which arguments the layer, or attention in it, is called."""
-        return self.overridden or has_hooks(self) or not all(plain(x, MultiheadAttention) for x in self.attentions)
+        hooks = has_hooks(self) and not is_sharded(self)
+        return self.overridden or hooks or not all(plain(unwrap(x), MultiheadAttention) for x in self.attentions)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
@@ -205,26 +240,18 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             src: the input.
             src_mask: `[S, S]` or `[B * H, S, S]`, bool (True = may not attend) or additive.
             src_key_padding_mask: `[B, S]`, bool (True = ignore) or additive.
-            is_causal: states that src_mask, which must be given, is the causal mask.
+            is_causal: states that src_mask is the causal mask, which need not be given.
         """
+        given: Any = src_mask
+        if isinstance(given, Inside):
+            return given.run(self, src)
         check_types(("src",), src)
         if self.has_own_blocks:
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         if not plain(self.self_attn, MultiheadAttention):
             src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
 
-        def attention(x: Tensor) -> Tensor:
-            return self.self_attn(  # type: ignore[no-any-return]
-                x,
-                x,
-                x,
-                attn_mask=src_mask,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                is_causal=is_causal,
-            )[0]
-
-        return self.compose(src, attention)
+        return self.compose(src, padded_attention(self.self_attn, None, src_mask, src_key_padding_mask, is_causal))
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
@@ -233,7 +260,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     def attends(self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> tuple[Attention]:
         """Return what `compose` takes for packed sequences."""
-        return (lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),)
+        return (_packed(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
 
     def compose(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
@@ -315,9 +342,12 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             memory_mask: `[T, S]` or `[B * H, T, S]`, likewise.
             tgt_key_padding_mask: `[B, T]`, bool (True = ignore) or additive.
             memory_key_padding_mask: `[B, S]`, likewise.
-            tgt_is_causal: states that tgt_mask, which must be given, is the causal mask.
+            tgt_is_causal: states that tgt_mask is the causal mask, which need not be given.
             memory_is_causal: the same of memory_mask.
         """
+        given: Any = tgt_mask
+        if isinstance(given, Inside):
+            return given.run(self, tgt, memory)
         if self.has_own_blocks:
             return nn.TransformerDecoderLayer.forward(
                 self,
@@ -332,29 +362,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             )
         check_types(("tgt", "memory"), tgt, memory)
 
-        def self_attention(x: Tensor) -> Tensor:
-            return self.self_attn(  # type: ignore[no-any-return]
-                x,
-                x,
-                x,
-                attn_mask=tgt_mask,
-                key_padding_mask=tgt_key_padding_mask,
-                need_weights=False,
-                is_causal=tgt_is_causal,
-            )[0]
-
-        def cross_attention(x: Tensor) -> Tensor:
-            return self.multihead_attn(  # type: ignore[no-any-return]
-                x,
-                memory,
-                memory,
-                attn_mask=memory_mask,
-                key_padding_mask=memory_key_padding_mask,
-                need_weights=False,
-                is_causal=memory_is_causal,
-            )[0]
-
-        return self.compose(tgt, self_attention, cross_attention)
+        return self.compose(
+            tgt,
+            padded_attention(self.self_attn, None, tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            padded_attention(self.multihead_attn, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
+        )
 
     def packed(
         self,
@@ -378,8 +390,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (
-            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
-            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout, attn_mask=memory_mask),
+            _packed(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
+            _packed(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
     def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:

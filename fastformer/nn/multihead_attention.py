@@ -7,16 +7,21 @@ Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastformer import functional
 from fastformer.host.devices import check_tensors, in_autocast
-from fastformer.nn.modules import drop_in
+from fastformer.nn.modules import drop_in, has_own_hooks
+from fastformer.nn.wrappers import Inside
 from fastformer.packing import Layout, offsets_of, pack, unpack
+
+_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
 
 
 @drop_in
@@ -48,7 +53,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: whether the weights are returned; without them no `[T, S]` matrix is kept.
             attn_mask: `[T, S]` or `[B * H, T, S]`: bool, True = may not attend, or additive.
             average_attn_weights: whether returned weights are the mean over the heads.
-            is_causal: states that attn_mask, which must be given, is the causal mask.
+            is_causal: states that attn_mask is the causal mask; torch wants that given with it, here it need not be.
 
         Returns:
             The output, of query's layout, and the weights `[B, T, S]` (per head `[B, H, T, S]`; without B if
@@ -57,6 +62,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
+        if isinstance(key, Inside):
+            return key.run(self, query), None
         check_tensors(("query", "key", "value"), query, (key, value))
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
@@ -70,7 +77,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         time, rows = (1, 0) if self.batch_first or not batched else (0, 1)
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
-        self._check(query, key, value, key_padding_mask, attn_mask, is_causal, rows, (batch, length, keys))
+        self._check(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys))
 
         q, k, v = self._project(query, key, value)  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
@@ -79,6 +86,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         # A mask that learns gets its gradient where it gets one in torch.
         learns = attn_mask is not None and attn_mask.requires_grad and key_padding_mask is not None
         causal = is_causal and not need_weights and not extra and not learns
+        if is_causal and attn_mask is None and not causal:
+            attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu_(1)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
         dropout_p = self.dropout if self.training else 0.0
         weights = None
@@ -93,7 +102,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p)
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
-        out = self._output(out)
+        out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
 
     def packed(
@@ -140,7 +149,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_mask = key_layout.once("mask", key_layout.mask)
             out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
             out = pack(out.transpose(1, 2), layout)
-        return self._output(out.flatten(-2))
+        return self.project_out(out.flatten(-2))
 
     @property
     def packs(self) -> bool:
@@ -167,17 +176,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Project `[..., D]` to its own queries, keys and values, `[..., H, K]` each."""
         return self._project(x, x, x)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-        """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`."""
-        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths)
-        return self._output(out.transpose(1, 2).flatten(2))
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`.
+
+        causal: the last query sees all keys, each before it one less.
+        """
+        rules: dict[str, Any] = {"causal": True, "alignment": "bottom_right"} if causal else {}
+        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
+        return self.project_out(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, *parts: int) -> Tensor:
         """View `[..., parts * D]` as `[..., parts, H, K]`."""
         return x.view(*x.shape[:-1], *parts, self.num_heads, self.head_dim)
 
-    def _output(self, x: Tensor) -> Tensor:
-        """The last projection, of `[..., D]`."""
+    def project_out(self, x: Tensor) -> Tensor:
+        """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
+        if type(self.out_proj) not in _PROJECTIONS or has_own_hooks(self.out_proj):
+            return self.out_proj(x)  # type: ignore[no-any-return]
         return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
 
     def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
@@ -251,7 +268,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
-        is_causal: bool,
         rows: int,
         sizes: tuple[int, int, int],
     ) -> None:
@@ -259,8 +275,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, length, keys = sizes
         if key_padding_mask is not None:
             _check_mask_dtype("key_padding_mask", key_padding_mask)
-        if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal is a hint about attn_mask, which must be given with it")
         self._check_width(query)
         if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
             value.shape[:2] if not self._qkv_same_embed_dim else value.shape

@@ -1,15 +1,20 @@
-"""What a stack asks before it runs without padding: may its layers, where are the tokens, which mask is causal."""
+"""What a stack asks before it runs without padding or with a cache: may its layers, where are the tokens, which mask is
+causal.
+"""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer.modes import has_values
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks
+from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.wrappers import is_sharded, unwrap
 from fastformer.packing import Layout, pack, unpack
 
 # What works on each token alone, so that it may see `[T, D]` in place of `[B, L, D]`.
@@ -25,49 +30,93 @@ _FUNCTIONS = (
 _PARTS = (nn.Linear, nn.Dropout, *_NORMS, *_ACTIVATIONS)
 
 
+T = TypeVar("T", bound=Callable[..., Any])
+
+_declared: set[object] = set()
+# Classes of other libraries, which need not be installed.
+_ELSEWHERE = {"peft.tuners.lora.layer.Linear"}
+
+
+def token_wise(part: T) -> T:
+    """Declare that a class of modules, or a function, treats each token alone; usable as a decorator. Returns it.
+
+    Stacks with such parts then run without padding and decode with a cache: a part gets `[T, D]` in place of
+    `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. Nothing checks it.
+
+    Args:
+        part: a subclass of nn.Module, itself and not its subclasses; or an activation function.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not callable(part) or isinstance(part, nn.Module):
+        raise TypeError(f"token_wise takes a class of modules or a function, not {type(part).__name__}")
+    _declared.add(part)
+    return part
+
+
+def mixes_tokens(stack: nn.Module) -> str | None:
+    """Return which part of a stack, attention aside, may look at several tokens at once, or None."""
+    layers: Any = stack.layers
+    reasons = {f"layers.{index}": _layer_mixes(layer) for index, layer in enumerate(layers)}
+    reasons["norm"] = _mixes(stack.norm, _NORMS) if isinstance(stack.norm, nn.Module) else None
+    return next((f"{name}{reason}" for name, reason in reasons.items() if reason is not None), None)
+
+
+def _layer_mixes(layer: Any) -> str | None:
+    layer = unwrap(layer)
+    for name, part in layer.named_children():
+        reason = _mixes(part, (*_PARTS, MultiheadAttention))
+        if reason is not None:
+            return f".{name}{reason}"
+    activation = layer.activation
+    own = not isinstance(activation, nn.Module) and activation not in (*_FUNCTIONS, *_declared)
+    return ".activation is a function of your own" if own else None
+
+
+def _mixes(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str | None:
+    part = unwrap(part)
+    kind = type(part)
+    if is_parametrized(part):  # a class that torch made of the part's
+        kind = kind.__bases__[0]
+    if not (kind in known or kind in _declared or f"{kind.__module__}.{kind.__qualname__}" in _ELSEWHERE):
+        return f" is a {type(part).__name__}"
+    shape = getattr(part, "normalized_shape", ())
+    return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None
+
+
 def obstacle(stack: nn.Module) -> str | None:
     """Return why the layers of a stack, or its norm, must see padded batches, or None.
 
     Hooks are one reason: they would see tokens in place of batches.
     """
-    if not len(stack.layers):  # type: ignore[arg-type]
+    layers: Any = stack.layers
+    if not len(layers):
         return "it has no layers, which say where the batch is"
-    for index, layer in enumerate(stack.layers):  # type: ignore[arg-type]
+    for index, layer in enumerate(layers):
         reason = _layer_obstacle(layer)
         if reason is not None:
             return f"layers.{index}{reason}"
-    norm = stack.norm
-    if isinstance(norm, nn.Module):
-        reason = _part_obstacle(norm, _NORMS)
-        return None if reason is None else f"norm {reason}"
-    return None
+    if isinstance(stack.norm, nn.Module) and has_hooks(stack.norm):
+        return "norm has hooks"
+    return mixes_tokens(stack)
 
 
-def _layer_obstacle(layer: nn.Module) -> str | None:
+def _layer_obstacle(layer: Any) -> str | None:
+    layer = unwrap(layer)
     if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
         return f" is a {type(layer).__name__}"
     if layer.overridden:
         return f" is a {type(layer).__name__} with a part of its own"
-    if has_hooks(layer):
+    if has_hooks(layer) and not is_sharded(layer):
         return " has hooks"
     for name, part in layer.named_children():
-        reason = _part_obstacle(part, (*_PARTS, MultiheadAttention))
-        if reason is not None:
-            return f".{name} {reason}"
+        if has_hooks(part):
+            return f".{name} has hooks"
+        part = unwrap(part)
         if isinstance(part, MultiheadAttention) and not part.packs:
             return f".{name} has add_bias_kv or add_zero_attn"
-    if not isinstance(layer.activation, nn.Module) and layer.activation not in _FUNCTIONS:
-        return ".activation is a function of your own"
     return None
-
-
-def _part_obstacle(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str | None:
-    if has_hooks(part):
-        return "has hooks"
-    if type(part) not in known:
-        return f"is a {type(part).__name__}"
-    shape = getattr(part, "normalized_shape", ())
-    return f"normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
 
 class PackedInput(NamedTuple):
@@ -142,7 +191,9 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 
     A mask that does not fit is none, so that its check comes; one that learns is none, so that its gradient does.
     """
-    if mask is None or mask.shape != (length, length) or mask.requires_grad:
+    if mask is None:
+        return stated
+    if mask.shape != (length, length) or mask.requires_grad:
         return False
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return False
@@ -167,3 +218,46 @@ def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) ->
     hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
     hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT
     return x.masked_fill(hidden[..., None], 0.0) if hidden.shape == x.shape[:-1] else x
+
+
+_FORWARDS = tuple(cls.forward for cls in (TransformerEncoderLayer, TransformerDecoderLayer, MultiheadAttention))
+
+
+def check_apart(stack: Any, what: str) -> None:
+    """Refuse to take a stack and its layers apart where calling one does more.
+
+    Args:
+        stack: of layers.
+        what: takes them apart, for the message.
+
+    Raises:
+        RuntimeError: one has hooks or a forward of its own.
+    """
+    calling = f"which {what} does not call; calling the model does"
+    parts: dict[str, Any] = {"the stack": stack}
+    for i, layer in enumerate(stack.layers):
+        parts[f"layers.{i}"] = layer
+        named = ("self_attn", "multihead_attn")
+        parts |= {f"layers.{i}.{its}": getattr(layer, its) for its in named if hasattr(layer, its)}
+    for name, part in parts.items():
+        if has_own_hooks(part):
+            raise RuntimeError(f"{name} has hooks, {calling}")
+        part = unwrap(part)
+        if part is not stack and (type(part).forward not in _FORWARDS or getattr(part, "has_own_blocks", False)):
+            raise RuntimeError(f"{name} is a {type(part).__name__}, {calling}")
+
+
+def check_cached(stack: Any) -> None:
+    """Refuse to read with a cache where that would be something else than calling the stack.
+
+    Raises:
+        RuntimeError: a part has hooks or a forward of its own, or may look at several positions at once.
+    """
+    check_apart(stack, "decoding with a cache")
+    for i, layer in enumerate(stack.layers):
+        for part in map(unwrap, unwrap(layer).attentions):
+            if not part.packs:
+                raise RuntimeError(f"attention in layers.{i} has add_bias_kv or add_zero_attn, whose keys no step has")
+    reason = mixes_tokens(stack)
+    if reason is not None:
+        raise RuntimeError(f"{reason}: it may look at several positions; fastformer.token_wise says that it does not")

@@ -6,140 +6,24 @@ the masks that torch takes. `packed` is the part in between, for sequences that 
 Letters: B batch, T targets, S sources, D model width.
 """
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
-from fastformer.modes import compiling, has_values
-from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import drop_in, has_hooks, twin
-from fastformer.nn.padding_free import PackedInput, is_causal_mask, obstacle, read_side, zero_padding
-from fastformer.nn.torch_calls import causal_hint, encoder_masks
+from fastformer.nn.cache import KVCache
+from fastformer.nn.layer_stack import Stack
+from fastformer.nn.layers import padded_attention
+from fastformer.nn.modules import drop_in, twin
+from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
+from fastformer.nn.static_cache import StaticKVCache
+from fastformer.nn.torch_calls import encoder_masks
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 
-class _AsTorch(threading.local):
-    """Set while an encoder with hooks runs whose padding a decoder will see: its rows are then torch's, not 0.
-
-    Where nobody looks, an argument of the encoder's says so; a hook is to see torch's call.
-    """
-
-    def __init__(self) -> None:
-        self.rows = False
-
-
-as_torch = _AsTorch()
-
-
-class _Stack(nn.Module):
-    """What encoder and decoder share.
-
-    Attributes:
-        padding_free: whether batches with a key padding mask run without their padding, whose rows come out as 0. Set
-            it on a stack, or on the class for all of them; `forward` takes it for one call.
-        checkpoint_activations: whether only the input of each layer is kept for backward, which computes the layer
-            again: the same bits, with less memory.
-    """
-
-    padding_free: bool = True
-    checkpoint_activations: bool = False
-
-    def obstacle(self) -> str | None:
-        """Return why this stack cannot run without padding, or None if it can."""
-        return obstacle(self)
-
-    @property
-    def layers_batch_first(self) -> bool | None:
-        """The order of dimensions that the layers take; None where they do not say, or differ."""
-        layers: Any = self.layers
-        parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("self_attn", "multihead_attn")]
-        orders = {part.batch_first for part in parts if hasattr(part, "batch_first")}
-        return orders.pop() if len(orders) == 1 else None
-
-    @property
-    def watched(self) -> bool:
-        """Whether code that is not ours sees with which arguments layers, or attention in them, are called."""
-        ours = TransformerEncoderLayer, TransformerDecoderLayer
-        return not all(isinstance(layer, ours) and not layer.watched for layer in self.layers)  # type: ignore[union-attr]
-
-    @property
-    def _called_padded(self) -> bool | None:
-        """The order of dimensions where `packed` must call the stack with a padded batch; None where it need not.
-
-        Where the layers do not say the order, the batch is first.
-        """
-        if not (has_hooks(self) or self.watched):
-            return None
-        order = self.layers_batch_first
-        return True if order is None else order
-
-    def _hint(self, mask: Tensor | None, stated: bool | None, x: Tensor) -> bool:
-        """What torch tells layers of a self-attention mask."""
-        layers: Any = self.layers
-        return causal_hint(mask, stated, x, getattr(layers[0].self_attn, "batch_first", False))
-
-    def _blank(self, output: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
-        """Set the rows of padding to 0 where the stack is to skip it."""
-        return zero_padding(output, padding, self.layers_batch_first) if self._wanted(padding_free) else output
-
-    def _wanted(self, padding_free: bool | None) -> bool:
-        """Whether padding is to be skipped, and 0."""
-        if padding_free is not None:
-            return padding_free
-        return self.padding_free and (compiling() or not as_torch.rows)
-
-    def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
-        """Whether there is padding to skip, and nothing against skipping it."""
-        given = [mask for mask in masks if mask is not None]
-        return self._wanted(padding_free) and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
-
-    def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-        """Call a layer as `checkpoint_activations` says."""
-        if self.checkpoint_activations and torch.is_grad_enabled():
-            # All as arguments by place, which are kept the way autograd keeps tensors: it notices a mask that changes.
-            called = _with_names, layer, tuple(options), *arguments, *options.values()
-            return checkpoint(*called, use_reentrant=False)  # type: ignore[no-any-return]
-        return layer(*arguments, **options)
-
-    def _run_packed(self, tokens: Tensor, *arguments: Any) -> Tensor:
-        """Run the layers on packed sequences, then the norm; arguments: of the layers' `packed` behind tokens."""
-        check_types(("tokens",), tokens)
-        layers: Any = self.layers
-        x: Tensor | Pending = tokens
-        for layer in layers:
-            if self._carries(layer):
-                x = layer.carry(x, *layer.attends(*arguments))
-            else:
-                x = self.run_layer(layer.packed, x.add() if isinstance(x, Pending) else x, *arguments)
-        if isinstance(x, Pending):
-            return x.add() if self.norm is None else x.norm(self.norm)[0]
-        return x if self.norm is None else self.norm(x)  # type: ignore[operator, no-any-return]
-
-    def _carries(self, layer: Any) -> bool:
-        """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
-        ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
-        return ours and layer.norm_first and not self.checkpoint_activations and "packed" not in vars(layer)
-
-    def _check_packs(self, name: str) -> None:
-        """Raise if a nested tensor meets layers that need a padded batch."""
-        reason = self.obstacle()
-        if reason is not None:
-            raise RuntimeError(f"{name} must not be nested where layers need a padded batch: {reason}")
-
-
-def _with_names(layer: Callable[..., Tensor], names: tuple[str, ...], *values: Any) -> Tensor:
-    """Call a layer with values of which the last have these names."""
-    first = len(values) - len(names)
-    return layer(*values[:first], **dict(zip(names, values[first:], strict=True)))
-
-
 @drop_in
-class TransformerEncoder(_Stack, nn.TransformerEncoder):
+class TransformerEncoder(Stack, nn.TransformerEncoder):
     """torch.nn.TransformerEncoder on our layers; a layer of torch's becomes one of ours.
 
     A batch with a src_key_padding_mask runs without its padding (`padding_free`), and its padded rows are 0. Numbers
@@ -173,24 +57,40 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         padding_free: bool | None = None,
-    ) -> Tensor:
+        need_weights: bool = False,
+    ) -> Any:
         """Run every layer, then the norm; arguments as in the layer.
 
         Args:
             src: a padded batch, or a nested tensor, which comes out as one of layout torch.jagged.
             mask: as src_mask of the layer.
             src_key_padding_mask: as there.
-            is_causal: states that mask is the causal mask; None = not stated.
+            is_causal: states that mask is the causal mask, which need not be given; None = not stated.
             padding_free: overrules the attribute.
+            need_weights: whether the weights of all layers and heads are returned, too; the batch then runs padded.
+
+        Returns:
+            The output, of src's shape; with need_weights a pair, of it and the weights `[layers, B, H, S, S]`.
+
+        Raises:
+            RuntimeError: need_weights, and a layer or its attention has hooks or is somebody's own.
         """
         check_types(("src",), src)
+        if need_weights:
+            out, weights = self._weigh(
+                src,
+                lambda layer, kept: (
+                    padded_attention(layer.self_attn, None, mask, src_key_padding_mask, is_causal is True, kept[0]),
+                ),
+            )
+            return self._blank(out, src_key_padding_mask, padding_free), weights
         if src.is_nested:
             _refuse("src", src_key_padding_mask, mask)
             self._check_packs("src")
             tokens, layout = from_nested(src)
             return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
         side = None
-        if self.skips(padding_free, src_key_padding_mask) and not lacks_mask((is_causal, mask)):
+        if self.skips(padding_free, src_key_padding_mask):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first)
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
@@ -227,9 +127,26 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         padded = unpack(tokens, layout, batch_first)
         return pack(self(padded, mask, ~layout.mask(), causal or None), layout, batch_first)
 
+    def new_cache(self, rows: int, *, longest: int | None = None, capacity: int | None = None) -> KVCache:
+        """Make an empty cache for `step`, with which a causal encoder reads `rows` sequences from left to right.
+
+        Args:
+            rows: R.
+            longest: the most tokens that a row may read; the cache never has room for more.
+            capacity: room for so many tokens at once, at addresses that stay: what a CUDA graph needs
+                (`fastformer.nn.static_cache`).
+
+        Raises:
+            RuntimeError: a layer, or attention in it, has hooks or is somebody's own, or a part of it may look at
+                several positions.
+        """
+        if capacity is not None:
+            return StaticKVCache(self, rows, capacity=capacity)
+        return KVCache(self, rows, longest=longest)
+
 
 @drop_in
-class TransformerDecoder(_Stack, nn.TransformerDecoder):
+class TransformerDecoder(Stack, nn.TransformerDecoder):
     """torch.nn.TransformerDecoder on our layers; a layer of torch's becomes one of ours.
 
     A batch with a tgt_key_padding_mask or a memory_key_padding_mask runs without that padding (`padding_free`), and
@@ -252,16 +169,36 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         memory_is_causal: bool = False,
         *,
         padding_free: bool | None = None,
-    ) -> Tensor:
+        need_weights: bool = False,
+    ) -> Any:
         """Run every layer, then the norm; arguments as in the layer.
 
         Args:
             tgt, memory: padded batches, or nested tensors, and then the output is one of layout torch.jagged.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in the layer.
-            tgt_is_causal: states that tgt_mask is the causal mask; None = not stated.
+            tgt_is_causal: states that tgt_mask is the causal mask, which need not be given; None = not stated.
             padding_free: overrules the attribute.
+            need_weights: whether the weights of all layers and heads are returned, too; the batch then runs padded.
+
+        Returns:
+            The output, of tgt's shape; with need_weights it, the weights of self-attention `[layers, B, H, T, T]`, and
+            those of attention to the memory `[layers, B, H, T, S]`.
+
+        Raises:
+            RuntimeError: as in the encoder.
         """
         check_types(("tgt",), tgt)
+        if need_weights:
+            own = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
+            others = memory_mask, memory_key_padding_mask, memory_is_causal
+            out, *weights = self._weigh(
+                tgt,
+                lambda layer, kept: (
+                    padded_attention(layer.self_attn, None, *own, kept[0]),
+                    padded_attention(layer.multihead_attn, memory, *others, kept[1]),
+                ),
+            )
+            return self._blank(out, tgt_key_padding_mask, padding_free), *weights
         usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
         if tgt.is_nested or (usual and memory.is_nested):
             _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
@@ -269,8 +206,11 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
             return to_nested(tokens, layout)
-        lacking = lacks_mask((tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask))
-        if usual and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask) and not lacking:
+        if (
+            usual
+            and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask)
+            and not (memory_is_causal and memory_mask is None)
+        ):
             source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if source is not None:
                 side = self.read_target(tgt, tgt_key_padding_mask, source)
@@ -352,6 +292,41 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         padded = unpack(tokens, layout, batch_first), unpack(memory, memory_layout, batch_first)
         return pack(self(*padded, **masks), layout, batch_first)
 
+    def new_cache(
+        self,
+        memory: Tensor,
+        memory_key_padding_mask: Tensor | None = None,
+        *,
+        memory_layout: Layout | None = None,
+        hypotheses: int = 1,
+        longest: int | None = None,
+        capacity: int | None = None,
+    ) -> KVCache:
+        """Make a cache for `step`: it holds the keys and values of the memory, and no token yet.
+
+        Args:
+            memory: the encoder's output, `[B, S, D]`, `[S, B, D]` where the layers are not batch_first, or packed
+                `[S, D]` with its layout.
+            memory_key_padding_mask: `[B, S]`, True or -inf = ignore.
+            memory_layout: of packed memory.
+            hypotheses: N, rows that share one sentence's memory: rows b * N to b * N + N - 1 are sentence b's.
+            longest, capacity: as in the encoder.
+
+        Raises:
+            ValueError: the memory and its mask or layout do not fit together.
+            RuntimeError: as in the encoder.
+        """
+        if memory_layout is None:
+            side = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
+            if side is None or not side.batched:
+                raise ValueError("memory must be a padded batch, with a mask [B, S] of bool or of 0 and -inf, if any")
+            memory, given = side.pack(memory), side.layout
+            memory_layout = Layout.from_lengths(given.lengths, memory.device)  # its tokens without gaps
+        kept, rows = (memory, memory_layout), memory_layout.batch * hypotheses
+        if capacity is not None:
+            return StaticKVCache(self, rows, kept, hypotheses, capacity)
+        return KVCache(self, rows, kept, hypotheses, longest)
+
 
 def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:
     """The mask of the padded batch that packed tokens came from."""
@@ -366,8 +341,3 @@ def _refuse(name: str, *masks: Tensor | None) -> None:
     """Raise if a nested tensor comes with a mask."""
     if any(mask is not None for mask in masks):
         raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
-
-
-def lacks_mask(*hints: tuple[bool | None, Tensor | None]) -> bool:
-    """Whether a mask is said to be causal that is not given, which the padded way refuses."""
-    return any(stated and mask is None for stated, mask in hints)

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
+from fastformer.nn.cache import KVCache
+from fastformer.nn.layer_stack import as_torch
 from fastformer.nn.modules import drop_in, has_hooks, take_over
 from fastformer.nn.padding_free import PackedInput, read_side, same_mask
-from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder, as_torch, lacks_mask
+from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.packing import Layout
 
 
 @drop_in
@@ -88,8 +91,7 @@ class Transformer(nn.Transformer):
         if not (src.is_nested or tgt.is_nested):
             self._check(src, tgt)
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)
-        hints = (src_is_causal, src_mask), (tgt_is_causal, tgt_mask), (memory_is_causal, memory_mask)
-        if same and not lacks_mask(*hints):
+        if same and not (memory_is_causal and memory_mask is None):
             source = self._read_source(src, src_key_padding_mask)
             side = None if source is None else self.decoder.read_target(tgt, tgt_key_padding_mask, source)
             if source is not None and side is not None:
@@ -108,6 +110,36 @@ class Transformer(nn.Transformer):
             tgt_is_causal=tgt_is_causal,
             memory_is_causal=memory_is_causal,
         )
+
+    def new_cache(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        *,
+        hypotheses: int = 1,
+        longest: int | None = None,
+        capacity: int | None = None,
+    ) -> KVCache:
+        """Encode src and make a cache for `step`; arguments as of `forward` and of the decoder's `new_cache`."""
+        same = same_mask(src_key_padding_mask, memory_key_padding_mask)
+        masks = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": src_is_causal}
+        with torch.no_grad():
+            memory = self._encode_padded(src, same, **masks)
+        return self._own_decoder().new_cache(
+            memory, memory_key_padding_mask, hypotheses=hypotheses, longest=longest, capacity=capacity
+        )
+
+    def step(self, tgt: Tensor, cache: KVCache, lengths: Tensor | Layout | None = None) -> Tensor:
+        """Decode the next tokens of each row, as the decoder's `step`."""
+        return self._own_decoder().step(tgt, cache, lengths)
+
+    def _own_decoder(self) -> TransformerDecoder:
+        if not isinstance(self.decoder, TransformerDecoder):
+            raise TypeError(f"decoder must be a fastformer.TransformerDecoder, not a {type(self.decoder).__name__}")
+        return self.decoder
 
     def _encode_padded(self, src: Tensor, same: bool, **masks: Any) -> Tensor:
         """Call the encoder; rows of padding that the decoder will see, where not `same`, are torch's, not 0."""

@@ -238,7 +238,6 @@ BAD_CALLS = {
     "Encoder mask dtype": ("TransformerEncoderLayer", (x,), {"src_mask": torch.zeros(T, T).int()}),
     "Encoder padding shape": ("TransformerEncoderLayer", (x,), {"src_key_padding_mask": torch.zeros(B, 3).bool()}),
     "Encoder padding dtype": ("TransformerEncoderLayer", (x,), {"src_key_padding_mask": torch.zeros(B, T).int()}),
-    "Encoder hint alone": ("TransformerEncoderLayer", (x,), {"is_causal": True}),
     "Encoder dtype": ("TransformerEncoderLayer", (x.double(),), {}),
     "Decoder memory width": ("TransformerDecoderLayer", (x, x[..., :4]), {}),
     "Decoder memory batch": ("TransformerDecoderLayer", (x, x[:, :1]), {}),

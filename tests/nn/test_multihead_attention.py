@@ -345,7 +345,6 @@ BAD = {
     "attn_mask batch": ((x, x, x), {"attn_mask": torch.zeros(B, T, T).bool()}),
     "attn_mask dtype": ((x, x, x), {"attn_mask": torch.zeros(T, T).int()}),
     "unbatched attn_mask": ((u, u, u), {"attn_mask": torch.zeros(2, T, T).bool()}),
-    "is_causal alone": ((x, x, x), {"is_causal": True}),
     "dtypes": ((x.double(), x.double(), x.double()), {}),
 }
 

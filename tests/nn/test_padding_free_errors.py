@@ -49,7 +49,6 @@ BAD = {
         "mask": AHEAD.int(),
         "is_causal": True,
     },
-    "hint alone": {"src_key_padding_mask": PADDING["right"][0], "is_causal": True},
 }
 
 
@@ -64,7 +63,7 @@ def test_a_mistake_raises_what_torch_raises(name):
     assert str(raised.value).strip()
 
 
-@pytest.mark.parametrize("wrong", ["memory", "tgt", "a batch for one", "mask", "hint"])
+@pytest.mark.parametrize("wrong", ["memory", "tgt", "a batch for one", "mask"])
 def test_a_mistake_in_a_decoder_raises_what_torch_raises(wrong):
     ours, torchs = stacks("TransformerDecoder")
     x, memory = random(B, T, D), random(B + (wrong == "memory"), S, D)
@@ -75,8 +74,6 @@ def test_a_mistake_in_a_decoder_raises_what_torch_raises(wrong):
         x, memory, masks = random(T, D), memory[:1], {"memory_key_padding_mask": torch.zeros(1, S).bool()}
     if wrong == "mask":
         masks["memory_mask"] = torch.zeros(T, T)
-    if wrong == "hint":
-        masks["memory_is_causal"] = True
     with pytest.raises(Exception) as wanted:  # noqa: PT011
         torchs(x, memory, **masks)
     with pytest.raises(wanted.type):
@@ -87,12 +84,3 @@ def test_batches_that_differ_are_named():
     ours, _ = stacks("Transformer")
     with pytest.raises(RuntimeError, match="src and tgt must have the same batch, not 2 and 3"):
         ours(random(2, S, D), random(3, T, D))
-
-
-@pytest.mark.parametrize("name", ["src", "tgt", "memory"])
-def test_a_hint_without_its_mask_raises_what_torch_raises(name):
-    hidden = PADDING["right"][1]
-    masks = {"src_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
-    for model in stacks("Transformer"):
-        with pytest.raises(RuntimeError, match="is_causal"):
-            model(random(B, S, D), random(B, T, D), **masks, **{name + "_is_causal": True})

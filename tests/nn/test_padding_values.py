@@ -127,8 +127,9 @@ def test_a_decoders_cache(fillings: tuple[float, ...]) -> None:
         with torch.inference_mode():
             state = DecoderState(model, torch.arange(12, device=DEVICE).view(3, 4), lengths)
             hidden = (torch.arange(4, device=DEVICE) >= lengths[:, None])[:, None, :, None]
-            for cache in state.layers:
-                cache.source_keys.masked_fill_(hidden, filling)
-                cache.source_values.masked_fill_(hidden, filling)
+            for kept in state.cache.layers:
+                assert kept.memory is not None
+                for x in kept.memory:
+                    x.masked_fill_(hidden, filling)
             results.append([state.step(torch.tensor([i, i, i], device=DEVICE)) for i in (2, 5)[: len(fillings) - 1]])
     agree(results)

@@ -108,7 +108,7 @@ def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no check look at values, as on a GPU."""
     readable = modes.readable
     for name, module in list(sys.modules.items()):
-        if name.startswith("fastformer.functional") and vars(module).get("readable") is readable:
+        if name.startswith(("fastformer.functional", "fastformer.nn")) and vars(module).get("readable") is readable:
             monkeypatch.setattr(module, "readable", lambda x: False)
 
 

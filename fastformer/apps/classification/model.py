@@ -113,7 +113,7 @@ class _Classifier(nn.Module):
         """
         packed, layout = sequences_of("ids", ids, lengths)
         x = self.embedding(packed, layout.positions, layout.max_length)
-        maps = self_attention_maps(self.encoder.layers, x, layout)[1]
+        maps = self_attention_maps(self.encoder, x, layout)[1]
         return maps[0] if lengths is None else maps
 
 

@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
         """
         packed, layout = sequences_of("ids", ids, lengths)
         x = self.embedding(packed, layout.positions, layout.max_length)
-        maps = self_attention_maps(self.decoder.layers, x, layout, causal=True)[1]
+        maps = self_attention_maps(self.decoder, x, layout, causal=True)[1]
         return maps[0] if lengths is None else maps
 
 

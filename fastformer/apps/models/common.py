@@ -3,7 +3,7 @@
 Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,11 +16,9 @@ from fastformer.apps.models.embeddings import Positions
 from fastformer.apps.models.initialisation import RANGES, Initialisation
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.host.devices import check_types
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import has_own_hooks, plain
-from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
-from fastformer.packing import Layout, pack
+from fastformer.nn.modules import plain
+from fastformer.nn.stacks import TransformerEncoder
+from fastformer.packing import Layout, pack, unpack
 from fastformer.settings import Settings, refuse_idle, setting
 
 
@@ -139,33 +137,6 @@ def summed_cross_entropy(
     )
 
 
-_FORWARDS = tuple(
-    cls.forward
-    for cls in (
-        *(TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
-        MultiheadAttention,
-    )
-)
-
-
-def check_cached(stack: nn.Module) -> None:
-    """Refuse to decode with a cache, which takes a decoder and its layers apart, where calling one does more.
-
-    Raises:
-        RuntimeError: one has hooks, or a forward of its own.
-    """
-    layers: Any = stack.layers
-    parts = {"decoder": stack} | {f"decoder.layers.{i}": layer for i, layer in enumerate(layers)}
-    for name, layer in list(parts.items())[1:]:
-        named = ("self_attn", "multihead_attn")
-        parts |= {f"{name}.{its}": getattr(layer, its) for its in named if hasattr(layer, its)}
-    for name, part in parts.items():
-        hooks = has_own_hooks(part)
-        if hooks or type(part).forward not in _FORWARDS:
-            what = "has hooks" if hooks else f"is a {type(part).__name__}"
-            raise RuntimeError(f"{name} {what}, which decoding with a cache does not call; calling the model does")
-
-
 def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tuple[Tensor, Layout]:
     """As `packed_ids`; without lengths, the ids are one sequence `[T]`.
 
@@ -177,55 +148,15 @@ def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tup
     return packed_ids(name, ids, torch.tensor([len(ids)]) if lengths is None else lengths)
 
 
-def watched(
-    attention: nn.Module,
-    weights: list[list[Tensor]],
-    layout: Layout,
-    memory: Tensor | None = None,
-    memory_layout: Layout | None = None,
-    causal: bool = False,
-) -> Callable[[Tensor], Tensor]:
-    """What a layer's `compose` asks for: attend within each sequence, and add the weights of each, `[H, T, S]`.
-
-    Args:
-        attention: a `MultiheadAttention`.
-        weights: gets one list, of as many weights as there are sequences.
-        layout: of the queries.
-        memory: `[S, D]`, what is attended to; None: the sequences themselves.
-        memory_layout: of the memory.
-        causal: no position sees later ones.
-    """
-
-    def attend(x: Tensor) -> Tensor:
-        queries = _sequences(x, layout)
-        keys = queries if memory is None or memory_layout is None else _sequences(memory, memory_layout)
-        found = [_attend(attention, q, kv, causal) for q, kv in zip(queries, keys, strict=True)]
-        weights.append([each for _, each in found])
-        return torch.cat([x[:0], *(out for out, _ in found)])
-
-    return attend
-
-
-def _sequences(x: Tensor, layout: Layout) -> Sequence[Tensor]:
-    return x.split(layout.lengths.tolist())  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _attend(attention: nn.Module, x: Tensor, kv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    mask = torch.ones(len(x), len(kv), dtype=torch.bool, device=x.device).triu(1) if causal else None
-    return attention(x, kv, kv, attn_mask=mask, average_attn_weights=False)  # type: ignore[no-any-return]
-
-
-def maps_of_each(weights: list[list[Tensor]]) -> list[Tensor]:
-    """Weights by layer and sequence `[H, T, S]` -> of each sequence `[L, H, T, S]`."""
-    return [torch.stack(layers) for layers in zip(*weights, strict=True)]
-
-
 def self_attention_maps(
-    layers: Iterable[nn.Module], x: Tensor, layout: Layout, causal: bool = False
+    encoder: TransformerEncoder, x: Tensor, layout: Layout, causal: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run encoder layers on packed `[T, D]`: what comes out, and of each sequence every weight `[L, H, T, T]`."""
-    weights: list[list[Tensor]] = []
-    for layer in layers:
-        own = watched(layer.self_attn, weights, layout, causal=causal)  # type: ignore[arg-type]
-        x = layer.compose(x, own)  # type: ignore[operator]
-    return x, maps_of_each(weights)
+    """Run an encoder on packed `[T, D]`: what comes out, padded, and of each sequence every weight `[L, H, T, T]`."""
+    out, weights = encoder(unpack(x, layout), src_key_padding_mask=~layout.mask(), is_causal=causal, need_weights=True)
+    return out, maps_of_each(weights, layout, layout)
+
+
+def maps_of_each(weights: Tensor, queries: Layout, keys: Layout) -> list[Tensor]:
+    """Weights of a padded batch `[L, B, H, T, S]` -> of each sequence `[L, H, T, S]`, without its padding."""
+    lengths = zip(queries.lengths.tolist(), keys.lengths.tolist(), strict=True)
+    return [weights[:, b, :, :t, :s].contiguous() for b, (t, s) in enumerate(lengths)]

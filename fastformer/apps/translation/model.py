@@ -21,7 +21,6 @@ from fastformer.apps.models.common import (
     sequences_of,
     summed_cross_entropy,
     tie,
-    watched,
 )
 from fastformer.apps.models.embeddings import Embedding, Positions
 from fastformer.apps.models.initialisation import initialise
@@ -30,7 +29,7 @@ from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
-from fastformer.packing import Layout
+from fastformer.packing import Layout, unpack
 from fastformer.settings import inherited, setting
 
 Embeddings = Literal["separate", "tied", "shared"]
@@ -180,20 +179,16 @@ class TranslationModel(nn.Module):
         Raises:
             ValueError: ids are of another shape, or the two sides are not equally many sentences.
         """
-        decoder: list[list[Tensor]] = []
-        cross: list[list[Tensor]] = []
         ids, keys = sequences_of("source", source, source_lengths)
         read, queries = sequences_of("target_in", target_in, target_lengths)
         if keys.batch != queries.batch:
             raise ValueError(f"source and target_in must be equally many, not {keys.batch} and {queries.batch}")
         x = self.source_embedding(ids, keys.positions, keys.max_length)
-        x, encoder = self_attention_maps(self.encoder.layers, x, keys)
-        memory = x if self.encoder.norm is None else self.encoder.norm(x)
+        memory, encoder = self_attention_maps(self.encoder, x, keys)
         x = self.target_embedding(read, queries.positions, queries.max_length)
-        for layer in self.decoder.layers:
-            own = watched(layer.self_attn, decoder, queries, causal=True)
-            x = layer.compose(x, own, watched(layer.multihead_attn, cross, queries, memory, keys))
-        each = zip(encoder, maps_of_each(decoder), maps_of_each(cross), strict=True)
+        hidden = {"tgt_key_padding_mask": ~queries.mask(), "memory_key_padding_mask": ~keys.mask()}
+        _, own, cross = self.decoder(unpack(x, queries), memory, **hidden, tgt_is_causal=True, need_weights=True)
+        each = zip(encoder, maps_of_each(own, queries, queries), maps_of_each(cross, queries, keys), strict=True)
         maps = [dict(zip(("encoder", "decoder", "cross"), three, strict=True)) for three in each]
         return maps[0] if source_lengths is None and target_lengths is None else maps
 

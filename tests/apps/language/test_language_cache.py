@@ -80,7 +80,7 @@ def test_a_long_text_needs_no_more_memory_than_its_context():
     sizes = []
     for ids in random_tokens(4, 100):
         state.step(ids)
-        [shape] = {tuple(kept.shape) for cache in state.layers for kept in (cache.keys, cache.values)}
+        [shape] = {tuple(kept.shape) for cache in state.cache.layers for kept in (cache.keys, cache.values)}
         sizes.append(shape[2])
     assert sizes[0] == 32
     assert max(sizes) == 40
@@ -93,9 +93,9 @@ def test_the_work_of_a_token_is_bounded(monkeypatch):
     passes = []
     read = LanguageState._read
 
-    def counting(self, ids, layout, rows):
+    def counting(self, ids, layout):
         passes.append(layout.total)
-        return read(self, ids, layout, rows)
+        return read(self, ids, layout)
 
     monkeypatch.setattr(LanguageState, "_read", counting)
     state = LanguageState(model, [[2]], 20)
@@ -114,7 +114,7 @@ def test_no_position_knows_a_later_one():
     for t in range(len(prompt)):
         changed = prompt[:t] + [(i + 1) % 17 for i in prompt[t:]]
         after = LanguageState(model, [changed, prompt[:5]], 16)
-        for a, b in zip(after.layers, before.layers, strict=True):
+        for a, b in zip(after.cache.layers, before.cache.layers, strict=True):
             for x, y in ((a.keys, b.keys), (a.values, b.values)):
                 assert torch.equal(x[0, :, :t], y[0, :, :t])
                 assert ((x - y)[0, :, t : len(prompt)].abs().amax((0, 2)) > 1e-6).all()

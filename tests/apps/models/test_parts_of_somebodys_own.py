@@ -172,12 +172,12 @@ def _louder(decoder: Any) -> None:
 
 # By what a refusal says.
 ON_LAYERS: dict[str, Callable[[Any], Any]] = {
-    "decoder has hooks": lambda x: x.register_forward_hook(lambda module, given, out: out * 1.5),
-    "decoder.layers.0 has hooks": lambda x: x.layers[0].register_forward_hook(lambda module, given, out: out * 1.5),
-    "decoder.layers.1.self_attn has hooks": lambda x: x.layers[1].self_attn.register_forward_pre_hook(
+    "the stack has hooks": lambda x: x.register_forward_hook(lambda module, given, out: out * 1.5),
+    "layers.0 has hooks": lambda x: x.layers[0].register_forward_hook(lambda module, given, out: out * 1.5),
+    "layers.1.self_attn has hooks": lambda x: x.layers[1].self_attn.register_forward_pre_hook(
         lambda module, given: (given[0] * 2.0, *given[1:])
     ),
-    "decoder.layers.1.self_attn is a Louder": _louder,
+    "layers.1.self_attn is a Louder": _louder,
 }
 
 
@@ -203,7 +203,7 @@ def test_a_translation_models_decoder_is_refused_too() -> None:
     model = TranslationModel(TranslationConfig(V, V, encoder_layers=1, decoder_layers=1, **SIZES)).eval()
     DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))
     model.decoder.layers[0].multihead_attn.register_forward_hook(lambda module, given, out: None)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match=r"^decoder\.layers\.0\.multihead_attn has hooks"):
+    with pytest.raises(RuntimeError, match=r"^layers\.0\.multihead_attn has hooks"):
         DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))
 
 

@@ -1,0 +1,64 @@
+"""A cache of fixed capacity, whose steps read what changes from tensors, so that a CUDA graph can replay them.
+
+Keys and values are written at positions that a tensor holds; attention gets the whole capacity and, as a tensor too,
+how much of it is filled. The kernels skip what lies beyond. Plain PyTorch computes it and gives it weight 0, so that on
+a CPU this costs more than `KVCache`.
+"""
+
+from torch import Tensor, nn
+
+from fastformer.modes import readable
+from fastformer.nn.cache import Apart, KVCache, Packed, Together
+from fastformer.packing import Layout
+from fastformer.settings import check_value
+
+
+class StaticKVCache(KVCache):
+    """Keys and values for R rows of at most `capacity` tokens.
+
+    One token a row is read by the same operations on the same tensors each time: capture that. Other steps, and
+    `reorder`, `keep`, `crop` and `grow`, are not for graphs; `keep` and `grow` replace the tensors.
+
+    Attributes:
+        lengths: int64 `[R]`, on the device; of what a replayed graph has read, too.
+    """
+
+    def __init__(
+        self,
+        stack: nn.Module,
+        rows: int,
+        memory: tuple[Tensor, Layout] | None = None,
+        hypotheses: int = 1,
+        capacity: int = 1,
+    ) -> None:
+        check_value("capacity", capacity, int, at_least=1)
+        super().__init__(stack, rows, memory, hypotheses)
+        self.grow(capacity)
+        self.lengths = self.lengths.to(self.device)
+        self._empty = True  # no row has read anything
+
+    def grow(self, capacity: int) -> None:
+        """Have room for `capacity` tokens a row, in other tensors."""
+        check_value("capacity", capacity, int, {"of before": self.capacity}, at_least="of before")
+        for kept in self.layers:
+            kept.grow(capacity)
+        self.capacity = capacity
+
+    def place(self, count: int, layout: Layout | None) -> Together:
+        if readable(self.lengths):
+            end = self.lengths.max() + count if layout is None else (self.lengths + layout.lengths).max()
+            if end > self.capacity:
+                raise ValueError(f"capacity must be at least the {int(end)} tokens of a row, not {self.capacity}")
+        if layout is None:
+            return Apart(self.lengths, self.capacity)
+        return Packed(layout, self.lengths, self.capacity, self._empty)
+
+    def count(self, count: int, layout: Layout | None) -> None:
+        self.lengths.add_(count if layout is None else layout.offsets.diff())
+        self._empty = False
+
+    def _reads_at_once(self, count: int) -> bool:
+        return count == 1
+
+    def _filled(self) -> int:
+        return self.capacity

@@ -1,0 +1,63 @@
+"""Calls through what wraps a layer or its attention: adapters, activation checkpoints, sharded parameters.
+
+A wrapper does something around the call of a module: it merges an adapter into the weights, drops activations, gathers
+parameters. Packed sequences and steps with a cache are no call of that module's `forward`; so they go in as an argument
+of one. Our `forward`s run an `Inside` that they are given, and wrappers pass on what they do not know.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastformer.nn.modules import HOOKS
+
+_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+# Classes that call what they wrap with what they are given, by the attribute that holds it.
+_WRAPPERS = {
+    f"{_CHECKPOINT}.CheckpointWrapper": "_checkpoint_wrapped_module",
+    f"{_CHECKPOINT}.OffloadWrapper": "_checkpoint_wrapped_module",
+    "peft.tuners.lora.layer.MultiheadAttention": "base_layer",
+}
+
+
+class Inside:
+    """What a wrapped module is to run in place of its own forward."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self.run = run
+
+
+def unwrap(module: Any) -> Any:
+    """Return the module inside of known wrappers; itself where there is none.
+
+    Not of checkpoints that are computed again by a second backward pass (`use_reentrant`): these give no gradient to
+    tensors that are no arguments.
+    """
+    while (name := _WRAPPERS.get(f"{type(module).__module__}.{type(module).__qualname__}")) is not None:
+        if getattr(getattr(module, "checkpoint_impl", None), "name", "") == "REENTRANT":
+            break
+        module = getattr(module, name)
+    return module
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard has taken a module's parameters apart, and whether that is all that its hooks do."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return False
+    state: dict[str, Any] = module.__dict__
+    hooks = [hook for name in HOOKS for hook in state[name].values()]
+    return all(type(getattr(hook, "__self__", None)).__name__ == "FSDPState" for hook in hooks)
+
+
+def within(module: Any, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return run(module, *inputs), computed within the call of what wraps the module.
+
+    Args:
+        module: a wrapper, or what fully_shard has sharded.
+        run: takes what is wrapped.
+        inputs: of a layer all in front of its masks, of an attention the query alone.
+    """
+    return module(*inputs, Inside(run), None)  # type: ignore[no-any-return]

@@ -1,0 +1,206 @@
+"""What others put around layers and their attention takes part, packed: adapters, checkpoints, sharded parameters.
+
+Letters: B batch, L positions, S sources, D model width.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+
+import fastformer
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from tests.support.closeness import assert_close, random
+from tests.support.processes import start_processes
+
+B, L, S, D = 3, 6, 5, 16
+HIDDEN = torch.arange(L) >= torch.tensor([[6], [2], [4]])
+SOURCE_HIDDEN = torch.arange(S) >= torch.tensor([[1], [5], [3]])
+CAUSAL = torch.ones(L, L, dtype=torch.bool).triu(1)
+
+
+class Model(nn.Module):
+    """A decoder of torch.nn with an encoder's name, as adapters and wrappers find them."""
+
+    def __init__(self, kind: str = "decoder", **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options}
+        if kind == "encoder":
+            self.stack: Any = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(D, 2, 24, **options), 2, enable_nested_tensor=False
+            )
+        else:
+            self.stack = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 2, 24, **options), 2)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        if isinstance(self.stack, nn.TransformerEncoder):
+            return self.stack(x, CAUSAL, HIDDEN)
+        return self.stack(x, memory, CAUSAL, None, HIDDEN, SOURCE_HIDDEN)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each layer was given by itself, not in a padded batch."""
+    seen: list[int] = []
+    for cls in (TransformerEncoderLayer, TransformerDecoderLayer):
+        run = cls.packed
+
+        def noted(self: Any, tokens: Tensor, *more: Any, run: Any = run, **rules: Any) -> Tensor:
+            seen.append(len(tokens))
+            return run(self, tokens, *more, **rules)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(cls, "packed", noted)
+    for stack in (TransformerEncoder, TransformerDecoder):
+        monkeypatch.setattr(stack, "_carries", lambda *_: False)
+    return seen
+
+
+def results(model: nn.Module) -> list[Tensor]:
+    """The outputs at real positions, and all gradients."""
+    torch.manual_seed(1)
+    x, memory = random(B, L, D), random(B, S, D)
+    model.zero_grad()
+    out = model(x, memory)[~HIDDEN]
+    out.pow(3).sum().backward()
+    memories = [memory.grad] if memory.grad is not None else []
+    return [out.detach(), x.grad, *memories, *(p.grad for p in model.parameters() if p.requires_grad)]  # type: ignore[list-item]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for x, y in zip(ours, theirs, strict=True):
+        assert_close(x, y, roundings=1e3)
+
+
+def wrap_layers(model: Model, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model.stack.layers = nn.ModuleList(wrap(layer) for layer in model.stack.layers)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_wrapped_layers_run_packed_and_do_what_they_are_for(
+    kind: str, wrap: Callable[[nn.Module], nn.Module], packed: list[int]
+) -> None:
+    theirs, ours = Model(kind), Model(kind)
+    fastformer.convert(ours)
+    wrap_layers(ours, wrap)
+    assert ours.stack.obstacle() is None
+    assert_same(results(ours), results(theirs))
+    forwards = 4 if wrap is checkpoint_wrapper else 2  # backward computes each layer again
+    assert packed == [int((~HIDDEN).sum())] * forwards
+    ours.eval()
+    cached = ours.stack.new_cache(B) if kind == "encoder" else ours.stack.new_cache(random(B, S, D))
+    assert ours.stack.step(random(B, 2, D), cached).shape == (B, 2, D)
+
+
+def test_layers_wrapped_before_conversion() -> None:
+    theirs, ours = Model(), Model()
+    wrap_layers(ours, checkpoint_wrapper)
+    fastformer.convert(ours)
+    assert ours.stack.obstacle() is None
+    assert_same(results(ours), results(theirs))
+
+
+def test_reentrant_checkpoints_would_lose_the_memorys_gradient() -> None:
+    """They see arguments alone; the padded way hands memory over as one."""
+    theirs, ours = Model(), Model()
+    fastformer.convert(ours)
+    wrap_layers(ours, lambda layer: checkpoint_wrapper(layer, CheckpointImpl.REENTRANT))
+    assert ours.stack.obstacle() == "layers.0 is a CheckpointWrapper"
+    assert_same(results(ours), results(theirs))
+
+
+TARGETS = ["linear1", "linear2", "out_proj", "self_attn", "multihead_attn", "all-linear", "linear1 self_attn"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("order", ["adapted, converted", "converted, adapted"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_lora(targets: str, order: str, packed: list[int]) -> None:
+    """PEFT's adapters change the output, learn, and are what their merged weights are; none is an obstacle."""
+    peft = pytest.importorskip("peft")
+    wanted = targets if targets == "all-linear" else targets.split()
+    config = peft.LoraConfig(target_modules=wanted, r=2, init_lora_weights=False, lora_dropout=0.0)
+    plain, model = Model(), Model()
+    if order == "converted, adapted":
+        fastformer.convert(model)
+    adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(3)
+    for name, x in adapted.named_parameters():
+        if "lora" in name:
+            x.data = 0.1 * torch.randn(x.shape, dtype=torch.float64)
+    if order == "adapted, converted":
+        fastformer.convert(adapted)
+    assert adapted.base_model.model.stack.obstacle() is None
+    found = results(adapted)
+    assert packed
+    assert not torch.allclose(found[0], results(plain)[0], atol=1e-3)
+    learned = {name: x for name, x in adapted.named_parameters() if "lora" in name}
+    assert all(x.grad is not None and bool(x.grad.any()) for x in learned.values())
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    for mode in (True, False):  # torch's own fast path in evaluation drops adapters of linear1 and linear2
+        adapted.train(mode)
+        merged.train(mode)
+        with torch.no_grad():
+            given = random(B, L, D), random(B, S, D)
+            assert_close(adapted(*given)[~HIDDEN], merged(*given)[~HIDDEN], roundings=1e3)
+            caches = [each.new_cache(given[1]) for each in (adapted.base_model.model.stack, merged.stack)]
+            steps = [
+                each.step(given[0], cache)
+                for each, cache in zip((adapted.base_model.model.stack, merged.stack), caches, strict=True)
+            ]
+            assert_close(*steps, roundings=1e3)
+
+
+def test_hooks_on_the_last_projection_of_attention_are_called() -> None:
+    """torch reads its weight and calls no hook."""
+    attention = fastformer.MultiheadAttention(D, 2, batch_first=True)
+    x = torch.randn(B, L, D)
+    expected, _ = attention(x, x, x)
+    attention.out_proj.register_forward_hook(lambda module, given, out: 2.0 * out)
+    torch.testing.assert_close(attention(x, x, x)[0], 2.0 * expected)
+
+
+def sharded(rank: int, folder: str) -> None:
+    """Two processes, each with the same batch: gradients of sharded layers are those of one process."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for kind in ("encoder", "decoder"):
+        expected = results(Model(kind))
+        model = Model(kind)
+        fastformer.convert(model)
+        for layer in model.stack.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert model.stack.obstacle() is None, model.stack.obstacle()
+        found = [x.full_tensor() if isinstance(x, DTensor) else x for x in results(model)]
+        assert_same(found, expected)
+        model.stack.layers[0].register_forward_hook(lambda module, given, out: None)
+        assert model.stack.obstacle() == "layers.0 has hooks"
+    Path(folder, str(rank)).touch()
+    torch.distributed.barrier()
+    os._exit(0)  # see tests/apps/train/test_distributed.py
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_layers_that_gather_their_own_parameters_run_packed(tmp_path: Path) -> None:
+    start_processes(sharded, (str(tmp_path),), 2)
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}

@@ -39,6 +39,7 @@ class Copies:
             lanes = np.arange(m.lanes)
         if len(lanes) == 0:
             return
+        m.count("shared", number, lanes, index * size, size)
         width = min(size * 8, 64)
         wanted = mask
         if given is not None:

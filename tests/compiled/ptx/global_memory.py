@@ -59,7 +59,7 @@ class GlobalMemory:
         active = address if lanes is None else address[lanes]
         if len(active) == 0:
             return []
-        m.count_global(lanes, active, size)
+        m.count("global", number, lanes, active, size)
         if size > 1:
             m.refuse((active & u64(size - 1)) != 0, "misaligned", number, lanes, active, f"{size} bytes")
         low, high = active.min(), active.max()

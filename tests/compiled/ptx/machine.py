@@ -55,6 +55,7 @@ class Machine:
     ) -> None:
         self.program, self.params, self.grid, self.options = program, params, grid, options
         self.counters: Counter[str] = Counter()
+        self.traffic: dict[tuple[str, int], counters.Traffic] = {}  # by memory and number of the instruction
         self.findings: Findings = {}
         self.threads, self.blocks = program.kernel.threads, len(blocks)
         self.lanes = self.threads * self.blocks
@@ -130,19 +131,12 @@ class Machine:
     def trap(self, number: int, mask: Any) -> None:
         self.refuse([mask is None or np.any(mask)], "trap", number, None, [0])
 
-    def count_global(self, lanes: Any, address: Any, size: int) -> None:
-        self.counters["global bytes"] += len(address) * size
-        if self.options.memory_traffic:
+    def count(self, space: str, number: int, lanes: Any, place: Any, size: int) -> None:
+        """Count what an access of some threads (None: all) to global or shared memory takes."""
+        if self.options.memory_traffic and len(place):
             every = np.arange(self.lanes) if lanes is None else lanes
-            self.counters["global sectors"] += counters.sectors(every // 32, address)
-            self.counters["global sectors needed"] += -(-len(address) * size // 32)
-
-    def count_banks(self, lanes: Any, index: Any, size: int) -> None:
-        if self.options.memory_traffic:
-            every = np.arange(self.lanes) if lanes is None else lanes
-            taken, needed = counters.wavefronts(every, index * size, size)
-            self.counters["shared wavefronts"] += taken
-            self.counters["shared wavefronts needed"] += needed
+            found = (counters.sectors if space == "global" else counters.wavefronts)(every, place, size)
+            self.traffic[space, number] = self.traffic.get((space, number), counters.Traffic()) + found
 
     # ---- the run
 

@@ -155,7 +155,7 @@ class SharedMemory:
         self.check_read(number, lanes, index, total)
         if self.races:
             self.race(number, lanes, index, total // 8)
-        m.count_banks(lanes, index, total // 8)
+        m.count("shared", number, lanes, index * (total // 8), total // 8)
         values = self.view("bytes", total, width)[index]
         if lanes is not None:
             full = np.zeros((m.lanes, count), UINT[width])
@@ -168,7 +168,7 @@ class SharedMemory:
         lanes, index = self.find(number, mask, address, total)
         if len(index) == 0:
             return
-        m.count_banks(lanes, index, total // 8)
+        m.count("shared", number, lanes, index * (total // 8), total // 8)
         rows = np.empty((len(index), len(values)), UINT[width])
         for i, v in enumerate(values):
             v = np.broadcast_to(v, (m.lanes,))

@@ -33,6 +33,11 @@ class Mem(NamedTuple):
     offset: int
 
 
+class Tile(NamedTuple):
+    map: Mem  # of a tensor
+    at: Vec  # coordinates, the innermost first
+
+
 class Sym(NamedTuple):
     name: str  # a label, a variable or a special register
 
@@ -211,6 +216,8 @@ class _Reader:
         if text.startswith("{"):
             return Vec(tuple(self.operand(x) for x in _operands(text[1:-1])))
         if text.startswith("["):
+            if len(parts := _operands(text[1:-1])) == 2:
+                return Tile(self.operand(f"[{parts[0]}]"), self.operand(parts[1]))
             base, _, offset = text[1:-1].replace(" ", "").partition("+")
             if not offset and (match := re.fullmatch(r"(.+?)(-\d+)", base)):
                 base, offset = match[1], match[2]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastformer.functional import attention, layer_norm
-from tests.compiled.faults import change, finding, first_finding, forget, source_lines
-from tests.compiled.ptx.driver import UNFENCED, session
+from tests.compiled.faults import change, finding, first_finding, forget, of_a_fenced_triton, source_lines
+from tests.compiled.ptx.driver import session
 from tests.support.fused_op import needs_compiled
 
 pytestmark = [needs_compiled, pytest.mark.usefixtures("triton_backend")]
@@ -60,7 +60,7 @@ WGMMA = [
         r"\bfence\.proxy\.async\b",
         "no fence.proxy.async",
         id="fence of shared memory",
-        marks=pytest.mark.skipif(UNFENCED in session.options.expected, reason="this Triton leaves fences out by itself"),
+        marks=of_a_fenced_triton,
     ),
 ]
 

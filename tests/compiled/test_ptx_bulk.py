@@ -23,7 +23,8 @@ setp.lt.u32 %p1, %r0, 32;
 setp.eq.u32 %p2, %r0, 0;
 """
 REPLACE = "tensormap.replace.tile.{}.shared::cta.b1024.b{} [%rd20], {};\n"
-PUBLISH = """@%p1 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd2], [%rd20], 128;
+RELEASE = "tensormap::generic.release.gpu.sync.aligned"
+PUBLISH = f"""@%p1 tensormap.cp_fenceproxy.global.shared::cta.{RELEASE} [%rd2], [%rd20], 128;
 @%p1 fence.proxy.tensormap::generic.acquire.gpu [%rd2], 128;
 bar.sync 0;
 """
@@ -47,10 +48,19 @@ COMMIT, READ, DONE = (f"cp.async.bulk.{x};\n" for x in ("commit_group", "wait_gr
 
 def tensor_map(swizzle: int, shape: tuple[int, int] = (COLUMNS, ROWS)) -> str:
     wide = (swizzle or 128) // 4
-    fields = [("global_address", 64, "%rd0"), ("rank", 32, "1"), ("elemtype", 32, "2"), ("swizzle_mode", 32, MODE[swizzle])]
+    fields = [
+        ("global_address", 64, "%rd0"),
+        ("rank", 32, "1"),
+        ("elemtype", 32, "2"),
+        ("swizzle_mode", 32, MODE[swizzle]),
+    ]
     fields += [("interleave_layout", 32, "0"), ("fill_mode", 32, "0"), ("global_stride", 64, f"0, {4 * COLUMNS}")]
     for n, (box, size) in enumerate(zip((wide, BYTES // 4 // wide), shape, strict=True)):
-        fields += [("box_dim", 32, f"{n}, {box}"), ("global_dim", 32, f"{n}, {size}"), ("element_stride", 32, f"{n}, 1")]
+        fields += [
+            ("box_dim", 32, f"{n}, {box}"),
+            ("global_dim", 32, f"{n}, {size}"),
+            ("element_stride", 32, f"{n}, 1"),
+        ]
     lines = "".join("@%p2 " + REPLACE.format(*field) for field in fields)
     return BEGIN + "@%p1 st.shared.b32 [%r7], 0;\nbar.warp.sync -1;\n" + lines + PUBLISH
 
@@ -128,30 +138,34 @@ def test_a_store_is_there_at_its_wait():
         assert given[1][0] == (101 if there else 1)
 
 
+INVALID = "@%p2 mbarrier.inval.shared::cta.b64 [%r8];\n"
 LESS = EXPECT.replace(str(BYTES), str(BYTES // 2))
+NEVER, UNDER_WAY = "waits for an mbarrier whose phase never ends", " a copy to it is under way"
+UNFENCED = "no fence.proxy.async since shared memory was written"
+ADD = "@%p2 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r8], 1024;\n"
 WRONG_LOADS = {
-    "no wait": (WAIT, "", "shared memory read while a copy to it is under way"),
-    "promised too much": (EXPECT, EXPECT.replace(str(BYTES), str(BYTES + 16)), "waits for an mbarrier whose phase never ends"),
-    "promised too little": (EXPECT, LESS, "waits for an mbarrier whose phase never ends"),
-    "nothing promised": (EXPECT, "@%p2 mbarrier.arrive.shared::cta.b64 _, [%r8];\n", "read while a copy to it is under way"),
-    "nobody arrives": (EXPECT, f"@%p2 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r8], {BYTES};\n", "phase never ends"),
+    "no wait": (WAIT, "", "shared memory read while" + UNDER_WAY),
+    "promised too much": (EXPECT, EXPECT.replace(str(BYTES), str(BYTES + 16)), NEVER),
+    "promised too little": (EXPECT, LESS, NEVER),
+    "nothing promised": (EXPECT, "@%p2 mbarrier.arrive.shared::cta.b64 _, [%r8];\n", "read while" + UNDER_WAY),
+    "nobody arrives": (EXPECT, ADD, NEVER),
     "two copies, one promised": (EXPECT, EXPECT + at(LOAD, 0, 0).replace("[%r9]", "[%r9+1024]") + MEET, "under way"),
-    "looks once": ("@!done bra.uni look;", "", "shared memory read while a copy to it is under way"),
-    "one warp waits": (WAIT, f"@!%p1 bra $L_on;\n{WAIT}$L_on:\n", "shared memory read while a copy to it is under way"),
+    "looks once": ("@!done bra.uni look;", "", "shared memory read while" + UNDER_WAY),
+    "one warp waits": (WAIT, f"@!%p1 bra $L_on;\n{WAIT}$L_on:\n", "shared memory read while" + UNDER_WAY),
     "mbarrier not fenced": (FENCE + MEET, MEET, "no fence.proxy.async since an mbarrier was initialised"),
     "mbarrier of another warp": (FENCE + MEET, FENCE, "race of warps"),
     "no mbarrier": (INIT, "", "no mbarrier"),
     "initialised again": (INIT, INIT + INIT, "an mbarrier is there already"),
     "mbarrier for nobody": (INIT, INIT.replace(", 1", ", 0"), r"arrivals of an mbarrier \(0, allowed are 1"),
     "map not fenced": (PUBLISH.split("\n")[1], "", "no fence.proxy.tensormap"),
-    "buffer written": (WAIT, f"@%p2 st.shared.b32 [%r9], 5;\n{WAIT}", "shared memory written while a copy to it is under way"),
-    "buffer loaded again": (EXPECT, EXPECT + at(LOAD, 0, 0), "shared memory copied to while a copy to it is under way"),
-    "buffer written before": (INIT + FENCE, INIT + FENCE + "@%p2 st.shared.b32 [%r9], 5;\n", "no fence.proxy.async since sh"),
+    "buffer written": (WAIT, f"@%p2 st.shared.b32 [%r9], 5;\n{WAIT}", "shared memory written while" + UNDER_WAY),
+    "buffer loaded again": (EXPECT, EXPECT + at(LOAD, 0, 0), "shared memory copied to while" + UNDER_WAY),
+    "buffer written before": (INIT + FENCE, INIT + FENCE + "@%p2 st.shared.b32 [%r9], 5;\n", UNFENCED),
     "mbarrier read": (WAIT, f"ld.shared.b32 %r21, [%r8];\n{WAIT}", "shared memory read where an mbarrier is"),
     "mbarrier written": (WAIT, f"@%p2 st.shared.b32 [%r8], 5;\n{WAIT}", "shared memory written where an mbarrier is"),
-    "arrived twice": (WAIT, WAIT + "mbarrier.arrive.shared::cta.b64 _, [%r8], 2;\n", "more arrivals than an mbarrier awaits"),
-    "invalid too early": (WAIT, "@%p2 mbarrier.inval.shared::cta.b64 [%r8];\n", "made invalid while copies are under way"),
-    "invalid and waited for": (WAIT, WAIT + MEET + "@%p2 mbarrier.inval.shared::cta.b64 [%r8];\n" + MEET + WAIT, "no mbarrier"),
+    "arrived twice": (WAIT, WAIT + "mbarrier.arrive.shared::cta.b64 _, [%r8], 2;\n", "more arrivals than"),
+    "invalid too early": (WAIT, INVALID, "made invalid while copies are under way"),
+    "invalid and waited for": (WAIT, WAIT + MEET + INVALID + MEET + WAIT, "no mbarrier"),
     "never waited for": (WAIT + OUT, "", "ends with a copy to shared memory under way"),
     "box at 64 bytes": ("[%r9], [%rd2", "[%r9+64], [%rd2", "misaligned"),
     "box beyond": ("[%r9], [%rd2", "[%r9+2560], [%rd2", "outside shared memory"),
@@ -166,7 +180,7 @@ def test_what_a_load_must_not(name):
 
 
 WRONG_STORES = {
-    "not fenced": (FENCE, "", "no fence.proxy.async since shared memory was written"),
+    "not fenced": (FENCE, "", UNFENCED),
     "other warps not waited for": (FENCE + MEET, FENCE, "race of warps"),
     "nothing there": (FILL, "", "shared memory read before it is written"),
     "written under way": (DONE, f"@%p2 st.shared.b32 [%r9], 5;\n{DONE}", "written that a bulk store under way reads"),
@@ -184,7 +198,9 @@ def test_what_a_store_must_not(name):
 
 def test_a_map_larger_than_its_tensor():
     body = LOADED.replace(tensor_map(128), tensor_map(128, (COLUMNS, ROWS + 8)))
-    refused(r"outside all allocations \(4 bytes of a box\)", at(body, 0, 0).replace(", 8}", ", 36}"), arrays(), threads=64)
+    refused(
+        r"outside all allocations \(4 bytes of a box\)", at(body, 0, 0).replace(", 8}", ", 36}"), arrays(), threads=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +220,9 @@ def test_a_map_that_is_not_known(old, new):
 
 def test_phases_follow_one_another():
     """The second box comes to the other half, with the other parity."""
-    again = (EXPECT + at(LOAD, 0, 16)).replace("[%r9]", "[%r9+1024]") + WAIT.replace("[%r8], 0", "[%r8], 1").replace("look", "again")
+    again = (EXPECT + at(LOAD, 0, 16)).replace("[%r9]", "[%r9+1024]") + WAIT.replace("[%r8], 0", "[%r8], 1").replace(
+        "look", "again"
+    )
     given = arrays()
     body = LOADED.replace(OUT, MEET + again + "add.s32 %r10, %r10, 1024;\n" + OUT)
     execute(body, given)

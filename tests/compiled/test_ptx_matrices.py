@@ -74,3 +74,23 @@ def test_products(k, kind):
         for r in range(4):
             found[lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2] = d[lane, r]
     assert np.abs(found - (a.astype(np.float64) @ b + 1)).max() <= k * 2**-24 * 16  # sums of fp32, of up to 16
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_accumulators_of_16_bits(k):
+    """Two elements of a row to a register; all numbers are small integers, hence exact."""
+    a, b = (RNG.integers(-8, 8, shape).astype(np.float32) for shape in ((16, k), (k, 8)))
+    of_a, of_b = fragments(a, b, "f16")
+    arrays = [aligned([r + [0] * (4 - len(r)) for r in x], np.uint32) for x in (of_a, of_b)]
+    d = aligned(np.zeros((32, 4)), np.float16)
+    body = "mul.wide.u32 %rd10, %r0, 16;\nadd.s64 %rd11, %rd0, %rd10;\nadd.s64 %rd12, %rd1, %rd10;\n"
+    body += "mul.wide.u32 %rd10, %r0, 8;\nadd.s64 %rd13, %rd2, %rd10;\nmov.b32 %r20, 0x40003C00;\n"
+    body += "ld.global.v4.b32 {%r1,%r2,%r3,%r4}, [%rd11];\nld.global.v4.b32 {%r5,%r6,%r7,%r8}, [%rd12];\n"
+    ra, rb = (",".join(f"%r{start + i}" for i in range(len(x[0]))) for start, x in ((1, of_a), (5, of_b)))
+    body += f"mma.sync.aligned.m16n8k{k}.row.col.f16.f16.f16.f16 {{%r11,%r12}}, {{{ra}}}, {{{rb}}}, {{%r20,%r20}};\n"
+    run(f"{body}st.global.v2.b32 [%rd13], {{%r11,%r12}};", [*arrays, d])
+    found = np.zeros((16, 8))
+    for lane in range(32):
+        for r in range(4):
+            found[lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2] = d[lane, r]
+    assert np.array_equal(found, a @ b + np.tile([1, 2], 4))

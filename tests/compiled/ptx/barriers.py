@@ -1,10 +1,10 @@
 """mbarriers: phases that end when all have arrived that were to, and all bytes that were promised.
 
 As late as the model allows: what a bulk copy brings comes when somebody waits for its mbarrier and nobody else can go
-on, and a warp may touch it when it has seen the end of that phase itself, or has met at a barrier with one that has. A phase ends as soon as the
-promised bytes are there, whatever else is under way: too few promised, and something is never there; too many, and the
-phase never ends. An mbarrier orders copies here, and not what warps do with ordinary loads and stores between them:
-that is for `bar.sync`, or reported as a race.
+on, and a warp may touch it when it has seen the end of that phase itself, or has met with one that has, at a barrier or
+by an arrival. A phase ends as soon as the promised bytes are there, whatever else is under way: too few promised, and
+something is never there; too many, and the phase never ends. An mbarrier orders copies here, and not what warps do with
+ordinary loads and stores between them: that is for `bar.sync`, or reported as a race.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Barrier:
     pending: int  # those that are to come
     bytes: int = 0  # promised, and not there
     phase: int = 0
-    arriving: u32 = u32(0)  # bits of the warps that have arrived in this phase
-    arrived: u32 = u32(0)  # in the last one
+    arriving: int = 0  # bits of the warps that have arrived in this phase
+    arrived: int = 0  # in the last one
     fenced: bool = False  # since it was initialised, or nobody asks
     coming: list[Any] = field(default_factory=list)  # copies under way
     come: list[Any] = field(default_factory=list)  # some warps have not seen the end of their phase
@@ -101,7 +101,7 @@ class Barriers:
                 continue
             barrier.bytes += int(promises[lane])
             barrier.pending -= int(counts[lane])
-            barrier.arriving |= u32(bool(counts[lane]) << int(self.machine.warp_in_block[lane]))
+            barrier.arriving |= bool(counts[lane]) << int(self.machine.warp_in_block[lane])
             self.version += 1
             if barrier.pending < 0:
                 self.refuse("more arrivals than an mbarrier awaits", number, lane, place, str(barrier.count))
@@ -135,7 +135,7 @@ class Barriers:
     def end_phase(self, barrier: Barrier) -> None:
         if barrier.pending <= 0 and barrier.bytes == 0:
             barrier.phase += 1
-            barrier.arrived, barrier.arriving = barrier.arriving, u32(0)
+            barrier.arrived, barrier.arriving = barrier.arriving, 0
             barrier.pending = barrier.count
             self.version += 1
 
@@ -162,7 +162,7 @@ class Barriers:
                 shared.unseen[copy.index] &= ~warps
                 copy.seen = True
         if shared.unseen is not None:  # whoever arrived passes on what it has seen
-            shared.unseen[(~shared.unseen & barrier.arrived) != 0] &= ~warps
+            shared.unseen[(~shared.unseen & u32(barrier.arrived)) != 0] &= ~warps
         barrier.come = [copy for copy in barrier.come if shared.unseen[copy.index].any()]
 
     def fence(self, there: Any) -> None:

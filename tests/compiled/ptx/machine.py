@@ -185,7 +185,7 @@ class Machine:
         return executed
 
     def stall(self, last: int) -> None:
-        """Let those wait who found the phase of an mbarrier not ended, and went back to look again: others may end it."""
+        """Let those wait who found the phase of an mbarrier not ended, and went back to look again."""
         failed = self.barriers.take_failed()
         for n in list(self.pending) if failed is not None else ():
             if n <= last and (here := self.pending[n] & failed).any():

@@ -152,9 +152,10 @@ class SharedMemory:
     def busy(self, number: int, lanes: Any, index: Any, total: int, what: str) -> None:
         """Nobody touches bytes that a copy is under way to, or an mbarrier."""
         state = self.view("state", total, 8)[index]
-        copy = what + " while a copy to it is under way"
-        self.refuse((state == AWAITED).any(1), copy, number, lanes, index, total // 8)
-        self.refuse((state == HELD).any(1), what + " where an mbarrier is", number, lanes, index, total // 8)
+        if (state > WRITTEN).any():
+            copy = what + " while a copy to it is under way"
+            self.refuse((state == AWAITED).any(1), copy, number, lanes, index, total // 8)
+            self.refuse((state == HELD).any(1), what + " where an mbarrier is", number, lanes, index, total // 8)
 
     def put(self, number: int, lanes: Any, index: Any, total: int, values: Any, copied: bool = False) -> None:
         """Write rows of values; the one place where bytes and their state change."""

@@ -2,11 +2,13 @@
 
     python -m tests.compiled.traffic --arch 90                # a table, the worst lines of the sources; 1 if bad
     python -m tests.compiled.traffic --arch 90 --update       # write what was found to traffic.json
+    python -m tests.compiled.traffic --arch 90 --rows 4096 --only "layer_norm 512 bf16"     # of real size
 
 For each kernel of a call: sectors of global memory over the least that the bytes of each warp's request take, bytes of
 such a request (of 512 at most: 16 a thread), and wavefronts of shared memory over those without bank conflicts, with
-ldmatrix, stmatrix and cp.async. What wgmma reads is not in it: that is the tensor core's own way. Counts, no times: a
-sector may come from L1, and what a conflict costs depends on what else the warps wait for.
+ldmatrix, stmatrix and cp.async; after these all its sectors and all its wavefronts. What wgmma reads is not in it: that
+is the tensor core's own way. Counts, no times: a sector may come from L1, and what a conflict costs depends on what
+else the warps wait for.
 
 It is no part of `benchmarks/codegen`: a count needs a run, and nothing there imports from the tests. traffic.json is
 what one Triton made; with that one, figures that are worse fail (`make traffic`; some cases in CI, test_traffic.py).
@@ -130,14 +132,16 @@ def measure(session: Session, call: Call) -> dict[Place, Traffic]:
     return found
 
 
+def total(found: dict[Place, Traffic], kernel: str, space: str) -> Traffic:
+    """All of a kernel's accesses to global or shared memory."""
+    return sum((t for p, t in found.items() if (p.kernel, p.space) == (kernel, space)), Traffic())
+
+
 def figures(found: dict[Place, Traffic]) -> dict[str, Figures]:
     """The figures of each kernel."""
 
-    def total(kernel: str, space: str) -> Traffic:
-        return sum((t for p, t in found.items() if (p.kernel, p.space) == (kernel, space)), Traffic())
-
     def of(kernel: str) -> Figures:
-        outside, inside = total(kernel, "global"), total(kernel, "shared")
+        outside, inside = (total(found, kernel, space) for space in ("global", "shared"))
         return round(outside.ratio, 3), round(outside.bytes / max(outside.requests, 1), 1), round(inside.ratio, 3)
 
     return {kernel: of(kernel) for kernel in sorted({place.kernel for place in found})}
@@ -183,8 +187,14 @@ def main() -> int:
     parser.add_argument("--arch", type=int, choices=(80, 90), required=True)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains the text")
     parser.add_argument("--lines", type=int, default=20, help="how many of the worst source lines to show")
+    parser.add_argument("--rows", type=int, help="rows of norms and feed-forward, instead of those recorded")
     parser.add_argument("--update", action="store_true", help="write what was found to traffic.json")
     options = parser.parse_args()
+    if options.rows:
+        global ROWS
+        ROWS = options.rows
+        if options.update:
+            parser.error("--update with --rows: the record is of its own rows")
 
     os.environ["TRITON_INTERPRET"] = "0"  # read when kernels are defined
     import fastformer
@@ -199,11 +209,15 @@ def main() -> int:
                 found = measure(session, call)
                 table[name] = figures(found)
                 for kernel, (sectors, request, wavefronts) in table[name].items():
-                    print(f"{name:31} {kernel:38} {sectors:6.3f} {request:6.1f} {wavefronts:7.3f}", flush=True)
+                    taken = [total(found, kernel, space).taken for space in ("global", "shared")]
+                    line = f"{name:31} {kernel:38} {sectors:6.3f} {request:6.1f} {wavefronts:7.3f}"
+                    print(f"{line} {taken[0]:9} {taken[1]:9}", flush=True)
                 places += [(t.taken - t.needed, name, place, t) for place, t in found.items()]
     print("\nThe most sectors and wavefronts that were not needed:")
     for extra, name, place, traffic in sorted(places, key=lambda each: -each[0])[: options.lines]:
         print(f"{extra:8} {place.space:6} {traffic.ratio:5.2f}  {name}, {place.kernel}, {place.source}")
+    if options.rows:
+        return 0
     recorded = read(options.arch)
     if options.update:
         write(options.arch, recorded | table)

@@ -1,4 +1,5 @@
 """Triton kernels with tensor descriptors, which sm_90 loads and stores by TMA, behind mbarriers; right and wrong ones.
+On sm_80 Triton makes ordinary loads and stores of them.
 
 None of our kernels has them. They are those of Triton's tutorials, in small: a copy, a matrix product whose loop loads
 ahead, and attention. What is left out of their PTX is missed, one line at a time.
@@ -11,12 +12,15 @@ import torch
 
 triton = pytest.importorskip("triton")
 from triton import language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.compiled.faults import finding, first_finding, of_a_fenced_triton
 from tests.compiled.ptx.driver import session
+from tests.compiled.ptx.text import PtxError
 from tests.support.fused_op import needs_compiled
 
-pytestmark = [needs_compiled, pytest.mark.skipif(session.arch != 90, reason="TMA is of sm_90")]
+pytestmark = needs_compiled
+on_sm_90 = pytest.mark.skipif(session.arch != 90, reason="TMA is of sm_90")
 
 
 @triton.jit
@@ -72,6 +76,28 @@ def test_boxes_of_a_matrix(columns, dtype):
     assert torch.equal(y, x + 1)
 
 
+@triton.jit
+def double(x, y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    at = [tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N]
+    y.store(at, x.load(at) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [16, 64])
+def test_descriptors_that_the_host_makes(columns, dtype):
+    x = torch.randn(50, 96, dtype=dtype)[:, 8:88]
+    y = torch.zeros(50, 80, dtype=dtype)
+    double[2, -(-80 // columns)](*(TensorDescriptor.from_tensor(each, [32, columns]) for each in (x, y)), 32, columns)
+    assert torch.equal(y, 2 * x)
+
+
+@on_sm_90
+def test_what_the_host_asks_for_and_is_not_known():
+    x = TensorDescriptor.from_tensor(torch.randn(32, 32), [32, 32], padding="nan")
+    with pytest.raises(PtxError, match=r"double line \d+: .*NaNs outside"):
+        double[1, 1](x, x, 32, 32)
+
+
 def product(dtype: torch.dtype = torch.bfloat16, stages: int = 3, K: int = 136) -> None:
     """Within the rounding of the result, and of sums of K products of fp32."""
     a, b, c = torch.randn(100, K).to(dtype), torch.randn(K, 72).to(dtype), torch.zeros(100, 72, dtype=dtype)
@@ -111,6 +137,7 @@ LEFT_OUT = {
 }
 
 
+@on_sm_90
 @pytest.mark.parametrize("pattern", [pytest.param(x, marks=of_a_fenced_triton) if x is FENCE else x for x in LEFT_OUT])
 def test_what_is_left_out_is_missed(pattern):
     assert finding(product) is None

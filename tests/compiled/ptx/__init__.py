@@ -8,6 +8,6 @@ grid; `driver` is what Triton launches with.
 
 It differs from a GPU in what is not specified: approximations (ex2, rsqrt, …) are rounded from more exact values,
 tensor cores add in fp32, warps run in step, and threads of one warp are never in a race. It knows no clusters, tcgen05,
-barriers of some warps, tensor maps that the host makes, bulk copies without one, calls, fp8, and no atomics on 16-bit
-floats: these raise `PtxError`. It says nothing about time, nor about what ptxas makes of the PTX.
+barriers of some warps, bulk copies without a tensor map, calls, fp8, and no atomics on 16-bit floats: these raise
+`PtxError`. It says nothing about time, nor about what ptxas makes of the PTX.
 """

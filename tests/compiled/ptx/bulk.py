@@ -5,8 +5,8 @@ until when nobody may write there, and reaches global memory at `wait_group`, or
 the model allows. Both go by the async proxy: what ordinary stores wrote to shared memory needs a fence.proxy.async
 before, a tensor map written by the kernel a fence.proxy.tensormap. Traffic of bulk copies is not counted.
 
-A map is 128 bytes in a layout of our own; what is not known of it (im2col, interleaving, strides of elements, NaNs
-outside) raises.
+A map is 128 bytes in a layout of our own, made by the kernel or by the host (`make_map`); what is not known of it
+(im2col, interleaving, strides of elements, NaNs outside, roundings) raises.
 """
 
 from collections.abc import Iterator
@@ -61,6 +61,24 @@ def read_map(raw: Any) -> Map:
     return Map(field("global_address")[0], size, box, tuple(field("global_dim", rank)), strides, swizzle)
 
 
+def make_map(address: int, mode: int, size: int, kind: int, box: Any, shape: Any, strides: Any, fill: int) -> Any:
+    """What the CUDA driver makes for the host: dimensions from the outermost on, strides in elements.
+
+    Raises:
+        NotImplementedError: a load that rounds to tf32.
+    """
+    if kind > 10:
+        raise NotImplementedError("a tensor map that rounds to tf32")
+    raw, rank = np.zeros(_MAP, u8), len(box)
+    fields = {"global_address": [address], "rank": [rank - 1], "elemtype": [_ELEMENT.index(size)], "fill_mode": [fill]}
+    fields |= {"swizzle_mode": [mode], "box_dim": box[::-1], "element_stride": [1] * rank, "global_dim": shape[::-1]}
+    for name, values in (fields | {"global_stride": [x * size for x in strides[::-1][1:]]}).items():
+        start, width = FIELDS[name]
+        part = np.array([int(x) for x in values], UINT[width]).view(u8)
+        raw[start : start + len(part)] = part
+    return raw
+
+
 @dataclass
 class Load:
     """A box under way to shared memory."""
@@ -110,7 +128,7 @@ class Bulk:
         self.machine = machine
         self.stores: list[Store] = []
         self.group = np.zeros(machine.lanes, np.int64)
-        self.acquired: set[tuple[int, int]] = set()  # block and address of tensor maps
+        self.written: set[tuple[int, int]] = set()  # block and address of tensor maps that were not fenced since
 
     # ---- tensor maps
 
@@ -130,10 +148,10 @@ class Bulk:
             values = m.shared.load(number, mask, source + place, 16, 1)
             m.memory.store(number, mask, to + place.astype(u64), 16, values)
         for at, block in self._each(mask, to):
-            self.acquired.discard((block, at))
+            self.written.add((block, at))
 
     def acquire(self, number: int, mask: Any, address: Any) -> None:
-        self.acquired |= {(block, at) for at, block in self._each(mask, address)}
+        self.written -= {(block, at) for at, block in self._each(mask, address)}
 
     def _each(self, mask: Any, address: Any) -> set[tuple[int, int]]:
         m = self.machine
@@ -145,7 +163,7 @@ class Bulk:
     def map_at(self, number: int, lane: int, address: int) -> Map:
         m = self.machine
         one = np.array([lane])
-        if (int(m.block_of_lane[lane]), address) not in self.acquired:
+        if (int(m.block_of_lane[lane]), address) in self.written:
             m.refuse([True], "no fence.proxy.tensormap since the tensor map was written", number, one, [address])
         found = m.memory.locate(number, one, np.array([address], u64), _MAP * 8, "tensor map")
         if not found:

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.host.null_driver import NullDriver, Utilities, stand_in
 from tests.compiled.ptx import text
+from tests.compiled.ptx.bulk import make_map
 from tests.compiled.ptx.global_memory import Allocation
 from tests.compiled.ptx.launch import Report, launch
 from tests.compiled.ptx.machine import Options
@@ -23,7 +24,7 @@ from tests.compiled.ptx.program import Program
 
 # Kernels that touch the padding of the rows of a view on purpose, within its storage.
 _WHOLE_STORAGE = ("cross_entropy",)
-_SCRATCH_ALIGNMENT = 128  # of the tensor maps that a kernel makes for itself
+_MAP_ALIGNMENT = 128  # of tensor maps, which are what a kernel has scratch memory for
 # Findings that a version of Triton is known for, noted and not raised (docs/kernels/shared.md).
 UNFENCED = "no fence.proxy.async since shared memory was written"
 _UNFENCED_MBARRIER = "no fence.proxy.async since an mbarrier was initialised"
@@ -82,7 +83,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def bits(value: Any, kind: str) -> int:
     """The bits of an argument, as its type in Triton's signature wants them."""
-    if kind.startswith("*"):
+    if kind.startswith("*") or kind == "nvTmaDesc":
         return 0 if value is None else int(value.data_ptr())
     if kind == "fp32":
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
@@ -113,12 +114,33 @@ def allocations_of(tensors: list[torch.Tensor], exact: bool) -> list[Allocation]
     return list(found.values())
 
 
+def _is_descriptor(value: Any) -> bool:
+    return type(value).__name__ == "TensorDescriptor"
+
+
 class _Launcher:
     """In place of Triton's C function."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
-        self.kinds = list(_flat(tuple(source.signature.values())))
+        signature = tuple(source.signature.values())
+        self.maps = getattr(metadata, "tensordesc_meta", None)  # None: descriptors are taken apart
+        if any(str(kind).startswith("tensordesc") for kind in signature):
+            from triton.backends.nvidia import driver as nvidia
+
+            signature = tuple(nvidia.expand_signature(signature, self.maps))
+        self.kinds = list(_flat(signature))
         self.scratch = getattr(metadata, "global_scratch_size", 0)  # bytes of a block
+
+    def expanded(self, args: tuple[Any, ...]) -> Iterator[Any]:
+        """The arguments, tensor descriptors as what a kernel gets for them."""
+        from triton.backends.nvidia import driver as nvidia
+
+        maps = iter(self.maps or ())
+        for value in args:
+            if _is_descriptor(value):
+                yield from nvidia.make_tensordesc_arg(value, next(maps, None))
+            else:
+                yield value
 
     def __call__(
         self,
@@ -136,18 +158,28 @@ class _Launcher:
         if x * y * z == 0:
             return
         program = session.program(function)
-        given = [(v, k) for v, k in zip(_flat(args), self.kinds, strict=True) if k != "constexpr"]
+        expanded = list(self.expanded(args))
+        given = [(v, k) for v, k in zip(_flat(tuple(expanded)), self.kinds, strict=True) if k != "constexpr"]
         values = [bits(v, k) for v, k in given]
-        scratch = torch.empty(x * y * z * self.scratch + _SCRATCH_ALIGNMENT, dtype=torch.uint8)
-        values.append(-(-scratch.data_ptr() // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT)
+        scratch = torch.empty(x * y * z * self.scratch + _MAP_ALIGNMENT, dtype=torch.uint8)
+        values.append(-(-scratch.data_ptr() // _MAP_ALIGNMENT) * _MAP_ALIGNMENT)
         values += [0] * (len(program.kernel.params) - len(values))  # the profiler's, which is not used
         tensors = [v for v, _ in given if isinstance(v, torch.Tensor)]
+        tensors += [v.base for v in args if _is_descriptor(v)]
         allocations = allocations_of(tensors, not function.name.startswith(_WHOLE_STORAGE))
         allocations += allocations_of([scratch] if self.scratch else [], False)
         session.add(launch(program, (x, y, z), values, allocations, session.options))
 
 
 class _Utilities(Utilities):
+    def fill_tma_descriptor_tiled(self, *given: Any) -> torch.Tensor:
+        space = torch.empty(_MAP_ALIGNMENT + 128, dtype=torch.uint8)
+        start = -space.data_ptr() % _MAP_ALIGNMENT
+        space[start : start + 128] = torch.from_numpy(make_map(*given))
+        return space[start : start + 128]
+
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # in Triton 3.6
+
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, Any, int, int, int]:
         function = Function(name, kernel.decode() if isinstance(kernel, bytes) else kernel, shared)
         return function, function, 32, 0, 1024

@@ -61,17 +61,18 @@ def read_map(raw: Any) -> Map:
     return Map(field("global_address")[0], size, box, tuple(field("global_dim", rank)), strides, swizzle)
 
 
-def make_map(address: int, mode: int, size: int, kind: int, box: Any, shape: Any, strides: Any, fill: int) -> Any:
-    """What the CUDA driver makes for the host: dimensions from the outermost on, strides in elements.
+def make_map(
+    address: int, swizzle: int, kind: int, size: int, box: Any, shape: Any, strides: Any, fill: int
+) -> Any:  # fmt: skip
+    """What the CUDA driver makes for the host, in bytes.
 
-    Raises:
-        NotImplementedError: a load that rounds to tf32.
+    Args:
+        swizzle, kind: as PTX numbers them. size: of an element of that kind.
+        box, shape, strides: from the outermost on, strides in elements.
     """
-    if kind > 10:
-        raise NotImplementedError("a tensor map that rounds to tf32")
     raw, rank = np.zeros(_MAP, u8), len(box)
-    fields = {"global_address": [address], "rank": [rank - 1], "elemtype": [_ELEMENT.index(size)], "fill_mode": [fill]}
-    fields |= {"swizzle_mode": [mode], "box_dim": box[::-1], "element_stride": [1] * rank, "global_dim": shape[::-1]}
+    fields = {"global_address": [address], "rank": [rank - 1], "elemtype": [kind], "fill_mode": [fill]}
+    fields |= {"swizzle_mode": [swizzle], "box_dim": box[::-1], "element_stride": [1] * rank, "global_dim": shape[::-1]}
     for name, values in (fields | {"global_stride": [x * size for x in strides[::-1][1:]]}).items():
         start, width = FIELDS[name]
         part = np.array([int(x) for x in values], UINT[width]).view(u8)

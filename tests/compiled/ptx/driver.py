@@ -83,7 +83,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def bits(value: Any, kind: str) -> int:
     """The bits of an argument, as its type in Triton's signature wants them."""
-    if kind.startswith("*") or kind == "nvTmaDesc":
+    if kind.startswith("*"):
         return 0 if value is None else int(value.data_ptr())
     if kind == "fp32":
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
@@ -114,33 +114,48 @@ def allocations_of(tensors: list[torch.Tensor], exact: bool) -> list[Allocation]
     return list(found.values())
 
 
-def _is_descriptor(value: Any) -> bool:
-    return type(value).__name__ == "TensorDescriptor"
+def _of_descriptor(x: Any, found: Any) -> Iterator[tuple[Any, str]]:
+    """What a kernel gets for a tensor descriptor, and of what type each is. found: of its map; None: it has none.
+
+    Raises:
+        NotImplementedError: loads that round to tf32.
+    """
+    if found is None:
+        yield x.base, "*"
+        yield from ((n, "i64") for n in (*x.shape, *x.strides))
+        yield x.padding == "nan", "i1"
+        if hasattr(x, "round_f32_to_tf32"):  # not in Triton 3.6
+            yield x.round_f32_to_tf32, "i1"
+    else:
+        if getattr(x, "round_f32_to_tf32", False):
+            raise NotImplementedError("a tensor map that rounds to tf32")
+        raw = make_map(
+            x.base.data_ptr(), found["swizzle"], found["elem_type"], x.base.element_size(), found["block_size"],
+            x.shape, x.strides, x.padding == "nan",
+        )  # fmt: skip
+        space = torch.empty(2 * _MAP_ALIGNMENT, dtype=torch.uint8)
+        place = space[-space.data_ptr() % _MAP_ALIGNMENT :][: len(raw)]
+        yield place.copy_(torch.from_numpy(raw)), "*"
+    yield from ((n, "i32") for n in x.shape)
+    yield from ((n, "i64") for n in x.strides)
 
 
 class _Launcher:
     """In place of Triton's C function."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
-        signature = tuple(source.signature.values())
-        self.maps = getattr(metadata, "tensordesc_meta", None)  # None: descriptors are taken apart
-        if any(str(kind).startswith("tensordesc") for kind in signature):
-            from triton.backends.nvidia import driver as nvidia
-
-            signature = tuple(nvidia.expand_signature(signature, self.maps))
-        self.kinds = list(_flat(signature))
+        self.signature = tuple(source.signature.values())
+        self.maps = getattr(metadata, "tensordesc_meta", None) or ()
         self.scratch = getattr(metadata, "global_scratch_size", 0)  # bytes of a block
 
-    def expanded(self, args: tuple[Any, ...]) -> Iterator[Any]:
-        """The arguments, tensor descriptors as what a kernel gets for them."""
-        from triton.backends.nvidia import driver as nvidia
-
-        maps = iter(self.maps or ())
-        for value in args:
-            if _is_descriptor(value):
-                yield from nvidia.make_tensordesc_arg(value, next(maps, None))
+    def given(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, str]]:
+        """The arguments that the PTX knows, and their types."""
+        maps = iter(self.maps)
+        for value, kind in zip(args, self.signature, strict=True):
+            if str(kind).startswith("tensordesc"):
+                yield from _of_descriptor(value, next(maps, None))
             else:
-                yield value
+                yield from ((v, k) for v, k in zip(_flat(value), _flat(kind), strict=True) if k != "constexpr")
 
     def __call__(
         self,
@@ -158,28 +173,19 @@ class _Launcher:
         if x * y * z == 0:
             return
         program = session.program(function)
-        expanded = list(self.expanded(args))
-        given = [(v, k) for v, k in zip(_flat(tuple(expanded)), self.kinds, strict=True) if k != "constexpr"]
+        given = list(self.given(args))
         values = [bits(v, k) for v, k in given]
         scratch = torch.empty(x * y * z * self.scratch + _MAP_ALIGNMENT, dtype=torch.uint8)
         values.append(-(-scratch.data_ptr() // _MAP_ALIGNMENT) * _MAP_ALIGNMENT)
         values += [0] * (len(program.kernel.params) - len(values))  # the profiler's, which is not used
         tensors = [v for v, _ in given if isinstance(v, torch.Tensor)]
-        tensors += [v.base for v in args if _is_descriptor(v)]
+        tensors += [v.base for v, k in zip(args, self.signature, strict=True) if str(k).startswith("tensordesc")]
         allocations = allocations_of(tensors, not function.name.startswith(_WHOLE_STORAGE))
         allocations += allocations_of([scratch] if self.scratch else [], False)
         session.add(launch(program, (x, y, z), values, allocations, session.options))
 
 
 class _Utilities(Utilities):
-    def fill_tma_descriptor_tiled(self, *given: Any) -> torch.Tensor:
-        space = torch.empty(_MAP_ALIGNMENT + 128, dtype=torch.uint8)
-        start = -space.data_ptr() % _MAP_ALIGNMENT
-        space[start : start + 128] = torch.from_numpy(make_map(*given))
-        return space[start : start + 128]
-
-    fill_tma_descriptor = fill_tma_descriptor_tiled  # in Triton 3.6
-
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, Any, int, int, int]:
         function = Function(name, kernel.decode() if isinstance(kernel, bytes) else kernel, shared)
         return function, function, 32, 0, 1024

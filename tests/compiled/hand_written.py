@@ -41,10 +41,10 @@ def refused(kind: str, body: str, arrays: list[Any], **options: Any) -> None:
 
 
 def aligned(values: Any, dtype: Any) -> Any:
-    """An array that begins at a multiple of 64 bytes."""
+    """An array that begins at a multiple of 128 bytes."""
     values = np.asarray(values, dtype)
-    space = np.zeros(values.nbytes + 64, np.uint8)
-    start = -space.ctypes.data % 64
+    space = np.zeros(values.nbytes + 128, np.uint8)
+    start = -space.ctypes.data % 128
     out = space[start : start + values.nbytes].view(dtype).reshape(values.shape)
     out[...] = values
     return out

@@ -123,7 +123,7 @@ def test_what_is_expected_is_noted():
     refused("before it is written", body, [OUT], expected=("race",))
 
 
-@pytest.mark.parametrize("line", ["mbarrier.init.shared.b64 [%r6], 1;", "tex.2d.v4.f32.f32 {%r1}, [%rd0];"])
+@pytest.mark.parametrize("line", ["suld.b.1d.b32 {%r1}, [%rd0];", "tex.2d.v4.f32.f32 {%r1}, [%rd0];"])
 def test_what_it_does_not_know_it_says(line):
     with pytest.raises(PtxError, match=r"line \d+: no such instruction here"):
         run(line, [X])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.compiled.hand_written import OWN, aligned, refused, run
+from tests.compiled.ptx.counters import Traffic
 
 PUT = "st.global.b32 [%rd11], %r2;"
 
@@ -96,32 +97,40 @@ def test_local_memory_is_checked(access, kind):
 X = aligned(np.zeros(32 * 64), np.uint32)
 
 
-def counted(body: str, name: str) -> int:
-    return run(body, [X], shared=32 * 64 * 4, memory_traffic=True).counters[name]
+def counted(body: str) -> Traffic:
+    (found,) = run(body, [X], shared=32 * 64 * 4, memory_traffic=True).traffic.values()
+    return found
 
 
-@pytest.mark.parametrize(("stride", "sectors"), [(1, 4), (2, 8), (8, 32), (16, 32)])
+@pytest.mark.parametrize(("stride", "sectors"), [(0, 1), (1, 4), (2, 8), (8, 32), (16, 32)])
 def test_sectors_of_global_memory(stride, sectors):
     body = f"mul.wide.u32 %rd10, %r0, {4 * stride};\nadd.s64 %rd11, %rd0, %rd10;\nst.global.b32 [%rd11], 0;"
-    assert counted(body, "global sectors") == sectors
-    assert counted(body, "global bytes") == 128
+    bytes_, needed = (128, 4) if stride else (4, 1)
+    assert counted(body) == Traffic(1, bytes_, sectors, needed)
 
 
 @pytest.mark.parametrize(("stride", "wavefronts"), [(1, 1), (2, 2), (3, 1), (4, 4), (32, 32), (33, 1), (0, 1)])
 def test_bank_conflicts(stride, wavefronts):
-    body = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {4 * stride}, %r6;\nst.shared.b32 [%r7], 0;"
-    assert counted(body, "shared wavefronts") == wavefronts
+    place = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {4 * stride}, %r6;\n"
+    assert counted(f"{place}st.shared.b32 [%r7], 0;") == Traffic(1, 128, wavefronts, 1)
+
+
+@pytest.mark.parametrize("stride", [4, 8, 128])
+def test_bank_conflicts_of_copies(stride):
+    body = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {stride}, %r6;\n"
+    body += "cp.async.ca.shared.global [%r7], [%rd0], 4;\ncp.async.wait_all;"
+    traffic = run(body, [X], memory_traffic=True).traffic
+    assert [found for (space, *_), found in traffic.items() if space == "shared"] == [Traffic(1, 128, stride // 4, 1)]
 
 
 @pytest.mark.parametrize(("stride", "wavefronts"), [(16, 4), (128, 32)])
 def test_bank_conflicts_of_16_bytes(stride, wavefronts):
     body = f"mov.b32 %r6, global_smem;\nmad.lo.s32 %r7, %r0, {stride}, %r6;\n"
     body += "st.shared.v4.b32 [%r7], {%r0, %r0, %r0, %r0};"
-    assert counted(body, "shared wavefronts") == wavefronts
-    assert counted(body, "shared wavefronts needed") == 4
+    assert counted(body) == Traffic(1, 512, wavefronts, 4)
 
 
 def test_multiply_adds_of_tensor_cores():
     registers = "{%r1,%r2,%r3,%r4}, {%r0,%r0,%r0,%r0}, {%r0,%r0}, {%r0,%r0,%r0,%r0}"
     body = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {registers};"
-    assert counted(body, "tensor multiply-adds") == 16 * 8 * 16
+    assert run(body, [X]).counters["tensor multiply-adds"] == 16 * 8 * 16

@@ -56,21 +56,41 @@ def representable(x, kind):
     return (x.view(np.uint32) & (0xFFFF0000 if kind == "bf16" else 0xFFFFE000)).view(np.float32)
 
 
-@pytest.mark.parametrize(("k", "kind"), [(16, "f16"), (8, "f16"), (8, "tf32"), (4, "tf32"), (16, "bf16"), (8, "bf16")])
-def test_products(k, kind):
-    a, b = (representable(RNG.standard_normal(s).astype(np.float32), kind) for s in ((16, k), (k, 8)))
+def multiply(a, b, kind, of_d, addend: int, out) -> None:
+    """D = A B + addend, whose bits are those of a register; of_d: as many registers as D has."""
     of_a, of_b = fragments(a, b, kind)
     arrays = [aligned([r + [0] * (4 - len(r)) for r in x], np.uint32) for x in (of_a, of_b)]
-    d = aligned(np.zeros((32, 4)), np.float32)
-    body = "mul.wide.u32 %rd10, %r0, 16;\n" + "".join(f"add.s64 %rd{11 + i}, %rd{i}, %rd10;\n" for i in range(3))
+    body = "mul.wide.u32 %rd10, %r0, 16;\nadd.s64 %rd11, %rd0, %rd10;\nadd.s64 %rd12, %rd1, %rd10;\n"
     body += "ld.global.v4.b32 {%r1,%r2,%r3,%r4}, [%rd11];\nld.global.v4.b32 {%r5,%r6,%r7,%r8}, [%rd12];\n"
-    body += "mov.b32 %r20, 0f3F800000;\n"
+    body += f"mul.wide.u32 %rd10, %r0, {4 * of_d};\nadd.s64 %rd13, %rd2, %rd10;\nmov.b32 %r20, {addend};\n"
     ra, rb = (",".join(f"%r{start + i}" for i in range(len(x[0]))) for start, x in ((1, of_a), (5, of_b)))
-    ones, result = "{%r20,%r20,%r20,%r20}", "{%r11,%r12,%r13,%r14}"
-    body += f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {result}, {{{ra}}}, {{{rb}}}, {ones};\n"
-    run(f"{body}st.global.v4.b32 [%rd13], {result};", [*arrays, d])
+    result, c = ",".join(f"%r{11 + i}" for i in range(of_d)), ",".join(["%r20"] * of_d)
+    wide = "f32" if of_d == 4 else "f16"
+    body += f"mma.sync.aligned.m16n8k{a.shape[1]}.row.col.{wide}.{kind}.{kind}.{wide} "
+    body += f"{{{result}}}, {{{ra}}}, {{{rb}}}, {{{c}}};\nst.global.v{of_d}.b32 [%rd13], {{{result}}};"
+    run(body, [*arrays, out])
+
+
+def matrix(out):
+    """D, of what the threads had: pairs of columns, of rows 8 apart."""
     found = np.zeros((16, 8))
     for lane in range(32):
         for r in range(4):
-            found[lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2] = d[lane, r]
-    assert np.abs(found - (a.astype(np.float64) @ b + 1)).max() <= k * 2**-24 * 16  # sums of fp32, of up to 16
+            found[lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2] = out[lane, r]
+    return found
+
+
+@pytest.mark.parametrize(("k", "kind"), [(16, "f16"), (8, "f16"), (8, "tf32"), (4, "tf32"), (16, "bf16"), (8, "bf16")])
+def test_products(k, kind):
+    a, b = (representable(RNG.standard_normal(s).astype(np.float32), kind) for s in ((16, k), (k, 8)))
+    multiply(a, b, kind, 4, f32(1), out := aligned(np.zeros((32, 4)), np.float32))
+    exact = a.astype(np.float64) @ b + 1
+    assert np.abs(matrix(out) - exact).max() <= k * 2**-24 * 16  # sums of fp32, of up to 16
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_accumulators_of_16_bits(k):
+    """Two elements of a row to a register; all numbers are small integers, hence exact."""
+    a, b = (RNG.integers(-8, 8, shape).astype(np.float32) for shape in ((16, k), (k, 8)))
+    multiply(a, b, "f16", 2, f16(1) | f16(2) << 16, out := aligned(np.zeros((32, 4)), np.float16))
+    assert np.array_equal(matrix(out), a @ b + np.tile([1, 2], 4))

@@ -3,10 +3,11 @@
 Between a source, which the interpreter runs, and a GPU lie layouts, vector loads, asynchronous copies, barriers and
 wgmma. `text` reads PTX; `translate` (with `emitter`, `opcodes_*`, `arithmetic`) makes a Python function of each basic
 block; `machine` runs all threads of some blocks in step, on `global_memory`, `shared_memory` and `local_memory`, with
-`copies`, `matrices`, `warps` and `wgmma`; `launch` runs a grid; `driver` is what Triton launches with.
+`copies`, `barriers` (mbarriers), `bulk` (TMA), `matrices`, `warps` and `wgmma`, and `counters` count; `launch` runs a
+grid; `driver` is what Triton launches with.
 
 It differs from a GPU in what is not specified: approximations (ex2, rsqrt, …) are rounded from more exact values,
-tensor cores add in fp32, warps run in step, and threads of one warp are never in a race. It knows no mbarrier, TMA,
-clusters, tcgen05, calls, fp8, and no atomics on 16-bit floats: these raise `PtxError`. It says nothing about time, nor
-about what ptxas makes of the PTX.
+tensor cores add in fp32, warps run in step, and threads of one warp are never in a race. It knows no clusters, tcgen05,
+barriers of some warps, bulk copies without a tensor map, calls, fp8, and no atomics on 16-bit floats: these raise
+`PtxError`. It says nothing about time, nor about what ptxas makes of the PTX.
 """

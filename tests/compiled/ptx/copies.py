@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.compiled.ptx.global_memory import ONES
 from tests.compiled.ptx.shared_memory import AWAITED
 
 
@@ -39,6 +38,7 @@ class Copies:
             lanes = np.arange(m.lanes)
         if len(lanes) == 0:
             return
+        m.count("shared", number, lanes, index * size, size)
         width = min(size * 8, 64)
         wanted = mask
         if given is not None:
@@ -51,9 +51,8 @@ class Copies:
         if m.options.races_shared:  # from here on the bytes may change at any time
             m.shared.race(number, lanes, index, size, np.ones(len(lanes), bool))
             m.shared.check_overwrite(number, lanes, index, size * 8)
-        again = m.shared.awaited(index, size * 8)
-        m.shared.refuse(again, "a copy to where another one is under way", number, lanes, index, size)
-        m.shared.view("state", size * 8, width)[index] = ONES[width] * ONES[width].dtype.type(AWAITED)
+        m.shared.busy(number, lanes, index, size * 8, "shared memory copied to")
+        m.shared.mark(index, size * 8, AWAITED)
         self.pending.append(Copy(number, lanes, self.group[lanes], index, size, data))
 
     def commit(self, mask: Any) -> None:

@@ -55,6 +55,8 @@ class Emitter:
         if isinstance(arg, Sym):
             if arg.name.startswith("%"):
                 return f"M.special({arg.name!r}, {width})"
+            if arg.name in self.param:
+                return f"M.params[{self.param[arg.name]}]"
             return f"M.variable({arg.name!r}, {width})"
         raise PtxError(f"operand {arg}")
 

@@ -59,7 +59,7 @@ class GlobalMemory:
         active = address if lanes is None else address[lanes]
         if len(active) == 0:
             return []
-        m.count_global(lanes, active, size)
+        m.count("global", number, lanes, active, size)
         if size > 1:
             m.refuse((active & u64(size - 1)) != 0, "misaligned", number, lanes, active, f"{size} bytes")
         low, high = active.min(), active.max()
@@ -67,15 +67,23 @@ class GlobalMemory:
         if place >= 0 and high + u64(size) <= self.ends[place]:
             a = self.allocations[place]
             return [(lanes, a, ((active - u64(a.base)) // u64(size)).astype(i64))]
-        places = np.searchsorted(self.starts, active, "right").astype(i64) - 1
-        outside = (places < 0) | (active + u64(size) > self.ends[places])
-        m.refuse(outside, "outside all allocations", number, lanes, active, f"{size} bytes")
         every = np.arange(m.lanes) if lanes is None else lanes
+        return [(every[which], a, index) for which, a, index in self.locate(number, every, active, total)]
+
+    def locate(
+        self, number: int, lanes: Any, address: Any, total: int, what: str = ""
+    ) -> list[tuple[Any, Allocation, Any]]:
+        """Return (which of them, allocation, index) of each allocation that some addresses are in."""
+        size = total // 8
+        places = np.searchsorted(self.starts, address, "right").astype(i64) - 1
+        outside = (places < 0) | (address + u64(size) > self.ends[places])
+        detail = f"{size} bytes{what and ' of a ' + what}"
+        self.machine.refuse(outside, "outside all allocations", number, lanes, address, detail)
         found = []
         for p in np.unique(places[~outside]):
-            these = (places == p) & ~outside
+            these = np.flatnonzero((places == p) & ~outside)
             a = self.allocations[p]
-            found.append((every[these], a, ((active[these] - u64(a.base)) // u64(size)).astype(i64)))
+            found.append((these, a, ((address[these] - u64(a.base)) // u64(size)).astype(i64)))
         return found
 
     def view(self, a: Allocation, name: str, total: int, width: int) -> Any:

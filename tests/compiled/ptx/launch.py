@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.compiled.ptx.arithmetic import UINT
+from tests.compiled.ptx.counters import Traffic
 from tests.compiled.ptx.global_memory import Allocation, GlobalMemory
 from tests.compiled.ptx.machine import Findings, Machine, Options
 from tests.compiled.ptx.program import Program
@@ -21,6 +22,7 @@ class Report:
     grid: tuple[int, int, int]
     seconds: float
     counters: Counter[str]
+    traffic: dict[tuple[str, int, str], Traffic]  # by memory, line of PTX and of source; with `memory_traffic`
     findings: Findings
     uses_wgmma: bool
     lines: set[int]  # of the PTX: those of the basic blocks that ran
@@ -44,6 +46,7 @@ def launch(
     """
     start = time.perf_counter()
     counters: Counter[str] = Counter()
+    traffic: dict[tuple[str, int, str], Traffic] = {}
     findings: Findings = {}
     lines: set[int] = set()
     kernel = program.kernel
@@ -57,7 +60,12 @@ def launch(
             machine = Machine(program, params, blocks, grid, memory, options)
             ran = machine.run()
             counters += machine.counters
+            for (space, number), found in machine.traffic.items():
+                place = space, program.ins[number].line, program.ins[number].source
+                traffic[place] = traffic.get(place, Traffic()) + found
             for key, (text, count) in machine.findings.items():
                 findings.setdefault(key, [text, 0])[1] += count
             lines |= {i.line for n in ran for i in kernel.blocks[n].ins}
-    return Report(kernel.name, grid, time.perf_counter() - start, counters, findings, program.uses_wgmma, lines)
+    return Report(
+        kernel.name, grid, time.perf_counter() - start, counters, traffic, findings, program.uses_wgmma, lines
+    )

@@ -13,6 +13,8 @@ import numpy as np
 
 from tests.compiled.ptx import counters
 from tests.compiled.ptx.arithmetic import UINT
+from tests.compiled.ptx.barriers import Barriers
+from tests.compiled.ptx.bulk import Bulk
 from tests.compiled.ptx.copies import Copies
 from tests.compiled.ptx.global_memory import GlobalMemory
 from tests.compiled.ptx.local_memory import LocalMemory
@@ -55,6 +57,7 @@ class Machine:
     ) -> None:
         self.program, self.params, self.grid, self.options = program, params, grid, options
         self.counters: Counter[str] = Counter()
+        self.traffic: dict[tuple[str, int], counters.Traffic] = {}  # by memory and number of the instruction
         self.findings: Findings = {}
         self.threads, self.blocks = program.kernel.threads, len(blocks)
         self.lanes = self.threads * self.blocks
@@ -68,7 +71,9 @@ class Machine:
         self.shared = SharedMemory(self, program.shared)
         self.local = LocalMemory(self, program.kernel.local.size)
         self.copies, self.wgmma = Copies(self), Wgmma(self)
+        self.barriers, self.bulk = Barriers(self), Bulk(self)
         self.specials: dict[tuple[str, int], Any] = {}
+        self.looked_at = -1  # what the mbarriers were when all that wait looked last
         self.registers: list[Any] = [None] * len(program.kernel.widths)
 
     # ---- what instructions ask
@@ -130,19 +135,12 @@ class Machine:
     def trap(self, number: int, mask: Any) -> None:
         self.refuse([mask is None or np.any(mask)], "trap", number, None, [0])
 
-    def count_global(self, lanes: Any, address: Any, size: int) -> None:
-        self.counters["global bytes"] += len(address) * size
-        if self.options.memory_traffic:
+    def count(self, space: str, number: int, lanes: Any, place: Any, size: int) -> None:
+        """Count what an access of some threads (None: all) to global or shared memory takes."""
+        if self.options.memory_traffic and len(place):
             every = np.arange(self.lanes) if lanes is None else lanes
-            self.counters["global sectors"] += counters.sectors(every // 32, address)
-            self.counters["global sectors needed"] += -(-len(address) * size // 32)
-
-    def count_banks(self, lanes: Any, index: Any, size: int) -> None:
-        if self.options.memory_traffic:
-            every = np.arange(self.lanes) if lanes is None else lanes
-            taken, needed = counters.wavefronts(every, index * size, size)
-            self.counters["shared wavefronts"] += taken
-            self.counters["shared wavefronts needed"] += needed
+            found = (counters.sectors if space == "global" else counters.wavefronts)(every, place, size)
+            self.traffic[space, number] = self.traffic.get((space, number), counters.Traffic()) + found
 
     # ---- the run
 
@@ -151,11 +149,12 @@ class Machine:
         program, R = self.program, self.registers
         self.pending: dict[int, Any] = {0: np.ones(self.lanes, bool)}  # basic block -> who is there
         self.waiting: dict[int, Any] = {}  # at the barrier before that block
+        self.stalled: dict[int, Any] = {}  # who looks at an mbarrier again when nobody else can go on
         self.live = self.pending[0]  # replaced, never changed in place
         everybody = True
         executed: Counter[int] = Counter()
         for _ in range(self.options.steps):
-            if not self.pending:
+            if not self.pending and not self.look_again():
                 break
             n = min(self.pending)
             mask = self.pending.pop(n)
@@ -170,6 +169,7 @@ class Machine:
             except Exception as error:
                 program.explain(error)
             everybody &= not self.leave(n, mask, branch)
+            self.stall(n)
         else:
             raise KernelFault(f"{program.kernel.name}: more than {self.options.steps} steps: does it end?")
         if self.waiting:
@@ -177,10 +177,36 @@ class Machine:
             raise KernelFault(f"{program.kernel.name}: threads wait at a barrier that others never reach: {lanes[:4]}")
         if self.wgmma.pending:
             self.refuse([True], "ends with a wgmma that nobody waited for", self.wgmma.pending[0].number, None, [0])
+        self.barriers.end()
+        self.bulk.end()
         for n, warps in executed.items():
             for name, count in program.classes[n].items():
                 self.counters["warp instructions " + name] += count * warps
         return executed
+
+    def stall(self, last: int) -> None:
+        """Let those wait who found the phase of an mbarrier not ended, and went back to look again."""
+        failed = self.barriers.take_failed()
+        for n in list(self.pending) if failed is not None else ():
+            if n <= last and (here := self.pending[n] & failed).any():
+                self.stalled[n] = here | self.stalled.get(n, False)
+                if not (self.pending[n] & ~failed).any():
+                    del self.pending[n]
+                else:
+                    self.pending[n] = self.pending[n] & ~failed
+
+    def look_again(self) -> bool:
+        """Send those on who wait for an mbarrier; if nothing has changed since the last time, nothing will."""
+        if not self.stalled:
+            return False
+        self.barriers.deliver()
+        if self.looked_at == self.barriers.version:
+            lanes = np.flatnonzero(np.logical_or.reduce(list(self.stalled.values())))
+            self.refuse([True], "waits for an mbarrier whose phase never ends", self.barriers.looked, lanes, [0])
+            raise KernelFault(f"{self.program.kernel.name}: what was noted before keeps it from going on")
+        self.looked_at = self.barriers.version
+        self.pending, self.stalled = self.stalled, {}
+        return True
 
     def add(self, n: int, mask: Any) -> None:
         self.pending[n] = mask if n not in self.pending else self.pending[n] | mask
@@ -218,6 +244,7 @@ class Machine:
             if not free.any():
                 continue
             self.epochs = self.epochs + free
+            self.barriers.meet(free)
             lanes = np.repeat(free, self.threads)
             for to in here:
                 going, rest = self.waiting[to] & lanes, self.waiting[to] & ~lanes

@@ -25,7 +25,7 @@ def ldmatrix(m: Any, number: int, mask: Any, address: Any, count: int, trans: bo
     m.shared.check_read(number, threads, index, 128)
     if m.shared.races:
         m.shared.race(number, threads, index, 16)
-    m.count_banks(threads, index, 16)
+    m.count("shared", number, threads, index * 16, 16)
     data = np.zeros((len(lanes), 8), u16)
     data[slice(None) if active is None else active] = m.shared.view("bytes", 128, 16)[index]
     data = data.reshape(-1, count, 8, 8)  # warp, matrix, row, column
@@ -43,7 +43,7 @@ def stmatrix(m: Any, number: int, mask: Any, address: Any, values: list[Any], tr
     given = None if mask is None else np.broadcast_to(mask, (m.lanes,))[lanes]
     active, index = m.shared.find(number, given, chosen, 128, lanes)
     threads = lanes if active is None else lanes[active]
-    m.count_banks(threads, index, 16)
+    m.count("shared", number, threads, index * 16, 16)
     data = np.stack([by_warp(m, v) for v in values], 1)
     data = np.ascontiguousarray(data).view(u16).reshape(-1, count, 8, 8)
     if trans:

@@ -66,8 +66,10 @@ class Memory(Emitter):
         self.op_atom(i, Vec((None,) * count), mem, *values)
 
     def op_cp(self, i: Ins, *args: Any) -> None:
-        if i.op[1] != "async" or "bulk" in i.op or "mbarrier" in i.op:
-            raise PtxError("only cp.async of threads")
+        if "bulk" in i.op:
+            return self.bulk_copy(i, *args)
+        if i.op[1] != "async" or "mbarrier" in i.op:
+            raise PtxError("only cp.async of threads, and bulk copies")
         if "commit_group" in i.op:
             return self.emit(f"M.copies.commit({self.mask})")
         if "wait_group" in i.op:
@@ -78,6 +80,9 @@ class Memory(Emitter):
         given = self.bits(rest[0], 32) if rest and not ("L2::cache_hint" in i.op and len(rest) == 1) else "None"
         to, source = self.address(to, True), self.address(source, False)
         return self.emit(f"M.copies.issue({i.number}, {self.mask}, {to}, {source}, {size.bits}, {given})")
+
+    def bulk_copy(self, i: Ins, *args: Any) -> None:
+        raise NotImplementedError
 
     def op_ldmatrix(self, i: Ins, d: Any, mem: Mem) -> None:
         targets = d.items if isinstance(d, Vec) else (d,)
@@ -152,9 +157,6 @@ class Memory(Emitter):
 
     def nothing(self, i: Ins, *args: Any) -> None:
         self.emit("pass")
-
-    def op_fence(self, i: Ins, *args: Any) -> None:
-        self.emit(f"M.shared.proxy_fence({self.mask})" if "proxy" in i.op else "pass")
 
     op_membar = op_nanosleep = op_prefetch = op_setmaxnreg = op_griddepcontrol = nothing
 

@@ -1,8 +1,9 @@
 """Shared memory of all blocks that run together, and the checks of each access to it.
 
-Each byte has a state: unwritten, written, or awaiting an asynchronous copy. With `races_shared` it has more: which warp
-wrote and read it since which barrier, how many wgmma under way read it, and whether it was written since the last
-fence.proxy.async. Nothing is found by luck: warps run in step, and a race is found by who did what between barriers.
+Each byte has a state: unwritten, written, awaiting an asynchronous copy, or part of an mbarrier; and which warps have
+not seen that a bulk copy to it ended. With `races_shared` it has more: which warp wrote and read it since which
+barrier, how many wgmma and bulk stores under way read it, and whether it was written since the last fence.proxy.async.
+Nothing is found by luck: warps run in step, and a race is found by who did what between barriers.
 """
 
 from typing import Any
@@ -14,9 +15,12 @@ from tests.compiled.ptx.atomics import atomic
 from tests.compiled.ptx.global_memory import ONES
 
 BASE = 1024  # where a block's shared memory begins: the system takes the first KiB on sm_90
-_WRITTEN, AWAITED = 1, 2  # states of a byte
+UNWRITTEN, WRITTEN, AWAITED, HELD = 0, 1, 2, 4  # states of a byte: HELD by an mbarrier
 _SEVERAL = 64  # added to a warp's number: several warps
 _EPOCH = 128  # epochs of barriers count in units of this, above the warp
+
+
+NOT_WAITED = "shared memory read by a warp that has not waited for the copy to it"
 
 
 class SharedMemory:
@@ -32,8 +36,9 @@ class SharedMemory:
         if self.races:
             self.written = np.full(len(self.bytes), -1, np.int64)  # epoch and warp
             self.read = np.full(len(self.bytes), -1, np.int64)
-            self.reading = np.zeros_like(self.bytes)  # how many wgmma under way read it
+            self.reading = np.zeros_like(self.bytes)  # how many asynchronous operations under way read it
             self.generic = np.zeros_like(self.bytes)  # 1: written since the last fence.proxy.async
+        self.unseen: Any = None  # bits of warps; made with the first bulk copy
         self.views: dict[Any, Any] = {}
 
     def view(self, name: str, total: int, width: int) -> Any:
@@ -72,10 +77,16 @@ class SharedMemory:
         state = self.view("state", total, width)[index]
         bad = (state != ONES[width]).any(1)
         if bad.any():
+            states = state[bad].view(u8)
             what = (
-                "while a copy to it is under way" if (state[bad].view(u8) == AWAITED).any() else "before it is written"
-            )
+                "while a copy to it is under way" if (states == AWAITED).any()
+                else "where an mbarrier is" if (states == HELD).any() else "before it is written"
+            )  # fmt: skip
             self.refuse(bad, f"shared memory read {what}", number, lanes, index, total // 8, f"{total // 8} bytes")
+        if self.unseen is not None:
+            warps = self.machine.warp_in_block if lanes is None else self.machine.warp_in_block[lanes]
+            bad = (self.unseen.reshape(-1, total // 8)[index] >> warps[:, None] & 1).any(1)
+            self.refuse(bad, NOT_WAITED, number, lanes, index, total // 8)
 
     def refuse(self, bad: Any, kind: str, number: int, lanes: Any, index: Any, size: int, detail: str = "") -> None:
         self.machine.refuse(bad, kind, number, lanes, self.address(index, size), detail)
@@ -115,33 +126,49 @@ class SharedMemory:
         """What was written is there for wgmma, too, which reads by another way (the async proxy)."""
         m = self.machine
         if self.races:
-            there = slice(None) if mask is None else np.unique(m.block_of_lane[np.broadcast_to(mask, (m.lanes,))])
+            here = np.ones(m.lanes, bool) if mask is None else np.broadcast_to(mask, (m.lanes,))
+            there = here.reshape(m.blocks, -1).any(1)
             self.generic.reshape(m.blocks, self.stride)[there] = 0
+            m.barriers.fence(there)
 
     def check_overwrite(self, number: int, lanes: Any, index: Any, total: int) -> None:
         """Nobody may write what a wgmma under way reads."""
-        if self.machine.wgmma.pending:
+        if self.machine.wgmma.pending or self.machine.bulk.stores:
             bad = self.view("reading", total, 8)[index].any(1)
-            what = "shared memory written that a wgmma under way reads"
+            reader = "wgmma" if self.machine.wgmma.pending else "bulk store"
+            what = f"shared memory written that a {reader} under way reads"
             self.refuse(bad, what, number, lanes, index, total // 8)
 
-    def awaited(self, index: Any, total: int) -> Any:
-        """Which accesses meet bytes that a copy is under way to."""
-        return (self.view("state", total, 8)[index] == AWAITED).any(1)
+    def check_fenced(self, number: int, lanes: Any, index: Any, size: int) -> None:
+        """What ordinary stores wrote, the async proxy neither reads nor overwrites without a fence between."""
+        if self.races:
+            unfenced = self.view("generic", size * 8, 8)[index].any(1)
+            self.refuse(unfenced, "no fence.proxy.async since shared memory was written", number, lanes, index, size)
+
+    def mark(self, index: Any, total: int, state: int) -> None:
+        width = min(total, 64)
+        self.view("state", total, width)[index] = ONES[width] * UINT[width](state)
+
+    def busy(self, number: int, lanes: Any, index: Any, total: int, what: str) -> None:
+        """Nobody touches bytes that a copy is under way to, or an mbarrier."""
+        state = self.view("state", total, 8)[index]
+        if (state > WRITTEN).any():
+            copy = what + " while a copy to it is under way"
+            self.refuse((state == AWAITED).any(1), copy, number, lanes, index, total // 8)
+            self.refuse((state == HELD).any(1), what + " where an mbarrier is", number, lanes, index, total // 8)
 
     def put(self, number: int, lanes: Any, index: Any, total: int, values: Any, copied: bool = False) -> None:
         """Write rows of values; the one place where bytes and their state change."""
         width, size = min(total, 64), total // 8
         if not copied:
-            what = "shared memory written while a copy to it is under way"
-            self.refuse(self.awaited(index, total), what, number, lanes, index, size)
+            self.busy(number, lanes, index, total, "shared memory written")
         view = self.view("bytes", total, total // values.shape[1])
         if self.races:
             self.check_overwrite(number, lanes, index, total)
             fresh = (self.view("state", total, width)[index] != ONES[width]).any(1)
             self.race(number, lanes, index, size, (view[index] != values).any(1) | fresh)
         view[index] = values
-        self.view("state", total, width)[index] = ONES[width] * UINT[width](_WRITTEN)
+        self.mark(index, total, WRITTEN)
         if self.races:
             self.view("generic", total, width)[index] = ONES[width]
             lost = (view[index] != values).any(1)
@@ -155,7 +182,7 @@ class SharedMemory:
         self.check_read(number, lanes, index, total)
         if self.races:
             self.race(number, lanes, index, total // 8)
-        m.count_banks(lanes, index, total // 8)
+        m.count("shared", number, lanes, index * (total // 8), total // 8)
         values = self.view("bytes", total, width)[index]
         if lanes is not None:
             full = np.zeros((m.lanes, count), UINT[width])
@@ -168,7 +195,7 @@ class SharedMemory:
         lanes, index = self.find(number, mask, address, total)
         if len(index) == 0:
             return
-        m.count_banks(lanes, index, total // 8)
+        m.count("shared", number, lanes, index * (total // 8), total // 8)
         rows = np.empty((len(index), len(values)), UINT[width])
         for i, v in enumerate(values):
             v = np.broadcast_to(v, (m.lanes,))

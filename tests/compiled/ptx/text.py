@@ -33,6 +33,11 @@ class Mem(NamedTuple):
     offset: int
 
 
+class Tile(NamedTuple):
+    map: Mem  # of a tensor
+    at: Vec  # coordinates, the innermost first
+
+
 class Sym(NamedTuple):
     name: str  # a label, a variable or a special register
 
@@ -211,6 +216,8 @@ class _Reader:
         if text.startswith("{"):
             return Vec(tuple(self.operand(x) for x in _operands(text[1:-1])))
         if text.startswith("["):
+            if len(parts := _operands(text[1:-1])) == 2:
+                return Tile(self.operand(f"[{parts[0]}]"), self.operand(parts[1]))
             base, _, offset = text[1:-1].replace(" ", "").partition("+")
             if not offset and (match := re.fullmatch(r"(.+?)(-\d+)", base)):
                 base, offset = match[1], match[2]
@@ -241,6 +248,11 @@ def _closing(text: str, opening: int) -> int:
     raise PtxError("an entry that does not end")
 
 
+def _parameter(words: list[str]) -> tuple[str, str]:
+    """Type and name. Of some bytes, such as a tensor map, the launch gives the address."""
+    return ("u64", words[-1].split("[")[0]) if "[" in words[-1] else (words[1][1:], words[-1])
+
+
 def read(text: str, name: str | None = None) -> Kernel:
     """Read the entry of that name, or the first one."""
     entry = re.search(r"\.entry\s+" + (re.escape(name) if name else r"([\w$]+)") + r"\s*\(", text)
@@ -248,7 +260,7 @@ def read(text: str, name: str | None = None) -> Kernel:
         raise PtxError(f"no entry {name}")
     close = text.index(")", entry.end())
     opening = text.index("{", close)
-    params = [words.split() for words in text[entry.end() : close].split(",") if words.strip()]
+    params = [_parameter(words.split()) for words in text[entry.end() : close].split(",") if words.strip()]
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", text[close + 1 : opening])
     shared = Variables()
     for kind, alignment, variable, size in _VARIABLE.findall(text):
@@ -262,7 +274,7 @@ def read(text: str, name: str | None = None) -> Kernel:
     blocks, labels = _cut(reader.ins, reader.labels)
     return Kernel(
         name or entry[1],
-        [(words[1][1:], words[-1]) for words in params],
+        params,
         reader.widths,
         reader.names,
         blocks,

@@ -9,12 +9,12 @@ of each loop; a function of numpy expressions looks them up once.
 from typing import Any
 
 from tests.compiled.ptx.opcodes_arithmetic import Arithmetic
-from tests.compiled.ptx.opcodes_memory import Memory
+from tests.compiled.ptx.opcodes_bulk import Bulk
 from tests.compiled.ptx.opcodes_moves import Moves
 from tests.compiled.ptx.text import Ins, PtxError
 
 
-class Translator(Arithmetic, Moves, Memory):
+class Translator(Arithmetic, Moves, Bulk):
     """Of one kernel; `code(block, masked)` gives the function, its name, and the instruction of each of its lines."""
 
     def code(self, number: int, masked: bool) -> Any:

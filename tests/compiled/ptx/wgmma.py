@@ -14,7 +14,7 @@ import numpy as np
 from tests.compiled.ptx.arithmetic import UINT, bf16_to_f32, f16_to_f32, f32_to_f16, i64, u16, u32, u64
 from tests.compiled.ptx.global_memory import ONES
 from tests.compiled.ptx.matrices import COLUMN, ROW, a_matrix, tf32
-from tests.compiled.ptx.shared_memory import BASE
+from tests.compiled.ptx.shared_memory import BASE, NOT_WAITED
 from tests.compiled.ptx.warps import by_warp, require_whole
 
 _SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}  # of a descriptor: bytes of a row
@@ -144,6 +144,9 @@ class Wgmma:
         whole = ONES[size * 8]
         self.check_elements(state > whole, "shared memory read while a copy to it is under way", number, address)
         self.check_elements(state < whole, "shared memory read before it is written", number, address)
+        if shared.unseen is not None:
+            warps = u32(0xF) << (m.warp_in_block[::128].astype(u32))[:, None, None]
+            self.check_elements(shared.unseen[index * size] & warps != 0, NOT_WAITED, number, address)
         if shared.races:
             unfenced = shared.generic[index * size] != 0
             self.check_elements(unfenced, "no fence.proxy.async since shared memory was written", number, address)

@@ -5,7 +5,8 @@
 
 A copy of the repository gets one fault at a time; the test that stands beside the fault must then fail by an assertion.
 A fault that survives is a gap in the tests. All of it runs in Triton's interpreter, also where there is a GPU; faults
-that it cannot show, such as two blocks that write one row, run compiled (tests/compiled).
+that it cannot show, such as two blocks that write one row, run compiled (tests/compiled), after their test has passed
+in the interpreter with the fault.
 """
 
 from tests.kernels.mutations import (

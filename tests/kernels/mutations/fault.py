@@ -13,7 +13,7 @@ class Fault(NamedTuple):
     new: str
     test: str  # which must fail
     failure: str = ""  # how it fails, where that is no assertion
-    compiled: str = ""  # for what GPU; else it is interpreted
+    compiled: str = ""  # for what GPU, as only compiled code shows it; else it is interpreted
 
 
 def at(file: str, test: str, name: str, old: str, new: str, failure: str = "", compiled: str = "") -> Fault:

@@ -72,6 +72,8 @@ def judge(fault: Fault, folder: Path) -> str:
     text = file.read_text()
     file.write_text(text.replace(fault.old, fault.new))
     try:
+        if fault.compiled and run(folder, [fault.test], "")[0] != 0:
+            return "broken: the interpreter shows it too"
         status, output = run(folder, [fault.test], fault.compiled)
     finally:
         file.write_text(text)

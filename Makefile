@@ -41,7 +41,7 @@ compiled-part:  ## a part of that, which CI runs
 	  $(PYTHON) -m pytest --compiled $$arch --quick tests/kernels -k "shapes or rules or packed or decoding or values"; \
 	done
 
-# 70 s of a core for each GPU with nothing compiled before. Six of its 24 cases are in `compiled-part`.
+# 70 s of a core for each GPU with nothing compiled before. Six of its 27 cases are in `compiled-part`.
 traffic:  ## sectors and bank conflicts of every op's kernels, held to tests/compiled/traffic.json
 	nice $(PYTHON) -m tests.compiled.traffic --arch 80
 	nice $(PYTHON) -m tests.compiled.traffic --arch 90

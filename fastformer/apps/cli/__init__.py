@@ -30,7 +30,7 @@ from fastformer.apps.cli.parts import register_shared
 from fastformer.apps.runs.kinds import load_commands
 from fastformer.apps.system.terminal import Terminal, escaped, give_up_on
 from fastformer.apps.text.files import encode_text
-from fastformer.apps.train.processes import ProcessError, describe_process
+from fastformer.apps.train.processes import ProcessError, describe_process, leaving
 from fastformer.backend import BackendError
 
 __all__ = ["evaluation", "export", "inspection", "main", "project"]
@@ -41,6 +41,11 @@ register_shared()
 
 def main() -> None:
     """Run the command line."""
+    with leaving():
+        _main()
+
+
+def _main() -> None:
     _open_streams()
     # The package's warnings, such as a vocabulary that was clamped, belong on standard error.
     console = Console(file=cast("TextIO", Terminal(sys.stderr)))

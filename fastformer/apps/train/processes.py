@@ -11,10 +11,13 @@ which a process that does not answer for `TIMEOUT` ends the run. Decisions go ov
 GPU is waited for; there, others may wait as long as a process reads data, learns a vocabulary, validates or saves.
 """
 
+import atexit
 import os
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +29,9 @@ from torch import Tensor
 # Between two steps, processes differ by the length of a batch and by what one of them compiles.
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = timedelta(days=7)
+# gloo's threads drop Python's objects, and wait for the GIL with them. Who ends meanwhile is aborted by C++; who ends the
+# threads while the GIL is held, as torch does where a model goes last, waits for ever (torch 2.13).
+_GRACE = 0.2  # seconds
 
 # What gloo and NCCL say when the other end is gone.
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "remote process")
@@ -221,6 +227,34 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     yield Processes.current()
     # Not after an error: the others may be anywhere, and the end of this process closes its connections.
     dist.destroy_process_group()
+    time.sleep(_GRACE)  # `_joined` keeps the groups, so no thread is waited for
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """For all that a program does: one of several processes ends with the block, as Python would end it.
+
+    But nothing is taken apart, for which gloo's threads would have to have come to an end.
+    """
+    if not _launched():
+        yield
+        return
+    status: Any = 0
+    try:
+        yield
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def describe_process() -> str:

@@ -118,6 +118,46 @@ def test_weights_that_a_hook_writes_to_are_those_that_are_computed_with(hook, pl
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+def clamps_before(model, batch):
+    clamp(model, ())
+    return LOSS(model, batch)
+
+
+def freezes_for_a_while(model, batch):
+    model.encoder.requires_grad_(False)
+    loss = LOSS(model, batch)
+    model.encoder.requires_grad_(True)
+    return loss
+
+
+def penalises_gradients(model, batch):
+    loss = LOSS(model, batch)
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(x.pow(2).sum() for x in found)
+
+
+class ClampedLayer(fastformer.TransformerDecoderLayer):
+    def packed(self, *given, **more):
+        clamp(self, ())
+        return super().packed(*given, **more)
+
+
+@pytest.mark.parametrize("loss", [LOSS, clamps_before, freezes_for_a_while, penalises_gradients])
+def test_code_of_somebodys_own_in_a_step_meets_parameters_as_they_are(loss):
+    """Against autocast's own casts: parameters written to through `.data`, frozen, differentiated twice."""
+    torch.manual_seed(0)
+    model = random_model().train().to(DEVICE)
+    if loss is LOSS:
+        model.decoder.layers[1].__class__ = ClampedLayer
+    other, batch = copy.deepcopy(model), BATCHES[0].to(DEVICE)
+    Update(model, functools.partial(loss), TrainConfig(steps=1, precision="bf16"), Processes()).gradients([batch])
+    with autocast():
+        value = loss(other, batch)
+    (value / batch.tokens).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert (p.grad is q.grad is None) or torch.equal(p.grad, q.grad)
+
+
 def test_who_gets_a_copy():
     weight, frozen = torch.nn.Parameter(torch.randn(4, device=DEVICE)), torch.randn(4, device=DEVICE)
     others = []

@@ -8,9 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer import functional
+from fastformer.apps.train import Processes, TrainConfig
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import translation_loss
 from fastformer.host import autograd_function
 from fastformer.host.autograd_function import dropout_seed, seeds_together
 from tests.support.fused_op import DEVICE, needs_kernels
+from tests.support.translation_task import random_batch, random_model
 
 X = torch.zeros(1, device=DEVICE)
 
@@ -79,3 +83,25 @@ def test_what_is_computed_again_drops_the_same(reentrant):
     y.sum().backward()
     assert torch.equal(y == 0, x.grad == 0)
     assert 0 < int((y == 0).sum()) < y.numel()
+
+
+@needs_kernels
+@pytest.mark.parametrize("together", [False, True])
+def test_a_loss_that_seeds_twice_drops_the_same_twice(together):
+    differences = []
+
+    def loss(model, batch):
+        found = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            found.append(translation_loss(model, batch))
+        differences.append((found[0] - found[1]).item())
+        return sum(found)
+
+    model = random_model(dropout=0.5).train().to(DEVICE)
+    update = Update(model, loss, TrainConfig(steps=1), Processes())
+    if together:  # what ours are spared: the test can tell
+        update._ours = True
+    with fastformer.backend("triton"):
+        update.gradients([random_batch([(3, 2), (1, 4)])])
+    assert (differences != [0.0]) == together

@@ -1,6 +1,6 @@
 """`fastformer train classify | classify`, and a classification run's part of the commands for runs of every kind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,12 +58,11 @@ def classify(
         put_lines(_labelled(classifier, lines, batch_size, probabilities), output)
 
 
-def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> list[str]:
+def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> Iterable[str]:
     if not probabilities:
         return classifier.classify(texts, batch_size)
-    found = classifier.probabilities(texts, batch_size).sort(-1, descending=True)
-    rows = zip(found.values.tolist(), found.indices.tolist(), strict=True)
-    return ["\t".join(f"{classifier.labels[i]}\t{p:.4f}" for p, i in zip(*row, strict=True)) for row in rows]
+    ranked = classifier.ranked(texts, batch_size)
+    return ("\t".join(f"{label}\t{p:.4f}" for label, p in labels) for labels in ranked)
 
 
 @evaluation.evaluate.part(APPLICATION)

@@ -29,8 +29,8 @@ from torch import Tensor
 # Between two steps, processes differ by the length of a batch and by what one of them compiles.
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = timedelta(days=7)
-# gloo's threads drop Python's objects, and wait for the GIL with them. Who ends meanwhile is aborted by C++; who ends the
-# threads while the GIL is held, as torch does where a model goes last, waits for ever (torch 2.13).
+# gloo's threads drop Python's objects, and wait for the GIL with them. Who ends meanwhile is aborted by C++; who ends
+# the threads while the GIL is held, as torch does where a model goes last, waits for ever (torch 2.13).
 _GRACE = 0.2  # seconds
 
 # What gloo and NCCL say when the other end is gone.

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from fastformer.apps.classification import (
     load_classifier,
     sequence_classification_loss,
 )
+from fastformer.apps.classification.commands import _labelled
 from fastformer.apps.export import load_safetensors
 from fastformer.apps.text import LabelledBatch, LabelledBatches, WordTokenizer
 from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
@@ -113,6 +115,22 @@ def test_labels_of_arguments_files_and_standard_input(folder: Path) -> None:
         assert [float(x) for x in row[1::2]] == pytest.approx(sorted(p.tolist(), reverse=True), abs=6e-5)
     assert [row[0] for row in rows] == wanted.split()
     assert classifier.classify([]) == []
+
+
+def test_every_label_of_every_text_is_never_held_at_once() -> None:
+    labels, texts = 2000, ["one two"] * 100
+    tokenizer = WordTokenizer.from_lines(["one two"])
+    config = ClassifierConfig(tokenizer.size, labels, d_model=8, heads=2, layers=1, feed_forward=8)
+    classifier = Classifier(SequenceClassifier(config), tokenizer, [str(i) for i in range(labels)], 9)
+    lines = _labelled(classifier, texts[:1], 8, True)
+    (expected,) = list(lines)
+    tracemalloc.start()
+    try:
+        assert all(line == expected for line in _labelled(classifier, texts, 8, True))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100 * labels * 8  # a pointer each is more
 
 
 def test_probabilities_are_the_models_and_no_text_depends_on_its_neighbours(folder: Path) -> None:

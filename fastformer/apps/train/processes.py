@@ -223,7 +223,11 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:  # the latter of the launcher's variables
+        said = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise ProcessError(f"the processes of this run do not find one another ({said})") from error
     yield Processes.current()
     # Not after an error: the others may be anywhere, and the end of this process closes its connections.
     dist.destroy_process_group()

@@ -1,12 +1,18 @@
-"""How several processes end while a thread of gloo's still has something of Python's to drop, for which it waits."""
+"""How several processes begin where one is missing.
+
+And how they end while a thread of gloo's still has something of Python's to drop, for which it waits.
+"""
 
 import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
+from fastformer.apps.train import ProcessError, join_processes, processes
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,11 +58,15 @@ with join_processes() as processes:
 """
 
 
-def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
-    """Exit codes and what two processes wrote."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def ends(program: str, *arguments: str) -> list[tuple[int, str, str]]:
+    """Exit codes and what two processes wrote."""
+    port = free_port()
     known = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     started = [
@@ -85,3 +95,15 @@ def test_a_command_ends_with_its_own_exit_code(code):
 def test_a_program_of_ones_own_ends_once_the_threads_had_time():
     found = ends(HELD + OWN)
     assert [(code, out) for code, out, _ in found] == [(0, "held 0\n"), (0, "held 1\n")], found
+
+
+@pytest.mark.parametrize(
+    "changes", [{"RANK": "1"}, {"RANK": "0"}, {"MASTER_PORT": "many"}, {"RANK": "two"}, {"MASTER_PORT": None}], ids=str
+)
+def test_processes_that_do_not_find_one_another_say_so(changes, monkeypatch):
+    monkeypatch.setattr(processes, "TIMEOUT", timedelta(seconds=1))
+    known = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    for name, value in {**known, **changes}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessError, match="do not find one another"), join_processes():
+        pass

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.foreign_files import same_file
+from fastformer.apps.system.run_lock import locked
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
@@ -72,7 +73,8 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
 
     Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name or
-    equal folders, ``FileNotFoundError`` when a file is missing, and ``TextError`` when one is not what was published.
+    equal folders, ``FileNotFoundError`` when a file is missing, ``TextError`` when one is not what was published, and
+    ``RunLockedError`` while something else writes to the folder.
     """
     if name not in DATASETS:
         raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
@@ -92,10 +94,6 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     for file in files:
         if any(same_file(folder / file, original) for original in origin.rglob("*")):
             raise ValueError(f"{folder / file} is one of the originals, and would be replaced; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dataset.json").unlink(missing_ok=True)
-    for file, lines in files.items():
-        write_lines(folder / file, lines)
     report = DatasetReport(
         name=name,
         folder=str(folder),
@@ -106,7 +104,12 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
         warnings=warnings,
     )
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
-    write_atomic(folder / "dataset.json", json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):  # of two at once, each would say of the other's files that they are its own
+        (folder / "dataset.json").unlink(missing_ok=True)
+        for file, lines in files.items():
+            write_lines(folder / file, lines)
+        write_atomic(folder / "dataset.json", json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
     return report
 
 

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from fastformer.apps.system.run_lock import RunLockedError
 from fastformer.apps.text import DATASETS, TextError, datasets, open_dataset, prepare, read_lines, write_lines
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -131,6 +133,26 @@ def test_an_interrupted_preparation_is_not_opened(tmp_path, monkeypatch):
         prepare("multi30k", folder, tmp_path / "to")
     with pytest.raises(FileNotFoundError, match=r"dataset\.json: no such file; make the folder with"):
         open_dataset(tmp_path / "to", "en", "de")
+
+
+def test_of_two_into_one_place_at_once_the_second_is_refused(tmp_path, monkeypatch):
+    """Else both would succeed, and the last dataset.json speak of the other's files as well."""
+    monkeypatch.setattr(datasets, "_EUROPARL_HELD_OUT", 5)
+    first, second = small_multi30k(tmp_path / "from", monkeypatch), small_europarl(tmp_path / "others")
+    write, refused = datasets.write_lines, []
+
+    def meanwhile(path, lines):
+        write(path, lines)
+        if not refused:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(RunLockedError, match="to is being written by"):
+                pool.submit(prepare, "europarl", second, tmp_path / "to").result()
+            refused.append(True)
+
+    monkeypatch.setattr(datasets, "write_lines", meanwhile)
+    prepare("multi30k", first, tmp_path / "to")
+    assert refused
+    assert not (tmp_path / "to" / ".lock").exists()
+    assert len(open_dataset(tmp_path / "to", "en", "de")[0]) > 0
 
 
 def test_damaged_folders(tmp_path, monkeypatch):

@@ -144,9 +144,9 @@ def test_of_two_into_one_place_at_once_the_second_is_refused(tmp_path, monkeypat
     def meanwhile(path, lines):
         write(path, lines)
         if not refused:
+            refused.append(True)
             with ThreadPoolExecutor(1) as pool, pytest.raises(RunLockedError, match="to is being written by"):
                 pool.submit(prepare, "europarl", second, tmp_path / "to").result()
-            refused.append(True)
 
     monkeypatch.setattr(datasets, "write_lines", meanwhile)
     prepare("multi30k", first, tmp_path / "to")

@@ -32,6 +32,7 @@ SET = "any value"  # in a condition: not None
 Given = Mapping[str, Mapping[str, Any]]  # section -> name -> what a user stated
 
 _KINDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", Path: "a path"}
+_SHOWN = 500  # characters of a wrong value: config.toml may be a stranger's
 _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "at_least": operator.ge,
     "above": operator.gt,
@@ -115,7 +116,8 @@ def check_value(name: str, value: Any, hint: Any, others: Mapping[str, Any] | No
         allowed = allowed if choices else ", ".join(filter(None, (_kind(hint), allowed)))
     elif value is None or (value in choices if choices else all(_within(value, facts, others))):
         return value
-    raise ValueError(f"{name} must be {allowed}, not {' '.join(repr(value).splitlines())}")
+    said = " ".join(repr(value).splitlines())
+    raise ValueError(f"{name} must be {allowed}, not {said if len(said) <= _SHOWN else said[:_SHOWN] + '…'}")
 
 
 def _range(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:

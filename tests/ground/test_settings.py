@@ -125,6 +125,13 @@ def refused(owner: type[Settings], name: str, value: Any, **others: Any) -> str:
     return message
 
 
+@pytest.mark.parametrize("value", ["x" * 10**6, 10**4000, [1] * 10**5], ids=["string", "integer", "list"])
+def test_a_long_value_is_not_repeated_whole(value: Any) -> None:
+    with pytest.raises(ValueError, match="^size must be .*, not .*…$") as refused:
+        check_value("size", value, int, at_most=9)
+    assert len(str(refused.value)) < 600
+
+
 def test_all_applications_declare_their_settings() -> None:
     expected = {DataConfig, TrainConfig, TranslationConfig, SearchOptions, SamplingOptions, ClassifierConfig, RunConfig}
     assert expected | {LanguageConfig, LanguageDataConfig, LanguageTrainConfig} <= set(classes())

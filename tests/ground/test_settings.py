@@ -127,7 +127,7 @@ def refused(owner: type[Settings], name: str, value: Any, **others: Any) -> str:
 
 @pytest.mark.parametrize("value", ["x" * 10**6, 10**4000, [1] * 10**5], ids=["string", "integer", "list"])
 def test_a_long_value_is_not_repeated_whole(value: Any) -> None:
-    with pytest.raises(ValueError, match="^size must be .*, not .*…$") as refused:
+    with pytest.raises(ValueError, match=r"^size must be .*, not .*…$") as refused:
         check_value("size", value, int, at_most=9)
     assert len(str(refused.value)) < 600
 

@@ -13,7 +13,7 @@ it asks for the first token after the padding, whose label is better -100. What 
 
 transformers >= 5.18: the oldest release tested, whose T5 passes its position bias to the attention interface.
 
-Letters: B batch, H heads, T queries, S keys, K head size.
+Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values.
 """
 
 from collections.abc import Sequence
@@ -144,7 +144,7 @@ def attention_forward(
     Args:
         module: the layer; `training` says whether there is dropout.
         query: `[B, H, T, K]`.
-        key, value: `[B, Hkv, S, K]`; H is a multiple of Hkv.
+        key, value: `[B, Hkv, S, K]` and `[B, Hkv, S, Kv]`; H is a multiple of Hkv.
         attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None for
             models without masks.
         dropout: of the attention weights, in training.
@@ -156,7 +156,7 @@ def attention_forward(
         **kwargs: what passes through the layers.
 
     Returns:
-        `[B, T, H, K]`, and the weights `[B, H, T, S]` where they are asked for, else None.
+        `[B, T, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None.
 
     Raises:
         ValueError: something that would change the result cannot be said to `functional.attention`.

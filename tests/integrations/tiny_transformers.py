@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -68,6 +69,21 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "attn_logit_softcapping": 1.5,
         },
     ),
+    "deepseek_v3": (  # values have a head size of their own
+        DECODERS,
+        DeepseekV3Config,
+        {
+            **PLAIN,
+            "attention_dropout": DROPOUT,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        },
+    ),
     "marian": (
         PAIRS,
         MarianConfig,
@@ -108,7 +124,9 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 # transformers takes the softmax of these in fp32, whatever the model's dtype.
-DTYPES = {name: torch.float32 if name in ("llama", "mistral", "gemma2") else torch.float64 for name in MODELS}
+DTYPES = {
+    name: torch.float32 if name in ("llama", "mistral", "gemma2", "deepseek_v3") else torch.float64 for name in MODELS
+}
 ROUNDINGS = 2000.0  # two layers with large weights, added up in another order
 
 

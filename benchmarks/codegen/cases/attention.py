@@ -17,6 +17,7 @@ B, H = 4, 8
 # Sizes of the tiles change at these lengths.
 FORWARD = {16: (1024,), 32: (1024,), 64: (100, 400, 1024), 128: (400, 1024), 256: (1024,)}
 BACKWARD = {16: (1024,), 32: (1024,), 64: (400, 1024), 128: (1024,), 256: (1024,)}
+VALUES = ((64, 128), (192, 128))  # K and V; the latter those of multi-head latent attention
 SINGLE = {64: (1024,), 128: (1024,), 256: (1024,)}  # fp32
 # Tiles of tf32 are those of 16 bits and twice the head size; beyond 128 there is none.
 TF32_FORWARD = {16: (1024,), 32: (100, 400, 1024), 64: (400, 1024), 128: (1024,)}
@@ -27,9 +28,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def heads(T: int, K: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as views of one projection."""
-    q, k, v = (meta(B, T, n, K, dtype=dtype).transpose(1, 2) for n in (H, H // groups, H // groups))
+def heads(T: int, K: int, dtype: torch.dtype, V: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as projections leave them."""
+    q, k, v = (meta(B, T, H, size, dtype=dtype).transpose(1, 2) for size in (K, K, V or K))
     return q, k, v
 
 
@@ -53,8 +54,10 @@ def lse_of(settings: Settings, T: int) -> Tensor:
     return meta(B, H, T) if settings.mask is None else meta(2, B, H, T)
 
 
-def forward_case(T: int, K: int, dtype: torch.dtype, options: Callable[[int], Settings]) -> Callable[[], object]:
-    return lambda: attention.forward(*heads(T, K, dtype), *options(T))
+def forward_case(
+    T: int, K: int, dtype: torch.dtype, options: Callable[[int], Settings], V: int | None = None
+) -> Callable[[], object]:
+    return lambda: attention.forward(*heads(T, K, dtype, V), *options(T))
 
 
 def backward_case(
@@ -64,30 +67,31 @@ def backward_case(
     options: Callable[[int], Settings],
     fast: bool = False,
     weights: bool = False,
+    V: int | None = None,
 ) -> Callable[[], object]:
     def run() -> object:
-        q, k, v = heads(T, K, dtype)
+        q, k, v = heads(T, K, dtype, V)
         settings = options(T)
         dweights = meta(B, H, T, T, dtype=dtype) if weights else None
-        given = (q, q, k, v, q, lse_of(settings, T), meta(B, H, T) if weights else None, dweights)
+        given = (v, q, k, v, v, lse_of(settings, T), meta(B, H, T) if weights else None, dweights)
         return attention_backward.backward(*given, True, True, fast, *settings)
 
     return run
 
 
-def smaller_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
+def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) -> Callable[[], object]:
     def run() -> object:
         T = 512
-        q, k, v = heads(T, K, dtype)
+        q, k, v = heads(T, K, dtype, V)
         settings = heavy(T)
         lse = lse_of(settings, T)
         match name:
             case "delta":
-                return attention_backward.backward(q, q, k, v, q, lse, None, None, False, False, False, *settings)
+                return attention_backward.backward(v, q, k, v, v, lse, None, None, False, False, False, *settings)
             case "weights":
                 return attention_weights.weights(q, k, lse, *settings)
             case "mask gradient":
-                return attention_mask_gradient.mask_gradient(q, q, k, v, lse, meta(B, H, T), None, *settings)
+                return attention_mask_gradient.mask_gradient(v, q, k, v, lse, meta(B, H, T), None, *settings)
         settings = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
         return attention_decode.decode(q[:, :, :1], k, v, *settings)
 
@@ -139,6 +143,17 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"backward K {K} tf32 dropout", in_tf32(backward_case(1024, K, torch.float32, dropped))
         yield f"backward K {K} tf32 with weights", in_tf32(backward_case(1024, K, torch.float32, light, weights=True))
         yield f"backward K {K} tf32 fast", in_tf32(backward_case(1024, K, torch.float32, light, fast=True))
+    for K, V in VALUES:
+        sizes = f"K {K} V {V}"
+        for options in (light, dropped, heavy):
+            yield f"forward {sizes} {options.__name__}", forward_case(1024, K, torch.bfloat16, options, V)
+            yield f"backward {sizes} {options.__name__}", backward_case(1024, K, torch.bfloat16, options, V=V)
+        for name in ("mask gradient", "decode"):
+            yield f"{name} {sizes}", smaller_case(name, K, torch.bfloat16, V)
+    for kind, case in (("float32", lambda each: each), ("tf32", in_tf32)):
+        yield f"forward K 64 V 128 {kind}", case(forward_case(1024, 64, torch.float32, light, 128))
+        yield f"backward K 64 V 128 {kind}", case(backward_case(1024, 64, torch.float32, light, V=128))
+    yield "backward K 64 V 128 fast", backward_case(1024, 64, torch.bfloat16, light, fast=True, V=128)
     yield "forward K 72, no power of two", forward_case(400, 72, torch.bfloat16, light)
     each = meta(B, dtype=torch.int64)
     yield (

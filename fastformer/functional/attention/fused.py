@@ -24,17 +24,18 @@ LARGEST_DECODED_ROWS = 16
 _UNLIMITED = -1  # a side of the window, in the kernels
 
 
-def _like(x: Tensor) -> Tensor:
-    """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`."""
+def _like(x: Tensor, v: Tensor | None = None) -> Tensor:
+    """Return an empty tensor of x's shape, of v's head size if given; dense ones are laid out as `[B, T, H, K]`."""
+    K = (x if v is None else v).shape[-1]
     if x.dim() == 3:
-        return x.new_empty(x.shape)
-    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+        return x.new_empty((*x.shape[:2], K))
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], K)).transpose(1, 2)
 
 
-def _forward_fake(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     additive = mask is not None and mask.dtype != torch.bool
     rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (2, *q.shape[:3]) if additive else q.shape[:3]
-    return _like(q), q.new_empty(rows, dtype=torch.float32)
+    return _like(q, v), q.new_empty(rows, dtype=torch.float32)
 
 
 def _weights_fake(q: Tensor, k: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ _HEADS = "Tensor q, Tensor k, Tensor v"
 _forward = define(
     f"attention_forward({_HEADS}, {SCHEMA}) -> (Tensor, Tensor)", "attention.forward.forward", _forward_fake
 )
-_decode = define(f"attention_decode({_HEADS}, {SCHEMA}) -> Tensor", "attention.decode.decode", lambda q: _like(q))
+_decode = define(f"attention_decode({_HEADS}, {SCHEMA}) -> Tensor", "attention.decode.decode", lambda q, v: _like(q, v))
 _weights = define(
     f"attention_weights(Tensor q, Tensor k, Tensor lse, {SCHEMA}) -> Tensor", "attention.weights.weights", _weights_fake
 )
@@ -147,10 +148,9 @@ def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the kernels cannot take these heads, or None."""
     if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
         return f"attention takes q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
-    if v.shape[-1] != q.shape[-1]:
-        return f"attention takes one head size, not {q.shape[-1]} for q and k and {v.shape[-1]} for v"
-    if not 0 < q.shape[-1] <= LARGEST_HEAD:
-        return f"attention takes head sizes from 1 to {LARGEST_HEAD}, not {q.shape[-1]}"
+    for x in (q, v):
+        if not 0 < x.shape[-1] <= LARGEST_HEAD:
+            return f"attention takes head sizes from 1 to {LARGEST_HEAD}, not {x.shape[-1]}"
     return None
 
 

@@ -1,6 +1,6 @@
 """Attention: over padded batches, with its weights, and within packed sequences.
 
-Letters: B batch, H heads, T queries, S keys, K head size.
+Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, Kv that of values.
 """
 
 import math
@@ -42,7 +42,7 @@ def attention(
     Args:
         q: `[B, H, T, K]`, floating point.
         k: `[B, Hkv, S, K]`; H is a multiple of Hkv (grouped-query attention).
-        v: `[B, Hkv, S, Kv]`.
+        v: `[B, Hkv, S, Kv]`; Kv may be another head size (multi-head latent attention, DeepSeek-AI 2024).
         mask: as in SDPA: bool (True = may attend) or additive, broadcastable to `[B, H, T, S]`; an additive mask may
             require a gradient.
         causal: query t attends to keys s <= t + shift.

@@ -28,6 +28,7 @@ from fastformer_kernels.attention.problem import (
     row_strides,
     side_by_side,
     views,
+    wider,
 )
 from fastformer_kernels.attention.scores import (
     key_tiles,
@@ -52,14 +53,15 @@ def _attention_keys_values(
     bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
-    stride_dk_b, stride_dk_h, stride_dk_s, stride_dweights_b, stride_dweights_h, stride_dweights_t,
+    stride_dk_b, stride_dk_h, stride_dk_s, stride_dv_b, stride_dv_h, stride_dv_s,
+    stride_dweights_b, stride_dweights_h, stride_dweights_t,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, STRAIGHT: tl.constexpr,
-    ADD_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
+    STRAIGHT: tl.constexpr, ADD_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys of one key head; scores are transposed, `[BLOCK_S, BLOCK_T]`."""
     heads = H // GROUP
@@ -70,21 +72,23 @@ def _attention_keys_values(
     end_column = last_key if PACKED else S
     if first >= end_column:
         return
-    columns, dims, steps = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
-    in_head = dims[None, :] < K
+    columns, steps = first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_T)
+    dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_head, in_value = dims[None, :] < K, v_dims[None, :] < V
     wide = columns.to(tl.int64)[:, None]
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
-    real = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
+    real = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
     k_ptr += offset(b, ALIGN, stride_k_b) + offset(hk, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
     v_ptr += offset(b, ALIGN, stride_v_b) + offset(hk, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
-    k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real, other=0.0)
-    v = tl.load(v_ptr + wide * stride_v_s * ALIGN + dims[None, :], mask=real, other=0.0)
+    k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
+    v = tl.load(v_ptr + wide * stride_v_s * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0)
     dk = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
-    dv = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+    dv = tl.zeros((BLOCK_S, BLOCK_V), tl.float32)
 
     # Seen from the keys, the window lies the other way round.
     # What a padded key gathers is dropped in the end; only what leaves the row of a key must not have it.
     hides: tl.constexpr = ADD_DQ or MASK != 0
+    spread: tl.constexpr = K > 128 or V > 128
     padding = first * 0
     low, high = seen_range(columns, 0, last_query, -shift, right, left, HAS_RIGHT, HAS_LEFT)
     if hides:
@@ -114,9 +118,11 @@ def _attention_keys_values(
         for j in tl.range(begin, end):
             rows = j * BLOCK_T + steps
             wide_rows = rows.to(tl.int64)[:, None]
-            real_rows = (rows < last_query)[:, None] & in_head
-            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real_rows, other=0.0)
-            dout = tl.load(dout_head + wide_rows * stride_dout_t * ALIGN + dims[None, :], mask=real_rows, other=0.0)
+            real_rows = (rows < last_query)[:, None]
+            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real_rows & in_head, other=0.0)
+            dout = tl.load(
+                dout_head + wide_rows * stride_dout_t * ALIGN + v_dims[None, :], mask=real_rows & in_value, other=0.0
+            )
             lse, logarithm = load_lse(lse_head, second_part, rows, last_query, MASK)
             delta = tl.load(delta_head + rows, mask=rows < last_query, other=0.0)
             dots = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=tl.float32)
@@ -129,22 +135,25 @@ def _attention_keys_values(
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
                 keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap,
                 threshold, keep_scale,
-                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (K > 128 and not STRAIGHT),
-                ADD_DQ or K > 128, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (spread and not STRAIGHT),
+                ADD_DQ or spread, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=tl.float32)
             if ADD_DQ:
                 dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=PRECISION, out_dtype=tl.float32)
-                tl.atomic_add(
-                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, mask=real_rows, sem="relaxed"
-                )
+                dq_ptrs = dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :]
+                tl.atomic_add(dq_ptrs, dq * scale, mask=real_rows & in_head, sem="relaxed")
     dk_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
-    dv_ptr += offset(b, ALIGN, stride_dk_b) + offset(hk, ALIGN, stride_dk_h) + offset(k_base, ALIGN, stride_dk_s)
-    written = (columns < end_column)[:, None] & in_head
-    tl.store(dk_ptr + wide * stride_dk_s * ALIGN + dims[None, :], tl.where(real, dk * scale, 0.0), mask=written)
-    tl.store(dv_ptr + wide * stride_dk_s * ALIGN + dims[None, :], tl.where(real, dv * keep_scale, 0.0), mask=written)
+    if V == K:  # dv lies as dk: with strides of its own, fp32 at head size 128 spilled 8 bytes (sm_90)
+        stride_dv_b, stride_dv_h, stride_dv_s = stride_dk_b, stride_dk_h, stride_dk_s
+    dv_ptr += offset(b, ALIGN, stride_dv_b) + offset(hk, ALIGN, stride_dv_h) + offset(k_base, ALIGN, stride_dv_s)
+    written = (columns < end_column)[:, None]
+    dk = tl.where(real & in_head, dk * scale, 0.0)
+    tl.store(dk_ptr + wide * stride_dk_s * ALIGN + dims[None, :], dk, mask=written & in_head)
+    dv = tl.where(real & in_value, dv * keep_scale, 0.0)
+    tl.store(dv_ptr + wide * stride_dv_s * ALIGN + v_dims[None, :], dv, mask=written & in_value)
 
 
 @attends
@@ -156,11 +165,11 @@ def _attention_queries(
     stride_dq_b, stride_dq_h, stride_dq_t, stride_dweights_b, stride_dweights_h, stride_dweights_t,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, OWN_DELTA: tl.constexpr,
-    STRAIGHT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
+    OWN_DELTA: tl.constexpr, STRAIGHT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one tile of queries `[BLOCK_T]` of one head, and their delta on the way."""
     rank, head = place(tiles, together)
@@ -170,10 +179,11 @@ def _attention_queries(
     end_row = last_query if PACKED else T
     if first_row >= end_row:
         return
-    rows, dims, steps = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
-    in_head = dims[None, :] < K
+    rows, steps = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
+    dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_head, in_value = dims[None, :] < K, v_dims[None, :] < V
     wide = rows.to(tl.int64)[:, None]
-    real = (rows < last_query)[:, None] & in_head
+    real = (rows < last_query)[:, None]
     q_ptr += offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
     dout_ptr += offset(b, ALIGN, stride_dout_b) + offset(h, ALIGN, stride_dout_h) + offset(q_base, ALIGN, stride_dout_t)
     k_ptr += offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
@@ -182,12 +192,12 @@ def _attention_queries(
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
     mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
     dweights_ptr += offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
-    q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
-    dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
+    q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
+    dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0)
     lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
     if OWN_DELTA:
         out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
-        out = tl.load(out_ptr + wide * stride_out_t * ALIGN + dims[None, :], mask=real, other=0.0)
+        out = tl.load(out_ptr + wide * stride_out_t * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0)
         delta = row_delta(out, dout, added_ptr + row_base, rows, last_query, HAS_DWEIGHTS)
         tl.store(delta_ptr + row_base + rows, delta, mask=rows < end_row)
     else:
@@ -203,9 +213,9 @@ def _attention_queries(
     for j in tl.range(begin, end):
         columns = j * BLOCK_S + steps
         wide_columns = columns.to(tl.int64)[:, None]
-        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
-        k = tl.load(k_ptr + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
-        v = tl.load(v_ptr + wide_columns * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
+        k = tl.load(k_ptr + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys & in_head, other=0.0)
+        v = tl.load(v_ptr + wide_columns * stride_v_s * ALIGN + v_dims[None, :], mask=real_keys & in_value, other=0.0)
         dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=tl.float32)
         if HAS_DWEIGHTS:
@@ -220,19 +230,20 @@ def _attention_queries(
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
     dq_ptr += offset(b, ALIGN, stride_dq_b) + offset(h, ALIGN, stride_dq_h) + offset(q_base, ALIGN, stride_dq_t)
     written = (rows < end_row)[:, None] & in_head
-    tl.store(dq_ptr + wide * stride_dq_t * ALIGN + dims[None, :], tl.where(real, dq * scale, 0.0), mask=written)
+    dq = tl.where(real & in_head, dq * scale, 0.0)
+    tl.store(dq_ptr + wide * stride_dq_t * ALIGN + dims[None, :], dq, mask=written)
 
 
-def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
+def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that gathers dK and dV: the largest that spill nothing.
 
     16 keys a warp, where they fit: with fewer, warps compute the same scores. Heavy calls look up masks or gradients of
     weights tile by tile, or cap scores, which takes registers. Chosen from what the compiler reports
     (`python -m benchmarks.codegen`); `benchmarks/NOTES.md` has what was tried. Not measured on a GPU.
     """
-    K, generation = head_width(q), device_of(q).capability // 10
-    tf32 = q.dtype == torch.float32  # what is not exact, below
-    if is_exact(q):
+    K, generation = head_width(wide), device_of(wide).capability // 10
+    tf32 = wide.dtype == torch.float32  # what is not exact, below
+    if is_exact(wide):
         low = K == 128 or (K == 64 and heavy and generation < 9)
         narrow = K > 128 and generation == 9 and not heavy
         tile = (
@@ -259,17 +270,17 @@ def _tiles_of_keys(q: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict
             square = generation < 10 and not heavy
             tile = (64, 64, 8, 2) if square else (32, 64, 8, 1 if fast else 2)
     else:
-        small = heavy or tf32 or has_small_memory(q) or (generation < 9 and problem.key_mask is not None)
+        small = heavy or tf32 or has_small_memory(wide) or (generation < 9 and problem.key_mask is not None)
         rows = 16 if generation == 9 and problem.seed is not None else 32
         tile = (16, 32, 8, 2) if small else (rows, 64, 8, 1 if generation == 9 else 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
-def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
+def _tiles_of_queries(wide: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
-    K, generation = head_width(q), device_of(q).capability // 10
-    tf32, crowded = q.dtype == torch.float32, heavy and problem.key_mask is not None
-    if is_exact(q):
+    K, generation = head_width(wide), device_of(wide).capability // 10
+    tf32, crowded = wide.dtype == torch.float32, heavy and problem.key_mask is not None
+    if is_exact(wide):
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
         if (heavy and (K == 128 or (K <= 64 and generation < 9))) or (K > 128 and generation == 9):
             tile = (16, 16, 4, 1)
@@ -286,7 +297,7 @@ def _tiles_of_queries(q: Tensor, problem: Problem, heavy: bool) -> dict[str, Any
     else:
         small = generation < 9 and (heavy or problem.seed is not None) if tf32 else heavy
         tall = generation == 9 and not tf32 and not heavy
-        tile = (128, 32, 8, 2) if tall else (32, 32, 8, 1) if small or has_small_memory(q) else (64, 32, 8, 2)
+        tile = (128, 32, 8, 2) if tall else (32, 32, 8, 1) if small or has_small_memory(wide) else (64, 32, 8, 2)
         if generation > 9 and problem.seed is not None and not small:
             tile = (64, 32, 8, 1)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
@@ -328,7 +339,8 @@ def backward(
     """
     problem = Problem.of(*settings)
     B, H, T, S = problem.sizes(q)
-    fast = fast and wants_q and wants_keys and q.shape[-1] <= 128  # wider, its tiles do not fit into registers
+    wide = wider(q, v)
+    fast = fast and wants_q and wants_keys and wide.shape[-1] <= 128  # wider, its tiles do not fit into registers
     dq, dk, dv = (
         _like(x) if wanted else noted(x.new_empty(0)) for x, wanted in ((q, wants_q), (k, wants_keys), (v, wants_keys))
     )
@@ -337,14 +349,14 @@ def backward(
     delta = noted(lse.new_empty(lse.shape[-3:]))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_(), delta.zero_()
-    made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys)) if wanted]
+    made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys), (dv, wants_keys)) if wanted]
     if not made:  # delta alone, for the gradient of a mask
         align, (dout_view, out_view) = views(dout, out)
         with guard(q):
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
         return dq, dk, dv, delta
     align, (q_view, k_view, v_view, dout_view, out_view, *others) = views(q, k, v, dout, out, *made)
-    dq_strides, dk_strides = others[0].strides, others[-1].strides  # dv lies like dk
+    dq_strides = others[0].strides
     # In fp32 a tile is loaded asynchronously even where the number of keys is odd; 16 bits would be loaded one by one.
     dweights = None if dweights is None else lined_up(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
@@ -352,17 +364,17 @@ def backward(
     input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))
     mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
-    constants["STRAIGHT"] = is_exact(q)
+    constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
+    constants["STRAIGHT"] = is_exact(wide)
     heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
-    row = 2 * q.shape[-1] * q.element_size()  # bytes of one of q and dout, and one of k and v
+    row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
         # fp32 on plain cores has no registers left for it.
-        own_delta = wants_q and not fast and not is_exact(q)
+        own_delta = wants_q and not fast and not is_exact(wide)
         if not own_delta:
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
         if wants_q and not fast:
-            tile = _tiles_of_queries(q, problem, heavy)
+            tile = _tiles_of_queries(wide, problem, heavy)
             tiles = -(-T // tile["BLOCK_T"])
             together = side_by_side(q, problem, B * H, S * row * k.shape[1] // H)
             grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles, together)
@@ -372,11 +384,11 @@ def backward(
             constants_of_dq = {**constants, "OWN_DELTA": own_delta, "STRAIGHT": q.dtype == torch.float32}
             launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants_of_dq, **tile)
         if wants_keys:
-            tile = _tiles_of_keys(q, problem, heavy, fast)
+            tile = _tiles_of_keys(wide, problem, heavy, fast)
             tiles = -(-S // tile["BLOCK_S"])
             together = side_by_side(q, problem, B * k.shape[1], T * row * H // k.shape[1])
             grid, sizes = (B * k.shape[1] * tiles,), (B * H * T, T, S, tiles, together)
             tensors = (*inputs, dq, dk, dv, *looked_up)
-            strides = (*input_strides, *dq_strides, *dk_strides, *mask_strides)
+            strides = (*input_strides, *dq_strides, *others[-2].strides, *others[-1].strides, *mask_strides)
             launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)
     return dq.to(q.dtype), dk, dv, delta

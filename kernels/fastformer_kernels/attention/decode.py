@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, head_width, is_exact, views
+from fastformer_kernels.attention.problem import Problem, attends, head_size, head_width, is_exact, views, wider
 from fastformer_kernels.attention.scores import (
     fold,
     hide,
@@ -31,18 +31,19 @@ def _attention_split(
     q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_key_mask_b, T, S, splits, shift, left, right, scale, softcap,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend from all T * GROUP rows of one key head to one share of the keys."""
     split, head = tl.program_id(0) % splits, tl.program_id(0) // splits
     b, hk = head // (H // GROUP), head % (H // GROUP)
     _q, last_query, _k, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
-    r, dims, steps = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
+    r, steps = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
+    dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     rows = r // GROUP  # row r is query r // GROUP of the key head's query head r % GROUP
-    in_head = dims[None, :] < K
+    in_head, in_value = dims[None, :] < K, v_dims[None, :] < V
     real = (rows < last_query)[:, None] & in_head
     q_row = (rows.to(tl.int64) * stride_q_t + (hk * GROUP + r % GROUP).to(tl.int64) * stride_q_h) * ALIGN
     q = tl.load(q_ptr + offset(b, ALIGN, stride_q_b) + q_row[:, None] + dims[None, :], mask=real, other=0.0)
@@ -66,25 +67,25 @@ def _attention_split(
     share = tl.cdiv(end - begin, splits)
     begin = begin + split * share
     end = tl.minimum(begin + share, end)
-    acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     peak = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     for j in tl.range(begin, end):
         columns = j * BLOCK_S + steps
         wide = columns.to(tl.int64)[:, None]
-        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
-        k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
-        v = tl.load(v_ptr + wide * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+        real_keys = real_columns(columns, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
+        k = tl.load(k_ptr + wide * stride_k_s * ALIGN + dims[None, :], mask=real_keys & in_head, other=0.0)
+        v = tl.load(v_ptr + wide * stride_v_s * ALIGN + v_dims[None, :], mask=real_keys & in_value, other=0.0)
         s = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32), scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], columns[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = hide(
             s, seen, rows[:, None], columns[None, :], key_mask_ptr, key_mask_ptr, 0, 0, T, last_key, HAS_KEY_MASK, 0
         )
         acc, total, peak = fold(acc, total, peak, s, 1.0, v, rows, columns, 0, False, PRECISION)
-    # [B * Hkv, splits, T * GROUP, K] and without K
+    # [B * Hkv, splits, T * GROUP, V] and without V
     row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
-    written = (rows < T)[:, None] & in_head
-    tl.store(part_ptr + row[:, None] * K + dims[None, :], acc, mask=written)
+    written = (rows < T)[:, None] & in_value
+    tl.store(part_ptr + row[:, None] * V + v_dims[None, :], acc, mask=written)
     tl.store(peak_ptr + row, peak, mask=rows < T)
     tl.store(total_ptr + row, total, mask=rows < T)
 
@@ -92,15 +93,15 @@ def _attention_split(
 @attends
 def _attention_combine(
     part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, stride_out_b, stride_out_h, stride_out_t, T, splits,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, HAS_BOUNDS: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Combine the shares of one row: sum of part * 2^(peak - highest) over sum of total * 2^(peak - highest)."""
     r, head = tl.program_id(0) % (T * GROUP), tl.program_id(0) // (T * GROUP)
     b, hk = head // (H // GROUP), head % (H // GROUP)
     _q, last_query, _k, _first, _last, _shift, _gaps = load_bounds(bounds_ptr, b, T, 0, 0, HAS_BOUNDS)
-    dims = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_K,), tl.float32)
+    dims = tl.arange(0, BLOCK_V)
+    acc = tl.zeros((BLOCK_V,), tl.float32)
     total, peak = 0.0, float("-inf")
     for split in tl.range(0, splits):
         row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
@@ -108,14 +109,14 @@ def _attention_combine(
         new_peak = tl.maximum(peak, its_peak)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         fade, weight = tl.exp2(peak - base), tl.exp2(its_peak - base)
-        acc = acc * fade + tl.load(part_ptr + row * K + dims, mask=dims < K, other=0.0) * weight
+        acc = acc * fade + tl.load(part_ptr + row * V + dims, mask=dims < V, other=0.0) * weight
         total = total * fade + tl.load(total_ptr + row) * weight
         peak = new_peak
     alive = (total != 0.0) & (r // GROUP < last_query)
     out = tl.where(alive, acc / tl.where(alive, total, 1.0), 0.0)
     h = hk * GROUP + r % GROUP
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(r // GROUP, ALIGN, stride_out_t)
-    tl.store(out_ptr + dims, out, mask=dims < K)
+    tl.store(out_ptr + dims, out, mask=dims < V)
 
 
 def _shares(q: Tensor, heads: int, tiles: int) -> int:
@@ -126,33 +127,33 @@ def _shares(q: Tensor, heads: int, tiles: int) -> int:
     return max(1, min(2 * device_of(q).multiprocessors // max(heads, 1), tiles // 2))
 
 
-def _tile(q: Tensor) -> dict[str, int]:
+def _tile(wide: Tensor) -> dict[str, int]:
     """Choose the number of keys a tile: the most that spill nothing. Not measured on a GPU."""
-    K = head_width(q)
-    if is_exact(q):
+    K = head_width(wide)
+    if is_exact(wide):
         block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
-        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 8 if q.dtype == torch.float32 else 4, 1)
+        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 8 if wide.dtype == torch.float32 else 4, 1)
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    """Compute attention of a few queries, `[B, H, T, K]`, laid out as `[B, T, H, K]`.
+    """Compute attention of a few queries, `[B, H, T, V]`, laid out as `[B, T, H, V]`.
 
     Args:
         q: `[B, H, T, K]`; T * H / Hkv rows are one tile, so that must be small.
-        k, v: `[B, Hkv, S, K]`, such as the filled part of a cache.
+        k, v: `[B, Hkv, S, K]` and `[B, Hkv, S, V]`, such as the filled part of a cache.
         settings: the fields of `Problem`; no mask, no dropout.
     """
     problem = Problem(*settings)
     B, H, T, S = problem.sizes(q)
-    out = noted(q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2))
+    out = noted(q.new_empty((B, T, H, v.shape[-1])).transpose(1, 2))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_()
-    heads, group = k.shape[1], H // k.shape[1]
-    tile = _tile(q)
+    heads, group, wide = k.shape[1], H // k.shape[1], wider(q, v)
+    tile = _tile(wide)
     splits = _shares(q, B * heads, -(-S // tile["BLOCK_S"]))
-    part = noted(q.new_empty((B * heads, splits, T * group, q.shape[-1]), dtype=torch.float32))
+    part = noted(q.new_empty((B * heads, splits, T * group, v.shape[-1]), dtype=torch.float32))
     peak, total = (noted(q.new_empty((B * heads, splits, T * group), dtype=torch.float32)) for _ in range(2))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
     bounds, key_mask, _, _ = problem.pointers(q)
@@ -162,9 +163,12 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     sizes = (T, S, splits)
     scalars = problem.scalars()[:5]  # all but dropout's
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
-    constants = {**shared, **problem.score_switches(q), "BLOCK_R": power_of_two(T * group, 16)}
+    # Tiles of one width: of 192 and 128, sm_80 spilled 8 bytes. What is not there is not loaded.
+    sizes_of_heads = {**head_size("K", q, wide), **head_size("V", v, wide)}
+    constants = {**shared, **sizes_of_heads, **problem.score_switches(wide), "BLOCK_R": power_of_two(T * group, 16)}
     with guard(q):
         launch(_attention_split, (B * heads * splits,), *tensors, *strides, *sizes, *scalars, **constants, **tile)
         grid = (B * heads * T * group,)
+        shared |= head_size("V", v, v)
         launch(_attention_combine, grid, *shares, out, bounds, *out_view.strides, T, splits, **shared, num_warps=1)
     return out

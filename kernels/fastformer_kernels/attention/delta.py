@@ -6,7 +6,7 @@ That of dQ holds a tile of dout anyway, and takes one launch and one reading of 
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, View, attends, row_strides
+from fastformer_kernels.attention.problem import Problem, View, attends, head_size, row_strides
 from fastformer_kernels.attention.scores import load_bounds, offset, row_delta
 from fastformer_kernels.host.launch import launch
 
@@ -16,8 +16,8 @@ def _attention_delta(
     out_ptr, dout_ptr, delta_ptr, added_ptr, bounds_ptr,
     stride_out_b, stride_out_h, stride_out_t, stride_dout_b, stride_dout_h, stride_dout_t,
     stride_delta_b, stride_delta_h, T, tiles,
-    H: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_ADDED: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_ADDED: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """delta, 0 for padded queries: `[BLOCK_T]` rows of one head."""
     tile, b, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
@@ -25,8 +25,8 @@ def _attention_delta(
     end_row = last_query if PACKED else T
     if tile * BLOCK_T >= end_row:
         return
-    rows, dims = tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    real = (rows < last_query)[:, None] & (dims[None, :] < K)
+    rows, dims = tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_V)
+    real = (rows < last_query)[:, None] & (dims[None, :] < V)
     wide = rows.to(tl.int64)[:, None]
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
     dout_ptr += offset(b, ALIGN, stride_dout_b) + offset(h, ALIGN, stride_dout_h) + offset(q_base, ALIGN, stride_dout_t)
@@ -47,5 +47,6 @@ def launch_delta(
     rows = (delta, delta if added is None else added.contiguous())
     tensors = (out.data, dout.data, *rows, q if problem.bounds is None else problem.bounds)
     strides = (*out.strides, *dout.strides, *row_strides(delta))
-    constants = {**problem.head_switches(q), "PACKED": q.dim() == 3, "HAS_ADDED": added is not None, "ALIGN": align}
+    constants = {**problem.head_switches(q), **head_size("V", out.data, out.data), "ALIGN": align}
+    constants |= {"PACKED": q.dim() == 3, "HAS_ADDED": added is not None}
     launch(_attention_delta, (B * H * tiles,), *tensors, *strides, T, tiles, **constants, **tile)

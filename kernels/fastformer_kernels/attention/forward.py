@@ -24,6 +24,7 @@ from fastformer_kernels.attention.problem import (
     row_strides,
     side_by_side,
     views,
+    wider,
 )
 from fastformer_kernels.attention.scores import (
     fold,
@@ -64,11 +65,11 @@ def _attention(
     stride_out_b, stride_out_h, stride_out_t, stride_lse_b, stride_lse_h,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, RAW: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries `[BLOCK_T]` of one head of one sequence."""
     rank, head = place(tiles, together)
@@ -78,17 +79,18 @@ def _attention(
     end_row = last_query if PACKED else T
     if first_row >= end_row:
         return
-    rows, dims = first_row + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    rows = first_row + tl.arange(0, BLOCK_T)
+    dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     q_ptr += offset(b, ALIGN, stride_q_b) + offset(h, ALIGN, stride_q_h) + offset(q_base, ALIGN, stride_q_t)
     k_ptr += offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h) + offset(k_base, ALIGN, stride_k_s)
     v_ptr += offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
     mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
-    in_head = dims[None, :] < K
+    in_head, in_value = dims[None, :] < K, v_dims[None, :] < V
     real = (rows < last_query)[:, None]
     q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
 
-    acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     peak = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     factor = scale * LOG2E if RAW else 1.0
@@ -104,7 +106,7 @@ def _attention(
     whole, count = full_end - full_begin, end - begin
     columns = tl.arange(0, BLOCK_S)
     k_ptrs = k_ptr + columns.to(tl.int64)[:, None] * stride_k_s * ALIGN + dims[None, :]
-    v_ptrs = v_ptr + columns.to(tl.int64)[:, None] * stride_v_s * ALIGN + dims[None, :]
+    v_ptrs = v_ptr + columns.to(tl.int64)[:, None] * stride_v_s * ALIGN + v_dims[None, :]
     j = tl.where(whole > 0, full_begin, begin)
     next_dots = acc  # only for the name to exist
     if AHEAD:
@@ -119,7 +121,7 @@ def _attention(
             next_dots = _dots(q, k_ptrs, stride_k_s, n, loaded, BLOCK_S, ALIGN, PRECISION)
         else:
             dots = _dots(q, k_ptrs, stride_k_s, j, in_head, BLOCK_S, ALIGN, PRECISION)
-        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=in_head, other=0.0)
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=in_value, other=0.0)
         s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         at = j * BLOCK_S + columns
         acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
@@ -128,16 +130,16 @@ def _attention(
         j = tl.where(j < full_begin, j, j + whole)
         n = tl.where(n < full_begin, n, n + whole)
         at = j * BLOCK_S + columns
-        real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None] & in_head
+        real_keys = real_columns(at, first_key, last_key, key_mask_ptr, HAS_KEY_MASK)[:, None]
         dots = next_dots
         # Keys do not wait for the key mask: what they hold where it has gaps is hidden.
         loaded = ((n if AHEAD else j) * BLOCK_S + columns < last_key)[:, None] & in_head
         if AHEAD:
             next_dots = _dots(q, k_ptrs, stride_k_s, n, loaded, BLOCK_S, ALIGN, PRECISION)
         else:
-            loaded = loaded if HAS_KEY_MASK else real_keys
+            loaded = loaded if HAS_KEY_MASK else real_keys & in_head
             dots = _dots(q, k_ptrs, stride_k_s, j, loaded, BLOCK_S, ALIGN, PRECISION)
-        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys, other=0.0)
+        v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys & in_value, other=0.0)
         s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
@@ -150,8 +152,8 @@ def _attention(
     scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
     out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
-    written = (rows < end_row)[:, None] & in_head
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * stride_out_t * ALIGN + dims[None, :], out, mask=written)
+    written = (rows < end_row)[:, None] & in_value
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * stride_out_t * ALIGN + v_dims[None, :], out, mask=written)
     lse_ptr += offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
     logarithm = tl.log2(tl.where(alive, total, 1.0))
     highest = tl.where(alive, peak, float("inf"))
@@ -162,7 +164,7 @@ def _attention(
         tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
 
 
-def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
+def _tiles(wide: Tensor, problem: Problem) -> dict[str, Any]:
     """Choose the tile sizes of the forward kernel, and whether the scores of the next tile are computed ahead.
 
     16 bits: 16 rows a warp, as one warp multiplies, so that none repeats another's work, and of these the tile of the
@@ -172,16 +174,16 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     takes the tiles of twice the head size (`head_width`). fp32 runs on plain cores, bound by registers. Chosen from
     what the compiler reports (`python -m benchmarks.codegen`, and benchmarks/NOTES.md); not measured on a GPU.
     """
-    K, T = head_width(q), problem.queries
-    small, capability = has_small_memory(q), device_of(q).capability
-    ampere, blackwell, halves = capability < 90, capability >= 100, q.element_size() == 2
+    K, T = head_width(wide), problem.queries
+    small, capability = has_small_memory(wide), device_of(wide).capability
+    ampere, blackwell, halves = capability < 90, capability >= 100, wide.element_size() == 2
     hopper = capability == 90 and halves
     heavy = problem.mask is not None or problem.softcap > 0.0
-    if is_exact(q):
+    if is_exact(wide):
         tile = (32, 32, 4 if K == 64 and not heavy else 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
         tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
-        if heavy and blackwell and q.dtype == torch.float32:
+        if heavy and blackwell and wide.dtype == torch.float32:
             tile = (64, 32, 8, 2)
     elif K == 64 and (T <= 128 or heavy):
         tile = (64, 32, 4, 2 if ampere else 3)
@@ -197,7 +199,7 @@ def _tiles(q: Tensor, problem: Problem) -> dict[str, Any]:
     else:
         tile = (128 if hopper else 64, 32, 8, 1 if small or (ampere and heavy) else 2)
     slow_products = K == 128 and tile[0] == 128
-    ahead = not is_exact(q) and (blackwell or not halves or (capability == 90 and slow_products))
+    ahead = not is_exact(wide) and (blackwell or not halves or (capability == 90 and slow_products))
     return {**dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True)), "AHEAD": ahead}
 
 
@@ -206,31 +208,33 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Te
 
     Args:
         q: `[B, H, T, K]`, or packed `[T, H, K]`; fp32, fp16 or bf16.
-        k, v: `[B, Hkv, S, K]`, or packed `[S, Hkv, K]`; of q's dtype.
+        k, v: `[B, Hkv, S, K]` and `[B, Hkv, S, V]`, or packed `[S, Hkv, K]` and `[S, Hkv, V]`; of q's dtype.
         settings: the fields of `Problem`, in order.
 
     Returns:
-        The output, of q's shape (dense: laid out as `[B, T, H, K]`), and the log-sum-exp of each row in units of log2,
-        fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask `[2, B, H, T]`, maximum and logarithm of the sum.
+        The output, `[B, H, T, V]` (laid out as `[B, T, H, V]`) or packed `[T, H, V]`, and the log-sum-exp of each row
+        in units of log2, fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask `[2, B, H, T]`, maximum and
+        logarithm of the sum.
     """
     problem = Problem.of(*settings)
     B, H, T, S = problem.sizes(q)
     packed = q.dim() == 3
-    out = noted(q.new_empty(q.shape)) if packed else noted(q.new_empty((B, T, H, q.shape[-1])).transpose(1, 2))
+    V = v.shape[-1]
+    out = noted(q.new_empty((*q.shape[:2], V)) if packed else q.new_empty((B, T, H, V)).transpose(1, 2))
     lse = noted(q.new_empty(problem.rows(q), dtype=torch.float32))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
-    tile = _tiles(q, problem)
+    tile = _tiles(wider(q, v), problem)
     tiles = -(-T // tile["BLOCK_T"])
     grid = (B * H * tiles,)
-    together = side_by_side(q, problem, B * H, 2 * S * q.shape[-1] * q.element_size() * k.shape[1] // H)
+    together = side_by_side(q, problem, B * H, S * (q.shape[-1] + V) * q.element_size() * k.shape[1] // H)
     tensors = (q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q))
     strides = (*q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse))
     mask_strides = problem.mask_strides((B, H, T, S))
     sizes = (B * H * T, T, S, tiles, together)
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k), "ALIGN": align}
+    constants = {**problem.switches(q, k, v), "ALIGN": align}
     # The highest of the raw scores is the highest of the scaled ones, and scaling them is a part of the exponent then.
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.additive
     with guard(q):

@@ -19,6 +19,7 @@ from fastformer_kernels.attention.problem import (
     score_tile,
     views,
     whole_lines,
+    wider,
 )
 from fastformer_kernels.attention.scores import (
     load_bounds,
@@ -42,19 +43,20 @@ def _attention_mask_gradient(
     stride_dmask_b, stride_dmask_h, stride_dmask_t, stride_dweights_b, stride_dweights_h, stride_dweights_t,
     stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
     second_part, T, S, tiles, key_tiles, B, shift, left, right, scale, softcap, threshold, keep_scale,
-    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DWEIGHTS: tl.constexpr, SUM_B: tl.constexpr, SUM_H: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_DWEIGHTS: tl.constexpr,
+    SUM_B: tl.constexpr, SUM_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Sum the score gradients of one tile over the batches and heads that share the mask."""
     first_row = tl.program_id(0) % tiles * BLOCK_T
     first = tl.program_id(0) // tiles % key_tiles * BLOCK_S
     owner = tl.program_id(0) // tiles // key_tiles
     mask_heads: tl.constexpr = 1 if SUM_H else H
-    rows, columns, dims = first_row + tl.arange(0, BLOCK_T), first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
-    in_head = dims[None, :] < K
+    rows, columns = first_row + tl.arange(0, BLOCK_T), first + tl.arange(0, BLOCK_S)
+    dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_head, in_value = dims[None, :] < K, v_dims[None, :] < V
     wide_rows, wide_columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[:, None]
     total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
     for shared_b in tl.range(0, B if SUM_B else 1):
@@ -67,13 +69,17 @@ def _attention_mask_gradient(
             k_head = k_ptr + offset(b, ALIGN, stride_k_b) + offset(h // GROUP, ALIGN, stride_k_h)
             v_head = v_ptr + offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h)
             row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h)
-            real = (rows < last_query)[:, None] & in_head
+            real = (rows < last_query)[:, None]
             its_key_mask = key_mask_ptr + offset(b, 1, stride_key_mask_b)
-            real_keys = real_columns(columns, first_key, last_key, its_key_mask, HAS_KEY_MASK)[:, None] & in_head
-            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real, other=0.0)
-            dout = tl.load(dout_head + wide_rows * stride_dout_t * ALIGN + dims[None, :], mask=real, other=0.0)
-            k = tl.load(k_head + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
-            v = tl.load(v_head + wide_columns * stride_v_s * ALIGN + dims[None, :], mask=real_keys, other=0.0)
+            real_keys = real_columns(columns, first_key, last_key, its_key_mask, HAS_KEY_MASK)[:, None]
+            q = tl.load(q_head + wide_rows * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
+            dout = tl.load(
+                dout_head + wide_rows * stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0
+            )
+            k = tl.load(k_head + wide_columns * stride_k_s * ALIGN + dims[None, :], mask=real_keys & in_head, other=0.0)
+            v = tl.load(
+                v_head + wide_columns * stride_v_s * ALIGN + v_dims[None, :], mask=real_keys & in_value, other=0.0
+            )
             lse, logarithm = load_lse(lse_ptr + row_base, second_part, rows, last_query, MASK)
             delta = tl.load(delta_ptr + row_base + rows, mask=rows < last_query, other=0.0)
             dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32)
@@ -128,7 +134,7 @@ def mask_gradient(
         return dmask.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
     dweights = None if dweights is None else lined_up(dweights.float())
-    tile = score_tile(q)
+    tile = score_tile(wider(q, v))
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     grid = (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
@@ -138,7 +144,7 @@ def mask_gradient(
     strides = (*input_strides, *dmask.stride()[:3], *mask_strides)
     sizes = (B * H * T, T, S, tiles, key_tiles, B)
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
+    constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     constants |= {"SUM_B": sum_b, "SUM_H": sum_h}
     with guard(q):
         launch(_attention_mask_gradient, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)

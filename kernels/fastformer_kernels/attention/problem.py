@@ -149,24 +149,26 @@ class Problem(Settings):
 
     def head_switches(self, q: Tensor) -> dict[str, int | bool]:
         """Return the compile-time choices of a kernel that reads heads and bounds."""
-        K = q.shape[-1]
-        return {"H": q.shape[1], "K": K, "BLOCK_K": power_of_two(K, 16), "HAS_BOUNDS": self.bounds is not None}
+        return {"H": q.shape[1], "HAS_BOUNDS": self.bounds is not None}
 
-    def score_switches(self, q: Tensor) -> dict[str, int | bool | str]:
+    def score_switches(self, wide: Tensor) -> dict[str, int | bool | str]:
         """Return those of a kernel that computes scores, of which each query sees keys by position and key mask."""
         return {
             "HAS_LEFT": self.left >= 0,
             "HAS_RIGHT": self.right >= 0,
             "HAS_KEY_MASK": self.key_mask is not None,
-            "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if is_exact(q) else 1,
-            "PRECISION": "ieee" if is_exact(q) else precision(q),
+            "HAS_SOFTCAP": 0 if self.softcap == 0.0 else 2 if is_exact(wide) else 1,
+            "PRECISION": "ieee" if is_exact(wide) else precision(wide),
         }
 
-    def switches(self, q: Tensor, k: Tensor) -> dict[str, int | bool | str]:
-        """Return those of a kernel that takes the whole problem."""
+    def switches(self, q: Tensor, k: Tensor, v: Tensor | None) -> dict[str, int | bool | str]:
+        """Return those of a kernel that takes the whole problem; v is None where it reads no values."""
+        wide = q if v is None else wider(q, v)
         return {
             **self.head_switches(q),
-            **self.score_switches(q),
+            **head_size("K", q, wide),
+            **({} if v is None else head_size("V", v, v)),
+            **self.score_switches(wide),
             "GROUP": q.shape[1] // k.shape[1],
             "PACKED": q.dim() == 3,
             "MASK": 0 if self.mask is None else 2 if self.additive else 1,
@@ -174,22 +176,36 @@ class Problem(Settings):
         }
 
 
-def is_exact(q: Tensor) -> bool:
+def wider(q: Tensor, v: Tensor) -> Tensor:
+    """Return that of the larger head size: for it tiles are chosen, and how to multiply."""
+    return q if q.shape[-1] >= v.shape[-1] else v
+
+
+def head_size(letter: str, x: Tensor, wide: Tensor) -> dict[str, int]:
+    """Return the compile-time head size of x, and how wide its tiles are: as those of `wide`.
+
+    Where values are wider, the tiles of queries and keys are so, too: with narrower ones Triton laid warps otherwise
+    than with heads of one size, and of the same rows forward and dK/dV spilled 16 to 4,176 bytes (64 and 128, sm_80).
+    """
+    return {letter: x.shape[-1], f"BLOCK_{letter}": power_of_two(wide.shape[-1], 16)}
+
+
+def is_exact(wide: Tensor) -> bool:
     """Return whether products are those of fp32, which plain cores multiply: matrix units take 16 bits and tf32.
 
     torch's setting allows tf32 and does not ask for it. Beyond a head size of 128 it is not used: mask gradient and
     backward spill 40 to 2,016 bytes in every tile that was compiled, of 16 rows and more.
     """
-    return q.dtype == torch.float32 and (precision(q) == "ieee" or q.shape[-1] > 128)
+    return wide.dtype == torch.float32 and (precision(wide) == "ieee" or wide.shape[-1] > 128)
 
 
-def head_width(q: Tensor) -> int:
+def head_width(wide: Tensor) -> int:
     """Return the head size that tiles depend on, as a power of two: in tf32, that of as many bytes in 16 bits.
 
     A row of tf32 takes twice the shared memory, and twice the registers where it is an operand.
     """
-    K = power_of_two(q.shape[-1], 16)
-    return 2 * K if q.dtype == torch.float32 and not is_exact(q) else K
+    width = power_of_two(wide.shape[-1], 16)
+    return 2 * width if wide.dtype == torch.float32 and not is_exact(wide) else width
 
 
 def side_by_side(q: Tensor, problem: Problem, heads: int, head_bytes: int) -> int:
@@ -221,19 +237,22 @@ def side_by_side(q: Tensor, problem: Problem, heads: int, head_bytes: int) -> in
     return -(-heads // groups)
 
 
-def score_tile(q: Tensor) -> dict[str, int]:
-    """Choose the tile of a kernel that makes one tile of scores and no more: the largest square that spills nothing.
+def score_tile(wide: Tensor) -> dict[str, int]:
+    """Choose the tile of a kernel that makes one tile of scores and no more: the largest that spills nothing.
 
-    Chosen from what the compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
+    On matrix units 64 rows, which 4 warps share: two products that meet in one formula pass for one that feeds another,
+    and of those Triton lays all warps along the rows, so that 8 warps computed 32 rows four times. Chosen from what the
+    compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    width, generation = head_width(q), device_of(q).capability // 10
-    if is_exact(q):
-        block = 32 if width <= 128 else 16
+    width, generation = head_width(wide), device_of(wide).capability // 10
+    if is_exact(wide):
+        tile = (32, 32, 8, 1) if width <= 128 else (16, 16, 8, 1)
+    elif generation < 9:
+        cut = width > 128 and wide.dtype == torch.float32  # 64 rows spill 144 bytes
+        tile = (64, 32, 4, 1) if width <= 64 else (32 if cut else 64, 16, 4, 2)
     else:
-        block = 64 if generation >= 9 else 32
-        if width > 128 and generation != 9:
-            block = 16
-    return {"BLOCK_T": block, "BLOCK_S": block, "num_warps": 8, "num_stages": 1}
+        tile = (64, 64 if generation == 9 or width <= 128 else 16, 8, 1)
+    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
 @kernel(anywhere=["query_lengths_ptr", "key_lengths_ptr", "key_mask_ptr"])

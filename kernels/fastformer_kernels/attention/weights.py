@@ -79,7 +79,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
     mask_strides = problem.mask_strides((B, H, T, S))
     sizes = (B * H * T, T, S, tiles, key_tiles)
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k), "ALIGN": align}
+    constants = {**problem.switches(q, k, None), "ALIGN": align}
     with guard(q):
         launch(_attention_weights, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
     return result

@@ -8,8 +8,8 @@ from tests.kernels.mutations.fault import EXECUTED, KERNELS, Fault, at
 
 def faults() -> Iterator[Fault]:
     file = f"{KERNELS}/attention/backward"
-    yield at(file, SMALL, "dK without scale", "tl.where(real, dk * scale, 0.0)", "tl.where(real, dk, 0.0)")
-    yield at(file, SMALL, "dQ without scale", "tl.where(real, dq * scale, 0.0)", "tl.where(real, dq, 0.0)")
+    yield at(file, SMALL, "dK without scale", "tl.where(real & in_head, dk * scale", "tl.where(real & in_head, dk")
+    yield at(file, SMALL, "dQ without scale", "tl.where(real & in_head, dq * scale", "tl.where(real & in_head, dq")
     yield at(file, MASKS, "dV without scale of dropout", "dv * keep_scale, 0.0", "dv, 0.0")
     yield at(
         file,
@@ -113,17 +113,15 @@ def faults() -> Iterator[Fault]:
         file,
         "attention_backward.py::test_the_fast_backward_pass",
         "fast dQ without scale",
-        "dims[None, :], dq * scale, mask",
-        "dims[None, :], dq, mask",
+        "dq_ptrs, dq * scale, mask",
+        "dq_ptrs, dq, mask",
     )
     yield at(
         f"{KERNELS}/attention/backward",
         "attention_backward.py::test_the_fast_backward_pass",
         "fast dQ: added without atomics",
-        "tl.atomic_add(\n                    dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :], dq * scale, "
-        'mask=real_rows, sem="relaxed"',
-        "places = dq_head + wide_rows * stride_dq_t * ALIGN + dims[None, :]\n"
-        "                tl.store(\n                    places, tl.load(places, real_rows) + dq * scale, real_rows",
+        'tl.atomic_add(dq_ptrs, dq * scale, mask=real_rows & in_head, sem="relaxed")',
+        "tl.store(dq_ptrs, tl.load(dq_ptrs, real_rows & in_head) + dq * scale, real_rows & in_head)",
         f"{EXECUTED}race of blocks",
         "sm_80",
     )

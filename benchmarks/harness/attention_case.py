@@ -21,14 +21,15 @@ from benchmarks.harness.race import Direction, Race
 from fastformer.packing import Layout
 
 _COMPARED_SCORES = 1 << 26  # of all heads that are compared with fp64, 0.5 GiB; autograd keeps a few such tensors
-_OPERATIONS = {"forward": 4, "backward": 10, "both": 14}  # of matrix products, for each pair and channel
-_TENSORS = {"forward": 4, "backward": 8, "both": 12}  # q k v o; those, do, dq, dk and dv
+# Of matrix products, for each pair and channel of keys, and of values: q k^T, p v; q k^T, ds k, ds^T q, do v^T, p^T do.
+_OPERATIONS = {"forward": (2, 2), "backward": (6, 4), "both": (8, 6)}
+_TENSORS = {"forward": 2, "backward": 4, "both": 6}  # q k, v o; q k dq dk, v o do dv
 _TINY = {"batch": 3, "heads": 2, "length": 9, "head_size": 16, "share": 0.3}
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """B x H x L of head size D; `kind` of lengths, None: all are L; `share` of padding."""
+    """B x H x L of head size D; `value_size`, `kind` of lengths: None if D, all are L; `share` of padding."""
 
     batch: int
     heads: int
@@ -37,10 +38,12 @@ class AttentionShape:
     causal: bool = True
     kind: str | None = None
     share: float = 0.45
+    value_size: int | None = None
 
     @property
     def name(self) -> str:
         parts = [f"{self.batch}x{self.heads}x{self.length}", f"d{self.head_size}"]
+        parts += [] if self.value_size is None else [f"v{self.value_size}"]
         parts += [] if self.kind is None else [f"{self.share:.0%}-{self.kind}"]
         return "-".join([*parts, "causal" if self.causal else "not_causal"])
 
@@ -60,6 +63,7 @@ class AttentionCase:
     """Self-attention of B sequences, of H heads of D channels.
 
     Args:
+        value_size: channels of values; D if None.
         lengths: of the sequences; L is the longest.
         padded: whether anybody must reckon with padding.
         dropout: of the weights.
@@ -73,6 +77,11 @@ class AttentionCase:
     padded: bool = True
     dtype: torch.dtype = torch.bfloat16
     dropout: float = 0.0
+    value_size: int | None = None
+
+    @property
+    def channels_of_values(self) -> int:
+        return self.value_size or self.head_size
 
     @property
     def batch(self) -> int:
@@ -95,9 +104,11 @@ class AttentionCase:
 
     def work(self, direction: Direction) -> Work:
         """What must be done for real positions; backward's is 2.5 times forward's, because it computes scores again."""
-        elements = self.heads * self.head_size * int(self.lengths.sum())
+        D, V = self.head_size, self.channels_of_values
+        elements = self.heads * (D + V) * int(self.lengths.sum())
         size = torch.empty(0, dtype=self.dtype).element_size()
-        return Work(_OPERATIONS[direction] * self.head_size * self.pairs, _TENSORS[direction] * elements * size)
+        of_keys, of_values = _OPERATIONS[direction]
+        return Work((of_keys * D + of_values * V) * self.pairs, _TENSORS[direction] * elements * size)
 
     @cached_property
     def lengths_on_device(self) -> Tensor:
@@ -128,15 +139,16 @@ class AttentionCase:
         return {"length": self.length, "padding": self.share, "head_size": self.head_size}
 
     def random(self) -> Tensor:
-        """Random normal `[B, H, L, D]`, 0 at padding."""
-        x = torch.randn(self.batch, self.length, self.heads, self.head_size, device=self.device).to(self.dtype)
+        """Random normal, of the output's shape, 0 at padding."""
+        shape = self.batch, self.length, self.heads, self.channels_of_values
+        x = torch.randn(shape, device=self.device).to(self.dtype)
         return (x * self.real[:, :, None, None]).transpose(1, 2)
 
     def leaves(self) -> list[Tensor]:
         """q, k and v, with random numbers at padding too."""
-        shape = self.batch, self.length, self.heads, self.head_size
-        x = torch.randn(3, *shape, device=self.device).to(self.dtype)
-        return [y.transpose(1, 2).requires_grad_() for y in x.unbind()]
+        shape, sizes = (self.batch, self.length, self.heads), (self.head_size, self.head_size, self.channels_of_values)
+        made = [torch.randn(*shape, size, device=self.device).to(self.dtype) for size in sizes]
+        return [x.transpose(1, 2).requires_grad_() for x in made]
 
     @cached_property
     def compared_heads(self) -> tuple[Tensor, Tensor]:
@@ -183,7 +195,8 @@ def attention_case(
 ) -> AttentionCase:
     """Make the case of a shape, the same for calls in a row; in a dry run a tiny one, on a CPU in fp32."""
     if race.device.type == "cpu":  # fp32: Triton's interpreter multiplies matrices of bf16 as if they were integers
-        shape = replace(shape, **_TINY) if race.tiny else shape  # type: ignore[arg-type]
+        if race.tiny:
+            shape = replace(shape, **_TINY, value_size=shape.value_size and 24)  # type: ignore[arg-type]
         return _made(shape, race.device, torch.float32, dropout)
     return _made(shape, race.device, dtype, dropout)
 
@@ -191,12 +204,15 @@ def attention_case(
 @lru_cache(maxsize=1)
 def _made(shape: AttentionShape, device: torch.device, dtype: torch.dtype, dropout: float) -> AttentionCase:
     padded = shape.kind is not None
-    return AttentionCase(shape.lengths(), shape.heads, shape.head_size, device, shape.causal, padded, dtype, dropout)
+    return AttentionCase(
+        shape.lengths(), shape.heads, shape.head_size, device, shape.causal, padded, dtype, dropout, shape.value_size
+    )
 
 
 def case_name(op: str, shape: AttentionShape, p: AttentionCase) -> str:
     """A name in which cases that differ in length, padding or head size differ in that alone."""
     parts = [f"{op}, {p.batch * p.length:,} positions, length {p.length:,}, {p.heads} heads of {p.head_size}"]
+    parts += [] if p.value_size is None else [f"values of {p.value_size}"]
     parts += ["causal" if p.causal else "not causal"]
     parts += [] if shape.kind is None else [f"padding {100 * p.share:.0f} %, {shape.kind} lengths"]
     parts += ["fp32"] if p.dtype == torch.float32 else []

@@ -39,6 +39,11 @@ def test_work_is_that_of_the_formula():
     assert [found[d].operations for d in DIRECTIONS] == [4 * 9 * 8, 10 * 9 * 8, 14 * 9 * 8]
     tensor = 2 * 3 * 8 * 8  # bytes of fp64
     assert [found[d].bytes for d in DIRECTIONS] == [4 * tensor, 8 * tensor, 12 * tensor]
+    p = attention_case(True, np.array([2]), value_size=5)
+    found = {direction: p.work(direction) for direction in DIRECTIONS}
+    assert [found[d].operations for d in DIRECTIONS] == [9 * (2 * 8 + 2 * 5), 9 * (6 * 8 + 4 * 5), 9 * (8 * 8 + 6 * 5)]
+    tensor = 2 * 3 * (8 + 5) * 8  # of keys and values
+    assert [found[d].bytes for d in DIRECTIONS] == [2 * tensor, 4 * tensor, 6 * tensor]
 
 
 @pytest.mark.parametrize("make", [uniform_lengths, lognormal_lengths])
@@ -87,9 +92,10 @@ def test_multi30k_lengths_have_its_share_of_padding():
     assert 1 - lengths.mean() / lengths.max() == pytest.approx(0.554, abs=0.03)
 
 
+@pytest.mark.parametrize("settings", [{}, {"value_size": 5}])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal):
-    p = attention_case(causal)
+def test_fp64_results_are_those_of_sdpa_on_each_sequence(causal, settings):
+    p = attention_case(causal, **settings)
     inputs, upstream = p.leaves(), p.random()
     out, *grads = p.expected(inputs, upstream)
     rows, heads = p.compared_heads

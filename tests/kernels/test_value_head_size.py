@@ -25,18 +25,13 @@ def heads(K: int, V: int, T: int = 37, S: int = 70, H: int = 2, kv_heads: int = 
     return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
-def fused(function, *inputs, **arguments):
-    with fastformer.backend("triton"), poisoned():
+def run(backend, function, *inputs, **arguments):
+    with fastformer.backend(backend), poisoned():
         return function(*inputs, **arguments)
 
 
-def plain(function, *inputs, **arguments):
-    with fastformer.backend("reference"):
-        return function(*inputs, **arguments)
-
-
-def on_device(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
+def leaves(*sizes: int) -> list[Tensor]:
+    return [x.to(DEVICE, torch.float32).requires_grad_() for x in heads(*sizes)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,10 +73,10 @@ def test_dropout_and_the_fast_way(K, V, fast, monkeypatch):
     if fast:
         backward = fused_attention._backward
         monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:10], True, *x[11:]))
-    q, k, v = on_device(*heads(K, V))
-    out, dropped = fused(attention_with_weights, q, k, v, dropout_p=0.4)
+    q, k, v = leaves(K, V)
+    out, dropped = run("triton", attention_with_weights, q, k, v, dropout_p=0.4)
     found = gradients(out, [q, k, v])
-    _, weights = plain(attention_with_weights, q, k, v)
+    _, weights = run("reference", attention_with_weights, q, k, v)
     expected = gradients(torch.matmul(weights * (dropped != 0) / 0.6, v), [q, k, v])
     for a, e in zip(found, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
@@ -95,18 +90,18 @@ def test_decoding(K, V, dtype):
     with torch.no_grad():
         q, k, v = (x.to(DEVICE, dtype) for x in inputs)
         assert fused_attention._decodes(q, k, v)
-        found = fused(attention, q, k, v, **rules)
-        exact = plain(attention, *(x.double() for x in (q, k, v)), **rules)
+        found = run("triton", attention, q, k, v, **rules)
+        exact = run("reference", attention, *(x.double() for x in (q, k, v)), **rules)
     assert found.shape == (3, 4, 1, V)
     assert found.dtype == dtype
     assert (found.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_the_second_derivative():
-    x = [*on_device(*heads(16, 24, 5, 7)), torch.randn(5, 7, device=DEVICE, requires_grad=True)]
+    x = [*leaves(16, 24, 5, 7), torch.randn(5, 7, device=DEVICE, requires_grad=True)]
     found = []
-    for run in (fused, plain):
-        first = torch.autograd.grad(run(attention, *x).square().sum(), x, create_graph=True)
+    for backend in ("triton", "reference"):
+        first = torch.autograd.grad(run(backend, attention, *x).square().sum(), x, create_graph=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in first), x))
     for a, e in zip(*found, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
@@ -114,8 +109,8 @@ def test_the_second_derivative():
 
 @pytest.mark.parametrize("sizes", [(0, 4), (3, 0), (0, 0)])
 def test_nothing_to_ask_or_to_attend_to(sizes):
-    q, k, v = on_device(*heads(16, 24, *sizes))
-    out = fused(attention, q, k, v)
+    q, k, v = leaves(16, 24, *sizes)
+    out = run("triton", attention, q, k, v)
     assert out.shape == (1, 2, sizes[0], 24)
     assert not out.any()
     assert not any(g.any() for g in gradients(out, [q, k, v]))
@@ -125,7 +120,7 @@ def test_nothing_to_ask_or_to_attend_to(sizes):
 def test_values_that_the_kernels_cannot_take(V):
     inputs = [x.to(DEVICE, torch.float32) for x in heads(16, V, 2, 3)]
     with pytest.raises(BackendError, match=f"attention takes head sizes from 1 to 256, not {V}"):
-        fused(attention, *inputs)
+        run("triton", attention, *inputs)
     assert attention(*inputs).shape == (1, 2, 2, V)  # backend "auto" falls back
 
 
@@ -139,11 +134,9 @@ def test_registered_ops_pass_opcheck(packed):
     ops = torch.ops.fastformer
     out, lse = ops.attention_forward(q, k, v, *settings)
     given = (out, q, k, v, out, lse, None, None)
-    calls = [
-        (ops.attention_forward, (q, k, v, *settings)),
-        (ops.attention_backward, (*given, True, True, False, *settings)),
-        (ops.attention_backward, (*given, False, True, False, *settings)),
-    ]
+    wanted = ((True, True), (False, True))  # the gradients of q, and of k and v
+    calls = [(ops.attention_backward, (*given, *each, False, *settings)) for each in wanted]
+    calls.append((ops.attention_forward, (q, k, v, *settings)))
     if not packed:
         delta = ops.attention_backward(*given, False, False, False, *settings)[-1]
         calls.append((ops.attention_mask_gradient, (out, q, k, v, lse, delta, None, *settings)))

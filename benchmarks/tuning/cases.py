@@ -16,7 +16,7 @@ from torch import Tensor
 from fastformer_kernels.attention import backward as attention_backward
 from fastformer_kernels.attention import decode as attention_decode
 from fastformer_kernels.attention import forward as attention
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.embedding import kernels as embedding
 from fastformer_kernels.feed_forward import kernels as feed_forward
 from fastformer_kernels.linear_cross_entropy import kernels as linear_cross_entropy
@@ -152,19 +152,19 @@ _TILE = (Axis("BLOCK_T", 16, 256), Axis("BLOCK_S", 16, 256), Axis("num_warps", 4
 
 
 def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Tuned]:
-    settings = Settings(queries=L, keys=L, scale=K**-0.5, right=0)  # causal, no padding, no mask, no dropout
+    arguments = Arguments(queries=L, keys=L, scale=K**-0.5, right=0)  # causal, no padding, no mask, no dropout
 
     def forward(device: torch.device) -> Kernel:
         q, k, v = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(3))
-        return lambda: attention.forward(q, k, v, *settings)
+        return lambda: attention.forward(q, k, v, *arguments)
 
     def backward(device: torch.device, wants_q: bool, wants_keys: bool, fast: bool = False) -> Kernel:
         q, k, v, dout = (_randn(device, B, H, L, K, dtype=dtype) for _ in range(4))
-        out, lse = attention.forward(q, k, v, *settings)
+        out, lse = attention.forward(q, k, v, *arguments)
         inputs = (dout, q, k, v, out, lse, None, None, wants_q, wants_keys)
 
         def call(fast: int = fast) -> list[Tensor]:
-            found = attention_backward.backward(*inputs, bool(fast), *settings)
+            found = attention_backward.backward(*inputs, bool(fast), *arguments)
             return [x for x in found if x.numel()]
 
         return call
@@ -188,11 +188,11 @@ def _decode_cases(tiny: bool) -> Iterator[Tuned]:
 
         def prepare(device: torch.device, B: int = B, H: int = H, S: int = S, K: int = K) -> Kernel:
             q, k, v = (_randn(device, B, H, rows, K, dtype=dtype) for rows in (1, S, S))
-            settings = Settings(queries=1, keys=S, scale=K**-0.5)
+            arguments = Arguments(queries=1, keys=S, scale=K**-0.5)
 
             def call(split: int = 1) -> list[Tensor]:
                 decode = attention_decode.decode
-                return [decode(q, k, v, *settings) if split else attention.forward(q, k, v, *settings)[0]]
+                return [decode(q, k, v, *arguments) if split else attention.forward(q, k, v, *arguments)[0]]
 
             return call
 

@@ -14,7 +14,7 @@ from fastformer import functional
 from fastformer.functional import choice
 from fastformer.functional.attention import fused
 from fastformer.host.autograd_function import define
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 
 pytestmark = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
 OP = torch.ops.fastformer.layer_norm.default
@@ -91,18 +91,18 @@ def test_a_fake_may_name_only_what_the_schema_has():
 
 
 @pytest.mark.parametrize("op", ["forward", "decode", "weights", "backward", "mask_gradient"])
-def test_the_ops_of_attention_take_the_settings_as_the_record_has_them(op):
+def test_the_ops_of_attention_take_the_arguments_as_the_record_has_them(op):
     """A field is written once: in the record, of which kernels make their arguments."""
     arguments = getattr(torch.ops.fastformer, f"attention_{op}").default._schema.arguments
-    assert tuple(argument.name for argument in arguments[-len(Settings._fields) :]) == Settings._fields
+    assert tuple(argument.name for argument in arguments[-len(Arguments._fields) :]) == Arguments._fields
     from fastformer_kernels.attention.problem import Problem
 
-    assert issubclass(Problem, Settings)
-    assert Problem._fields == Settings._fields
+    assert issubclass(Problem, Arguments)
+    assert Problem._fields == Arguments._fields
 
 
-def test_the_settings_that_are_given_by_position_have_the_names_of_their_fields():
+def test_the_arguments_that_are_given_by_position_have_the_names_of_their_fields():
     tree = ast.parse(Path(fused.__file__).read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Settings"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arguments"]
     given = [[ast.unparse(x) for x in node.args] for node in calls]
-    assert [names for names in given if not names[0].startswith("*")] == [list(Settings._fields)]
+    assert [names for names in given if not names[0].startswith("*")] == [list(Arguments._fields)]

@@ -8,7 +8,7 @@ from torch import Tensor
 import fastformer
 from fastformer.functional import attention
 from fastformer.functional.attention import fused as fused_attention
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, poisoned
 
 INF = math.inf
@@ -117,15 +117,15 @@ def take_the_fast_way(monkeypatch) -> None:
     monkeypatch.setattr(fused_attention, "_backward", lambda *x: backward(*x[:10], True, *x[11:]))
 
 
-def op_arguments(packed: bool, options: bool) -> tuple[Tensor, Tensor, Tensor, Settings]:
-    """Tensors and settings as the registered ops take them."""
+def op_arguments(packed: bool, options: bool) -> tuple[Tensor, Tensor, Tensor, Arguments]:
+    """Tensors and arguments as the registered ops take them."""
     bounds = torch.tensor([[0, 5, 0, 0, 5, 0, 0, 0], [5, 3, 5, 0, 3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     if packed:
         q, k, v = (torch.randn(8, 2, 16, device=DEVICE) for _ in range(3))
-        return q, k, v, Settings(queries=5, keys=5, scale=0.25, right=0, bounds=bounds)
+        return q, k, v, Arguments(queries=5, keys=5, scale=0.25, right=0, bounds=bounds)
     q, k, v = (torch.randn(2, 2, n, 16, device=DEVICE) for n in (5, 7, 7))
     mask = torch.randn(5, 7, device=DEVICE) if options else None
     seed = torch.tensor([3], device=DEVICE) if options else None
     dropout_p = 0.1 if options else 0.0
-    settings = Settings(queries=5, keys=7, scale=0.25, shift=2, right=0, dropout_p=dropout_p, mask=mask, seed=seed)
-    return q, k, v, settings
+    arguments = Arguments(queries=5, keys=7, scale=0.25, shift=2, right=0, dropout_p=dropout_p, mask=mask, seed=seed)
+    return q, k, v, arguments

@@ -152,7 +152,7 @@ def main() -> None:
     import triton
 
     from benchmarks.host import null_driver
-    from fastformer_kernels.attention.settings import Settings
+    from fastformer_kernels.attention.arguments import Arguments
     from fastformer_kernels.host import launch, plan
 
     null_driver.install()
@@ -243,7 +243,7 @@ def main() -> None:
     attend = plan.planned(originals["attention.forward.forward"])
     q, k, v = (torch.zeros(1, 1, n, 16) for n in (4, 0, 0))
     for _ in range(3):
-        out, lse = attend(q, k, v, *Settings(queries=4, keys=0, scale=0.25))
+        out, lse = attend(q, k, v, *Arguments(queries=4, keys=0, scale=0.25))
         assert not out.any()
         assert (lse == torch.inf).all()
     normed, weight, get_device = plan.planned(originals["norms.rms_norm.forward"]), torch.ones(32), Tensor.get_device

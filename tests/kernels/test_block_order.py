@@ -5,7 +5,7 @@ import heapq
 import pytest
 import torch
 
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 from tests.support.fused_op import DEVICE, needs_kernels
 
 pytestmark = needs_kernels
@@ -33,7 +33,7 @@ def time_over_even(order: list[tuple[int, int]], tiles: int) -> float:
 def chosen(B: int, H: int, T: int, K: int, right: int = 0) -> int:
     from fastformer_kernels.attention.problem import Problem, side_by_side
 
-    problem = Problem.of(*Settings(queries=T, keys=T, scale=1.0, right=right))
+    problem = Problem.of(*Arguments(queries=T, keys=T, scale=1.0, right=right))
     return side_by_side(torch.empty(0, dtype=torch.bfloat16), problem, B * H, 2 * T * K * 2)
 
 

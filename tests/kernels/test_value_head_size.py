@@ -9,7 +9,7 @@ from fastformer.backend import BackendError
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, INTERPRETED, assert_as_accurate_as_reference, needs_kernels, poisoned
 
@@ -130,16 +130,16 @@ def test_registered_ops_pass_opcheck(packed):
     shapes = [(8, 2, 16), (8, 1, 16), (8, 1, 24)] if packed else [(2, 2, 5, 16), (2, 1, 7, 16), (2, 1, 7, 24)]
     q, k, v = (torch.randn(shape, device=DEVICE) for shape in shapes)
     mask = None if packed else torch.randn(5, 7, device=DEVICE)
-    settings = Settings(queries=5, keys=5 if packed else 7, scale=0.25, bounds=bounds if packed else None, mask=mask)
+    arguments = Arguments(queries=5, keys=5 if packed else 7, scale=0.25, bounds=bounds if packed else None, mask=mask)
     ops = torch.ops.fastformer
-    out, lse = ops.attention_forward(q, k, v, *settings)
+    out, lse = ops.attention_forward(q, k, v, *arguments)
     given = (out, q, k, v, out, lse, None, None)
     wanted = ((True, True), (False, True))  # the gradients of q, and of k and v
-    calls = [(ops.attention_backward, (*given, *each, False, *settings)) for each in wanted]
-    calls.append((ops.attention_forward, (q, k, v, *settings)))
+    calls = [(ops.attention_backward, (*given, *each, False, *arguments)) for each in wanted]
+    calls.append((ops.attention_forward, (q, k, v, *arguments)))
     if not packed:
-        delta = ops.attention_backward(*given, False, False, False, *settings)[-1]
-        calls.append((ops.attention_mask_gradient, (out, q, k, v, lse, delta, None, *settings)))
-        calls.append((ops.attention_decode, (q[:, :, :1], k, v, *settings._replace(queries=1, mask=None))))
+        delta = ops.attention_backward(*given, False, False, False, *arguments)[-1]
+        calls.append((ops.attention_mask_gradient, (out, q, k, v, lse, delta, None, *arguments)))
+        calls.append((ops.attention_decode, (q[:, :, :1], k, v, *arguments._replace(queries=1, mask=None))))
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -11,7 +11,7 @@ from fastformer_kernels.attention import forward as attention
 from fastformer_kernels.attention import mask_gradient as attention_mask_gradient
 from fastformer_kernels.attention import problem as attention_problem
 from fastformer_kernels.attention import weights as attention_weights
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 
 B, H = 4, 8
 # Sizes of the tiles change at these lengths.
@@ -34,28 +34,28 @@ def heads(T: int, K: int, dtype: torch.dtype, V: int | None = None) -> tuple[Ten
     return q, k, v
 
 
-def light(T: int) -> Settings:
+def light(T: int) -> Arguments:
     """Causal with lengths: what a language model or a decoder needs."""
-    return Settings(queries=T, keys=T, scale=0.125, right=0, bounds=meta(B, 8, dtype=torch.int32))
+    return Arguments(queries=T, keys=T, scale=0.125, right=0, bounds=meta(B, 8, dtype=torch.int32))
 
 
-def dropped(T: int) -> Settings:
+def dropped(T: int) -> Arguments:
     """The same with dropout, a key mask and a window."""
     seed, key_mask = meta(1, dtype=torch.int64), meta(B, T, dtype=torch.bool)
     return light(T)._replace(key_mask=key_mask, seed=seed, left=100, dropout_p=0.1)
 
 
-def heavy(T: int) -> Settings:
+def heavy(T: int) -> Arguments:
     """Every option that needs registers: additive mask, key mask, window, softcap and dropout."""
     return dropped(T)._replace(mask=meta(B, 1, T, T), softcap=30.0)
 
 
-def lse_of(settings: Settings, T: int) -> Tensor:
-    return meta(B, H, T) if settings.mask is None else meta(2, B, H, T)
+def lse_of(arguments: Arguments, T: int) -> Tensor:
+    return meta(B, H, T) if arguments.mask is None else meta(2, B, H, T)
 
 
 def forward_case(
-    T: int, K: int, dtype: torch.dtype, options: Callable[[int], Settings], V: int | None = None
+    T: int, K: int, dtype: torch.dtype, options: Callable[[int], Arguments], V: int | None = None
 ) -> Callable[[], object]:
     return lambda: attention.forward(*heads(T, K, dtype, V), *options(T))
 
@@ -64,17 +64,17 @@ def backward_case(
     T: int,
     K: int,
     dtype: torch.dtype,
-    options: Callable[[int], Settings],
+    options: Callable[[int], Arguments],
     fast: bool = False,
     weights: bool = False,
     V: int | None = None,
 ) -> Callable[[], object]:
     def run() -> object:
         q, k, v = heads(T, K, dtype, V)
-        settings = options(T)
+        arguments = options(T)
         dweights = meta(B, H, T, T, dtype=dtype) if weights else None
-        given = (v, q, k, v, v, lse_of(settings, T), meta(B, H, T) if weights else None, dweights)
-        return attention_backward.backward(*given, True, True, fast, *settings)
+        given = (v, q, k, v, v, lse_of(arguments, T), meta(B, H, T) if weights else None, dweights)
+        return attention_backward.backward(*given, True, True, fast, *arguments)
 
     return run
 
@@ -83,17 +83,17 @@ def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) ->
     def run() -> object:
         T = 512
         q, k, v = heads(T, K, dtype, V)
-        settings = heavy(T)
-        lse = lse_of(settings, T)
+        arguments = heavy(T)
+        lse = lse_of(arguments, T)
         match name:
             case "delta":
-                return attention_backward.backward(v, q, k, v, v, lse, None, None, False, False, False, *settings)
+                return attention_backward.backward(v, q, k, v, v, lse, None, None, False, False, False, *arguments)
             case "weights":
-                return attention_weights.weights(q, k, lse, *settings)
+                return attention_weights.weights(q, k, lse, *arguments)
             case "mask gradient":
-                return attention_mask_gradient.mask_gradient(v, q, k, v, lse, meta(B, H, T), None, *settings)
-        settings = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
-        return attention_decode.decode(q[:, :, :1], k, v, *settings)
+                return attention_mask_gradient.mask_gradient(v, q, k, v, lse, meta(B, H, T), None, *arguments)
+        arguments = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
+        return attention_decode.decode(q[:, :, :1], k, v, *arguments)
 
     return run
 

@@ -2,7 +2,7 @@
 
 Dense and packed attention are one Function: the kernels tell them apart by the number of dimensions. Kept for backward:
 q, k, v, the output and the log-sum-exp of each row, no scores; the weights only where they were asked for. What a
-kernel is told besides is one record, `Settings`: its fields are in every schema, and the fakes take them by name.
+kernel is told besides is one record, `Arguments`: its fields are in every schema, and the fakes take them by name.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from fastformer.functional.attention.rules import AttentionRules
 from fastformer.host.autograd_function import Formula, call, define, dropout_seed, plain_gradients, twice
 from fastformer.host.devices import to_autocast
 from fastformer.packing import Layout
-from fastformer_kernels.attention.settings import NUMBERS, SCHEMA, Settings
+from fastformer_kernels.attention.arguments import NUMBERS, SCHEMA, Arguments
 
 LARGEST_HEAD = 256
 # Queries times query heads a key head: one tile of rows. More fill the matrix units in the kernel for training, too.
@@ -85,17 +85,17 @@ _bounds = define(
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v, the tensors of the settings, their numbers, whether weights are wanted, fast, formula.
+    """q, k, v, the tensors of the arguments, their numbers, whether weights are wanted, fast, formula.
 
-    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the settings the mask alone is.
+    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the arguments the mask alone is.
     """
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        settings = (*rest[len(_TENSORS)], *rest[: len(_TENSORS)])
+        arguments = (*rest[len(_TENSORS)], *rest[: len(_TENSORS)])
         wants_weights = rest[len(_TENSORS) + 1]
-        out, lse = _forward(q, k, v, *settings)
-        return out, _weights(q, k, lse, *settings) if wants_weights else None, lse
+        out, lse = _forward(q, k, v, *arguments)
+        return out, _weights(q, k, lse, *arguments) if wants_weights else None, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -108,22 +108,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, *tensors, out, weights, lse = ctx.saved_tensors
-        settings = Settings(*ctx.numbers, *tensors)
-        mask = settings.mask
+        arguments = Arguments(*ctx.numbers, *tensors)
+        mask = arguments.mask
         wants_q, wants_k, wants_v, wants_mask = wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_MASK])
         if dout is None and dweights is None:
             return _placed(None, None, None, None)
-        if twice("attention", ctx.formula, settings.seed):
+        if twice("attention", ctx.formula, arguments.seed):
             grads = (dout,) if weights is None else (dout, dweights)
             return _placed(*plain_gradients(ctx.formula, (q, k, v, mask), wanted, grads))
         if dout is None:
             dout = out.new_zeros(out.shape)
         added = None if dweights is None else (weights * dweights).sum(-1, dtype=torch.float32)
         given = (dout, q, k, v, out, lse, added, dweights)
-        dq, dk, dv, delta = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *settings)
+        dq, dk, dv, delta = _backward(*given, wants_q, wants_k or wants_v, ctx.fast, *arguments)
         dmask = None
         if wants_mask and mask is not None:
-            dmask = _mask_gradient(dout, q, k, v, lse, delta, dweights, *settings)  # [B or 1, H or 1, T, S or more]
+            dmask = _mask_gradient(dout, q, k, v, lse, delta, dweights, *arguments)  # [B or 1, H or 1, T, S or more]
             dmask = (
                 dmask[..., : k.shape[2]]
                 .sum_to_size((1,) * (4 - mask.dim()) + mask.shape)
@@ -133,7 +133,7 @@ class _Attention(torch.autograd.Function):
         return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask)
 
 
-_TENSORS = Settings._fields[NUMBERS:]
+_TENSORS = Arguments._fields[NUMBERS:]
 _MASK = 3 + _TENSORS.index("mask")  # its place among the inputs of the Function
 _BEFORE, _AFTER = (None,) * (_MASK - 3), (None,) * (3 + len(_TENSORS) - _MASK - 1 + 4)
 
@@ -183,11 +183,11 @@ def _apply(
     softcap, dropout_p = rules.softcap or 0.0, rules.dropout_p
     seed = dropout_seed(q) if dropout_p > 0.0 else None
     # By position, which takes a quarter of the time of names: a test holds these to the fields.
-    settings = Settings(queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, mask, seed)
+    arguments = Arguments(queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, mask, seed)
     if mask is None and seed is None and not wants_weights and _decodes(q, k, v):
-        return _decode(q, k, v, *settings), None
+        return _decode(q, k, v, *arguments), None
     fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
-    numbers, tensors = settings[:NUMBERS], settings[NUMBERS:]
+    numbers, tensors = arguments[:NUMBERS], arguments[NUMBERS:]
     out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
     return out, weights
 

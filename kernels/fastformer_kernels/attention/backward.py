@@ -322,7 +322,7 @@ def backward(
     wants_q: bool,
     wants_keys: bool,
     fast: bool,
-    *settings: Any,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v, each of its input's shape and dtype, empty where not wanted; and delta.
 
@@ -330,14 +330,14 @@ def backward(
 
     Args:
         dout: of out's shape.
-        q, k, v, settings: as in forward.
+        q, k, v, arguments: as in forward.
         out, lse: what forward returned.
         added: rowsum(weights * dweights), fp32 `[B, H, T]`, where weights were returned.
         dweights: the gradient of returned weights `[B, H, T, S]`, or None.
         wants_q, wants_keys: whether the gradient of q, and those of k and v, are wanted.
         fast: add the gradient of q with atomics, in an order that changes from run to run.
     """
-    problem = Problem.of(*settings)
+    problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
     wide = wider(q, v)
     fast = fast and wants_q and wants_keys and wide.shape[-1] <= 128  # wider, its tiles do not fit into registers

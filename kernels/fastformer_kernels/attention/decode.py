@@ -137,15 +137,15 @@ def _tile(wide: Tensor) -> dict[str, int]:
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention of a few queries, `[B, H, T, V]`, laid out as `[B, T, H, V]`.
 
     Args:
         q: `[B, H, T, K]`; T * H / Hkv rows are one tile, so that must be small.
         k, v: `[B, Hkv, S, K]` and `[B, Hkv, S, V]`, such as the filled part of a cache.
-        settings: the fields of `Problem`; no mask, no dropout.
+        arguments: the fields of `Problem`; no mask, no dropout.
     """
-    problem = Problem(*settings)
+    problem = Problem(*arguments)
     B, H, T, S = problem.sizes(q)
     out = noted(q.new_empty((B, T, H, v.shape[-1])).transpose(1, 2))
     if q.numel() == 0 or k.numel() == 0:

@@ -203,20 +203,20 @@ def _tiles(wide: Tensor, problem: Problem) -> dict[str, Any]:
     return {**dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True)), "AHEAD": ahead}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute attention.
 
     Args:
         q: `[B, H, T, K]`, or packed `[T, H, K]`; fp32, fp16 or bf16.
         k, v: `[B, Hkv, S, K]` and `[B, Hkv, S, V]`, or packed `[S, Hkv, K]` and `[S, Hkv, V]`; of q's dtype.
-        settings: the fields of `Problem`, in order.
+        arguments: the fields of `Problem`, in order.
 
     Returns:
         The output, `[B, H, T, V]` (laid out as `[B, T, H, V]`) or packed `[T, H, V]`, and the log-sum-exp of each row
         in units of log2, fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask `[2, B, H, T]`, maximum and
         logarithm of the sum.
     """
-    problem = Problem.of(*settings)
+    problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
     packed = q.dim() == 3
     V = v.shape[-1]

@@ -111,7 +111,7 @@ def mask_gradient(
     lse: Tensor,
     delta: Tensor,
     dweights: Tensor | None,
-    *settings: Any,
+    *arguments: Any,
 ) -> Tensor:
     """Compute the gradient of the additive mask, fp32 `[B or 1, H or 1, T, S']`: 1 where the mask was broadcast.
 
@@ -120,11 +120,11 @@ def mask_gradient(
 
     Args:
         dout: of out's shape; only dense tensors have a mask.
-        q, k, v, settings: as in forward.
+        q, k, v, arguments: as in forward.
         lse: as forward returned it; delta: as backward computed it.
         dweights: the gradient of returned weights `[B, H, T, S]`, or None.
     """
-    problem = Problem.of(*settings)
+    problem = Problem.of(*arguments)
     assert problem.mask is not None
     B, H, T, S = problem.sizes(q)
     shape = (1, 1, 1, 1, *problem.mask.shape)[-4:]

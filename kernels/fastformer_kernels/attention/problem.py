@@ -1,4 +1,4 @@
-"""What the launchers of all attention kernels share: the settings as the kernels take them, and where sequences lie.
+"""What the launchers of all attention kernels share: the arguments as the kernels take them, and where sequences lie.
 
 The latter is worked out on the device: nothing waits for it on the host. Lengths, a bool key mask or the offsets of
 packed sequences become one int32 `[B, 8]` tensor that every attention kernel reads; its columns are named in `tiles`. A
@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.settings import Settings
+from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.host.launch import (
     as_bytes,
     device_of,
@@ -88,13 +88,13 @@ def row_strides(x: Tensor) -> tuple[int, int]:
     return (0, x.stride(0)) if x.dim() == 2 else (x.stride(-3), x.stride(-2))
 
 
-class Problem(Settings):
-    """The settings of a call, as launchers read them."""
+class Problem(Arguments):
+    """The arguments of a call, as launchers read them."""
 
     @classmethod
-    def of(cls, *settings: Any) -> "Problem":
+    def of(cls, *arguments: Any) -> "Problem":
         """Return the problem of a kernel that reads the mask."""
-        problem = cls(*settings)
+        problem = cls(*arguments)
         return problem if problem.mask is None else problem._replace(mask=lined_up(problem.mask))
 
     def sizes(self, q: Tensor) -> tuple[int, int, int, int]:

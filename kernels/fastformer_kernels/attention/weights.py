@@ -58,14 +58,14 @@ def _attention_weights(
     tl.store(weights_ptr + wide_rows * stride_weights_t + columns[None, :], p, mask=written)
 
 
-def weights(q: Tensor, k: Tensor, lse: Tensor, *settings: Any) -> Tensor:
+def weights(q: Tensor, k: Tensor, lse: Tensor, *arguments: Any) -> Tensor:
     """Compute the weights `[B, H, T, S]` that forward applied, of q's dtype.
 
     Args:
-        q, k, settings: as in forward, dense.
+        q, k, arguments: as in forward, dense.
         lse: what forward returned.
     """
-    problem = Problem.of(*settings)
+    problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
     result = noted(q.new_empty((B, H, T, S)))
     if result.numel() == 0:

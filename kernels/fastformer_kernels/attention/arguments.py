@@ -9,7 +9,7 @@ from typing import NamedTuple, get_type_hints
 from torch import Tensor
 
 
-class Settings(NamedTuple):
+class Arguments(NamedTuple):
     """The numbers come first, then the tensors, which autograd keeps."""
 
     queries: int  # T; of the longest sequence where packed
@@ -27,6 +27,6 @@ class Settings(NamedTuple):
 
 
 _TYPES = {Tensor | None: "Tensor?", int: "SymInt", float: "float"}
-_FIELDS = get_type_hints(Settings)
+_FIELDS = get_type_hints(Arguments)
 NUMBERS = sum(kind != Tensor | None for kind in _FIELDS.values())  # how many of the fields are numbers
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in _FIELDS.items())

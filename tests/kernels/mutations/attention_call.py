@@ -66,8 +66,8 @@ def faults() -> Iterator[Fault]:
         file,
         MASKS,
         "attention: seed drawn anew in backward",
-        "settings = Settings(*ctx.numbers, *tensors)",
-        "settings = Settings(*ctx.numbers, *tensors)._replace(seed=dropout_seed(q))",
+        "arguments = Arguments(*ctx.numbers, *tensors)",
+        "arguments = Arguments(*ctx.numbers, *tensors)._replace(seed=dropout_seed(q))",
     )
     yield at(
         file,

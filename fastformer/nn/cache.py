@@ -4,6 +4,8 @@ Every stack that decodes from left to right has one: `cache = decoder.new_cache(
 for one token a row, for a chunk, or for prompts of different lengths. A layer is the same formula as without a cache
 (`compose`), given another way to attend, so what a step returns is what a forward pass over everything returns there.
 
+Tensors that are written to are made outside inference mode, so that a cache may be filled inside and outside in turn.
+
 A cache grows as it is filled; `StaticKVCache` has a fixed capacity and leaves its lengths to the device, for CUDA
 graphs.
 
@@ -11,6 +13,7 @@ Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a ro
 K head size, D model width.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +38,23 @@ class LayerCache:
     def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor] | None) -> None:
         self.keys, self.values, self.memory = keys, values, memory
 
+    @torch.inference_mode(False)
     def grow(self, capacity: int) -> None:
         """Have room for `capacity` positions."""
         self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
+    def project(self, attention: MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x, such as are kept."""
+        q, k, v = attention.queries_keys_values(x)
+        if k.dtype != self.keys.dtype or k.shape[-2:] != self.keys.shape[1::2]:
+            H, K = self.keys.shape[1::2]
+            raise ValueError(
+                f"the cache must be of this stack, its dtype and its autocast: it holds {H} heads of {K}, "
+                f"{self.keys.dtype}, not {k.shape[-2]} of {k.shape[-1]}, {k.dtype}"
+            )
+        return q, k, v
+
+    @torch.inference_mode(False)
     def keep(self, rows: Tensor, sentences: Tensor) -> None:
         """Go on with these rows, and the memory of these sentences."""
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
@@ -52,6 +68,11 @@ def _grown(old: Tensor, capacity: int) -> Tensor:
     new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
     new[:, :, : old.shape[2]] = old
     return new
+
+
+def without_gaps(layout: Layout, device: torch.device) -> Layout:
+    """Return the layout of the same sequences, each beginning at column 0, as a cache keeps them."""
+    return layout if layout.slots is layout.origin else Layout.from_lengths(layout.lengths, device)
 
 
 def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -84,7 +105,7 @@ class Together:
 
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
         """Keep the keys and values of x; attend to all that its tokens may see."""
-        q, k, v = attention.queries_keys_values(x)  # [R, t, H, K]
+        q, k, v = kept.project(attention, x)  # [R, t, H, K]
         kept.keys[:, :, self.position : self.end] = k.transpose(1, 2)
         kept.values[:, :, self.position : self.end] = v.transpose(1, 2)
         several = self.end > self.position + 1
@@ -93,8 +114,9 @@ class Together:
     def attend_to_memory(self, attention: MultiheadAttention, cache: "KVCache", kept: LayerCache, x: Tensor) -> Tensor:
         """Attend to the memory."""
         # The hypotheses of a sentence are its queries: the memory is kept once, not once a hypothesis.
-        q = attention.queries(x.reshape(-1, cache.hypotheses * x.shape[1], x.shape[2]))
         assert kept.memory is not None
+        sentences = kept.memory[0].shape[0]
+        q = attention.queries(x.reshape(sentences, cache.hypotheses * x.shape[1], x.shape[2]))
         return attention.attend(q, *kept.memory, cache.memory_lengths).view(x.shape)
 
 
@@ -107,7 +129,7 @@ class Apart(Together):
         self.key_lengths = positions + 1
 
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = attention.queries_keys_values(x)  # [R, 1, H, K]
+        q, k, v = kept.project(attention, x)  # [R, 1, H, K]
         kept.keys[self.rows, :, self.positions] = k[:, 0]
         kept.values[self.rows, :, self.positions] = v[:, 0]
         return attention.attend(q, kept.keys[:, :, : self.end], kept.values[:, :, : self.end], self.key_lengths)
@@ -128,7 +150,7 @@ class Packed(Together):
         self.positions = past[self.rows] + layout.positions
 
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = attention.queries_keys_values(x)  # [T, H, K]
+        q, k, v = kept.project(attention, x)  # [T, H, K]
         kept.keys[self.rows, :, self.positions] = k
         kept.values[self.rows, :, self.positions] = v
         if self.first:
@@ -162,6 +184,8 @@ class KVCache:
         layers: a `LayerCache` for each layer.
     """
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(
         self,
         stack: nn.Module,
@@ -190,6 +214,15 @@ class KVCache:
             self.memory_lengths = memory[1].offsets.diff()
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
 
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self.lengths = lengths  # those of before may be looked at
+
+    @torch.inference_mode(False)
+    def __deepcopy__(self, known: dict[int, Any]) -> "KVCache":
+        other = known[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update(copy.deepcopy(self.__dict__, known))
+        return other
+
     @property
     def rows(self) -> int:
         """R."""
@@ -213,7 +246,7 @@ class KVCache:
                     f"x must be [{lengths.total}, width], as lengths says, of {self.rows} sequences, not "
                     f"{list(x.shape)} of {lengths.batch}"
                 )
-            return x, lengths
+            return x, without_gaps(lengths, x.device)
         if x.dim() != 3 or x.shape[0 if self.batch_first else 1] != self.rows:
             shape = f"[{self.rows}, tokens, width]" if self.batch_first else f"[tokens, {self.rows}, width]"
             raise ValueError(f"x must be of shape {shape}, not {list(x.shape)}")
@@ -259,17 +292,18 @@ class KVCache:
 
     def count(self, count: int, layout: Layout | None) -> None:
         """Remember that new tokens were read."""
-        self.lengths = self.lengths + (count if layout is None else layout.lengths)  # that of before may be looked at
+        self._set_lengths(self.lengths + (count if layout is None else layout.lengths))
 
     def _reserve(self, length: int) -> None:
         """Have room for `length` positions: for twice as many as before if it does not suffice."""
         if self.longest is not None and length > self.longest:
             raise ValueError(f"longest must be at least the {length} tokens that a row would have, not {self.longest}")
         if length > self.capacity:
-            self.capacity = max(length, 2 * self.capacity, _FIRST_CAPACITY)
-            self.capacity = self.capacity if self.longest is None else min(self.capacity, self.longest)
+            capacity = max(length, 2 * self.capacity, _FIRST_CAPACITY)
+            capacity = capacity if self.longest is None else min(capacity, self.longest)
             for kept in self.layers:
-                kept.grow(self.capacity)
+                kept.grow(capacity)
+            self.capacity = capacity  # not before all have grown: memory may not suffice
 
     def reorder(self, rows: Tensor) -> None:
         """Let row i go on from what row `rows[i]` has read.
@@ -296,10 +330,11 @@ class KVCache:
             memory = (kept.memory or ()) if away else ()
             for x in (kept.keys[:, :, :filled], kept.values[:, :, :filled], *memory):
                 x.index_copy_(0, to, x.index_select(0, parents))
-        for lengths in (self.lengths, self.memory_lengths if away else None):
-            if lengths is not None:
-                lengths.copy_(lengths[sources.to(lengths.device)])
+        self._set_lengths(self.lengths[sources.to(self.lengths.device)])
+        if away and self.memory_lengths is not None:
+            self.memory_lengths.copy_(self.memory_lengths[sources.to(self.device)])
 
+    @torch.inference_mode(False)
     def keep(self, sentences: Tensor) -> None:
         """Go on with these sentences, int64, in this order, each with its N rows; one given twice goes on twice.
 
@@ -325,7 +360,7 @@ class KVCache:
         read = self.lengths.cpu()
         if wanted.shape != read.shape or bool(((wanted > read) | (wanted < 0)).any()):
             raise ValueError(f"lengths must be from 0 to {read.tolist()}, of each row, not {wanted.tolist()}")
-        self.lengths.copy_(wanted)
+        self._set_lengths(wanted.clone())
 
     def _filled(self) -> int:
         """How many positions may hold something."""

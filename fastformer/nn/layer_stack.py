@@ -16,9 +16,9 @@ from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import has_hooks
-from fastformer.nn.padding_free import check_apart, obstacle, zero_padding
+from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, zero_padding
 from fastformer.nn.torch_calls import causal_hint
-from fastformer.nn.wrappers import is_sharded, unwrap, within
+from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, unpack
 
 
@@ -64,7 +64,13 @@ class Stack(nn.Module):
     def watched(self) -> bool:
         """Whether code that is not ours sees with which arguments layers, or attention in them, are called."""
         ours = TransformerEncoderLayer, TransformerDecoderLayer
-        return not all(isinstance(layer, ours) and not layer.watched for layer in map(unwrap, self.layers))  # type: ignore[arg-type]
+        for layer in self.layers:  # type: ignore[union-attr]
+            *outside, inner = levels(layer)
+            if not isinstance(inner, ours) or inner.watched:
+                return True
+            if any(has_hooks(level) and not is_sharded(level) for level in outside):
+                return True
+        return False
 
     @property
     def _called_padded(self) -> bool | None:
@@ -177,11 +183,16 @@ class Stack(nn.Module):
             As x. No gradients are kept.
 
         Raises:
-            ValueError: x or lengths do not fit the cache, or a row would be longer than its `longest`.
-            RuntimeError: a layer has come to have a block of its own.
+            ValueError: x or lengths do not fit the cache, or the cache the stack, or a row would be longer than its
+                `longest`. The cache is as it was.
+            RuntimeError: a layer, or attention in it, has come to have hooks, a forward or a block of its own.
         """
         if len(cache.layers) != len(self.layers):  # type: ignore[arg-type]
             raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")
+        if (cache.layers[0].memory is None) != isinstance(self, nn.TransformerEncoder):
+            raise ValueError(f"the cache is of another stack: not of a {type(self).__name__}")
+        if may_do_more(self):
+            check_apart(self, "decoding with a cache")
         tokens, layout = cache.tokens_of(x, lengths)
         count = tokens.shape[1]
         place = cache.place(count, layout)
@@ -193,7 +204,7 @@ class Stack(nn.Module):
         cache.count(count, layout)
         if layout is None:
             return out if cache.batch_first else out.transpose(0, 1)
-        return out if layout is lengths else unpack(out, layout, cache.batch_first)
+        return out if isinstance(lengths, Layout) else unpack(out, layout, cache.batch_first)
 
     def _carries(self, layer: Any) -> bool:
         """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""

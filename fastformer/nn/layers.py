@@ -19,7 +19,7 @@ from fastformer.host.devices import autocasts, check_types
 from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, run_feed_forward, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.torch_calls import encoder_masks
-from fastformer.nn.wrappers import Inside, is_sharded, unwrap, within
+from fastformer.nn.wrappers import Inside, is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, offsets_of
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
@@ -132,6 +132,10 @@ def _packed(attention: Any, *where: Any, **rules: Any) -> Attention:
     return lambda x: within(attention, lambda inner, x: inner.packed(x, *where, **rules), x)[0]
 
 
+def _is_watched(attention: nn.Module) -> bool:
+    return not plain(unwrap(attention), MultiheadAttention) or any(map(has_hooks, levels(attention)))
+
+
 class _Layer(nn.Module):
     """What encoder and decoder layers share."""
 
@@ -163,7 +167,7 @@ class _Layer(nn.Module):
     def watched(self) -> bool:
         """Whether code that is not ours sees with which arguments the layer, or attention in it, is called."""
         hooks = has_hooks(self) and not is_sharded(self)
-        return self.overridden or hooks or not all(plain(unwrap(x), MultiheadAttention) for x in self.attentions)
+        return self.overridden or hooks or any(map(_is_watched, self.attentions))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.

@@ -2,19 +2,20 @@
 causal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer.modes import has_values
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.wrappers import is_sharded, unwrap
+from fastformer.nn.wrappers import is_sharded, levels, unwrap
 from fastformer.packing import Layout, pack, unpack
 
 # What works on each token alone, so that it may see `[T, D]` in place of `[B, L, D]`.
@@ -27,13 +28,14 @@ _FUNCTIONS = (
     F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.relu6, F.tanh, F.sigmoid, F.softplus,
     F.hardswish, torch.relu, torch.tanh, torch.sigmoid,
 )  # fmt: skip
-_PARTS = (nn.Linear, nn.Dropout, *_NORMS, *_ACTIVATIONS)
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
+_PARTS = (*_LINEAR, nn.Dropout, *_NORMS, *_ACTIVATIONS)
 
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 _declared: set[object] = set()
-# Classes of other libraries, which need not be installed.
+# Classes of other libraries, which need not be installed: token-wise if what they adapt, `base_layer`, is.
 _ELSEWHERE = {"peft.tuners.lora.layer.Linear"}
 
 
@@ -44,19 +46,24 @@ def token_wise(part: T) -> T:
     `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. Nothing checks it.
 
     Args:
-        part: a subclass of nn.Module, itself and not its subclasses; or an activation function.
+        part: a subclass of nn.Module, itself and not its subclasses; or an activation function, hashable.
 
     Raises:
         TypeError: it is neither.
     """
-    if not callable(part) or isinstance(part, nn.Module):
-        raise TypeError(f"token_wise takes a class of modules or a function, not {type(part).__name__}")
+    of_modules = isinstance(part, type) and issubclass(part, nn.Module)
+    function = callable(part) and not isinstance(part, type | nn.Module)
+    if not (of_modules or function):
+        said = part.__name__ if isinstance(part, type) else type(part).__name__
+        raise TypeError(f"token_wise takes a class of modules or a function, not {said}")
+    if not isinstance(part, Hashable):
+        raise TypeError(f"token_wise takes functions that are hashable, not a {type(part).__name__}")
     _declared.add(part)
     return part
 
 
 def mixes_tokens(stack: nn.Module) -> str | None:
-    """Return which part of a stack, attention aside, may look at several tokens at once, or None."""
+    """Return which part of a stack, beside attention, may look at several tokens at once, or None."""
     layers: Any = stack.layers
     reasons = {f"layers.{index}": _layer_mixes(layer) for index, layer in enumerate(layers)}
     reasons["norm"] = _mixes(stack.norm, _NORMS) if isinstance(stack.norm, nn.Module) else None
@@ -69,19 +76,25 @@ def _layer_mixes(layer: Any) -> str | None:
         reason = _mixes(part, (*_PARTS, MultiheadAttention))
         if reason is not None:
             return f".{name}{reason}"
+        inner = unwrap(part)
+        if isinstance(inner, MultiheadAttention) and (reason := _mixes(inner.out_proj, _LINEAR)) is not None:
+            return f".{name}.out_proj{reason}"
     activation = layer.activation
     own = not isinstance(activation, nn.Module) and activation not in (*_FUNCTIONS, *_declared)
     return ".activation is a function of your own" if own else None
 
 
-def _mixes(part: nn.Module, known: tuple[type[nn.Module], ...]) -> str | None:
-    part = unwrap(part)
+def _mixes(part: Any, known: tuple[type[nn.Module], ...]) -> str | None:
     kind = type(part)
-    if is_parametrized(part):  # a class that torch made of the part's
-        kind = kind.__bases__[0]
-    if not (kind in known or kind in _declared or f"{kind.__module__}.{kind.__qualname__}" in _ELSEWHERE):
-        return f" is a {type(part).__name__}"
-    shape = getattr(part, "normalized_shape", ())
+    if not (kind in known or kind in _declared):
+        part = unwrap(part)
+        kind = type(part).__bases__[0] if is_parametrized(part) else type(part)  # a class that torch made of the part's
+    if not (kind in known or kind in _declared):
+        if f"{kind.__module__}.{kind.__qualname__}" not in _ELSEWHERE:
+            return f" is a {type(part).__name__}"
+        reason = _mixes(part.base_layer, _LINEAR)
+        return None if reason is None else f".base_layer{reason}"
+    shape = part.normalized_shape if kind in _NORMS and kind is not nn.Identity else ()
     return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
 
@@ -103,20 +116,30 @@ def obstacle(stack: nn.Module) -> str | None:
 
 
 def _layer_obstacle(layer: Any) -> str | None:
-    layer = unwrap(layer)
+    outside, layer = layer, unwrap(layer)
     if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
         return f" is a {type(layer).__name__}"
     if layer.overridden:
         return f" is a {type(layer).__name__} with a part of its own"
-    if has_hooks(layer) and not is_sharded(layer):
+    if any(has_hooks(level) and not is_sharded(level) for level in levels(outside)):
         return " has hooks"
     for name, part in layer.named_children():
-        if has_hooks(part):
+        if _has_hooks_within(part):
             return f".{name} has hooks"
         part = unwrap(part)
         if isinstance(part, MultiheadAttention) and not part.packs:
             return f".{name} has add_bias_kv or add_zero_attn"
     return None
+
+
+def _has_hooks_within(part: Any) -> bool:
+    """Whether a part has hooks, or one that it is made of and hands over what it sees."""
+    kind = type(part)
+    if kind in _PARTS:
+        return has_hooks(part)
+    if kind is MultiheadAttention:
+        return has_hooks(part) or _has_hooks_within(part.out_proj)
+    return any(map(has_hooks, part.modules()))
 
 
 class PackedInput(NamedTuple):
@@ -231,8 +254,10 @@ def check_apart(stack: Any, what: str) -> None:
         what: takes them apart, for the message.
 
     Raises:
-        RuntimeError: one has hooks or a forward of its own.
+        RuntimeError: one has hooks or a forward of its own, or there are no layers.
     """
+    if not len(stack.layers):
+        raise RuntimeError(f"the stack has no layers, of which {what} consists")
     calling = f"which {what} does not call; calling the model does"
     parts: dict[str, Any] = {"the stack": stack}
     for i, layer in enumerate(stack.layers):
@@ -240,11 +265,23 @@ def check_apart(stack: Any, what: str) -> None:
         named = ("self_attn", "multihead_attn")
         parts |= {f"layers.{i}.{its}": getattr(layer, its) for its in named if hasattr(layer, its)}
     for name, part in parts.items():
-        if has_own_hooks(part):
+        if any(map(has_own_hooks, levels(part))):
             raise RuntimeError(f"{name} has hooks, {calling}")
         part = unwrap(part)
         if part is not stack and (type(part).forward not in _FORWARDS or getattr(part, "has_own_blocks", False)):
             raise RuntimeError(f"{name} is a {type(part).__name__}, {calling}")
+
+
+def may_do_more(stack: Any) -> bool:
+    """Whether `check_apart` must look; 1 us a layer, for every step."""
+    if has_own_hooks(stack):
+        return True
+    for layer in stack.layers:
+        parts = layer.__dict__["_modules"]
+        for part in (layer, parts.get("self_attn"), parts.get("multihead_attn")):
+            if part is not None and (type(part).forward not in _FORWARDS or has_own_hooks(part)):
+                return True
+    return False
 
 
 def check_cached(stack: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
-from fastformer.nn.cache import KVCache
+from fastformer.nn.cache import KVCache, without_gaps
 from fastformer.nn.layer_stack import Stack
 from fastformer.nn.layers import padded_attention
 from fastformer.nn.modules import drop_in, twin
@@ -134,15 +134,14 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             rows: R.
             longest: the most tokens that a row may read; the cache never has room for more.
             capacity: room for so many tokens at once, at addresses that stay: what a CUDA graph needs
-                (`fastformer.nn.static_cache`).
+                (`fastformer.nn.static_cache`). It limits a row by itself, without `longest`.
 
         Raises:
+            ValueError: a number is out of range, or both longest and capacity are given.
             RuntimeError: a layer, or attention in it, has hooks or is somebody's own, or a part of it may look at
                 several positions.
         """
-        if capacity is not None:
-            return StaticKVCache(self, rows, capacity=capacity)
-        return KVCache(self, rows, longest=longest)
+        return _new_cache(self, rows, None, 1, longest, capacity)
 
 
 @drop_in
@@ -305,27 +304,44 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         """Make a cache for `step`: it holds the keys and values of the memory, and no token yet.
 
         Args:
-            memory: the encoder's output, `[B, S, D]`, `[S, B, D]` where the layers are not batch_first, or packed
-                `[S, D]` with its layout.
+            memory: the encoder's output, `[B, S, D]`, `[S, B, D]` where the layers are not batch_first, nested, or
+                packed `[S, D]` with its layout.
             memory_key_padding_mask: `[B, S]`, True or -inf = ignore.
             memory_layout: of packed memory.
             hypotheses: N, rows that share one sentence's memory: rows b * N to b * N + N - 1 are sentence b's.
             longest, capacity: as in the encoder.
 
         Raises:
-            ValueError: the memory and its mask or layout do not fit together.
+            ValueError: the memory and its mask or layout do not fit together; longest and capacity as there.
             RuntimeError: as in the encoder.
         """
-        if memory_layout is None:
+        if memory.is_nested:
+            _refuse("memory", memory_key_padding_mask)
+            memory, memory_layout = from_nested(memory)
+        elif memory_layout is None:
             side = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if side is None or not side.batched:
                 raise ValueError("memory must be a padded batch, with a mask [B, S] of bool or of 0 and -inf, if any")
-            memory, given = side.pack(memory), side.layout
-            memory_layout = Layout.from_lengths(given.lengths, memory.device)  # its tokens without gaps
-        kept, rows = (memory, memory_layout), memory_layout.batch * hypotheses
-        if capacity is not None:
-            return StaticKVCache(self, rows, kept, hypotheses, capacity)
-        return KVCache(self, rows, kept, hypotheses, longest)
+            memory, memory_layout = side.pack(memory), side.layout
+        elif memory_key_padding_mask is not None:
+            raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")
+        kept = memory, without_gaps(memory_layout, memory.device)
+        return _new_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
+
+
+def _new_cache(
+    stack: Stack,
+    rows: int,
+    memory: tuple[Tensor, Layout] | None,
+    hypotheses: int,
+    longest: int | None,
+    capacity: int | None,
+) -> KVCache:
+    if capacity is None:
+        return KVCache(stack, rows, memory, hypotheses, longest)
+    if longest is not None:
+        raise ValueError(f"longest must be None with capacity, which is the most that a row may read, not {longest}")
+    return StaticKVCache(stack, rows, memory, hypotheses, capacity)
 
 
 def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:

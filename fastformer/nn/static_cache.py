@@ -5,6 +5,7 @@ how much of it is filled. The kernels skip what lies beyond. Plain PyTorch compu
 a CPU this costs more than `KVCache`.
 """
 
+import torch
 from torch import Tensor, nn
 
 from fastformer.modes import readable
@@ -23,6 +24,7 @@ class StaticKVCache(KVCache):
         lengths: int64 `[R]`, on the device; of what a replayed graph has read, too.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         stack: nn.Module,
@@ -56,6 +58,9 @@ class StaticKVCache(KVCache):
     def count(self, count: int, layout: Layout | None) -> None:
         self.lengths.add_(count if layout is None else layout.offsets.diff())
         self._empty = False
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self.lengths.copy_(lengths)
 
     def _reads_at_once(self, count: int) -> bool:
         return count == 1

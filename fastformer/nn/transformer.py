@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layer_stack import as_torch
-from fastformer.nn.modules import drop_in, has_hooks, take_over
+from fastformer.nn.modules import drop_in, has_hooks, has_own_hooks, take_over
 from fastformer.nn.padding_free import PackedInput, read_side, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
@@ -137,6 +137,8 @@ class Transformer(nn.Transformer):
         return self._own_decoder().step(tgt, cache, lengths)
 
     def _own_decoder(self) -> TransformerDecoder:
+        if has_own_hooks(self):
+            raise RuntimeError(f"the {type(self).__name__} has hooks, which decoding with a cache does not call")
         if not isinstance(self.decoder, TransformerDecoder):
             raise TypeError(f"decoder must be a fastformer.TransformerDecoder, not a {type(self.decoder).__name__}")
         return self.decoder

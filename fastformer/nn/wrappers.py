@@ -6,10 +6,12 @@ of one. Our `forward`s run an `Inside` that they are given, and wrappers pass on
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastformer.nn.modules import HOOKS
 
@@ -30,16 +32,35 @@ class Inside:
 
 
 def unwrap(module: Any) -> Any:
-    """Return the module inside of known wrappers; itself where there is none.
-
-    Not of checkpoints that are computed again by a second backward pass (`use_reentrant`): these give no gradient to
-    tensors that are no arguments.
-    """
-    while (name := _WRAPPERS.get(f"{type(module).__module__}.{type(module).__qualname__}")) is not None:
-        if getattr(getattr(module, "checkpoint_impl", None), "name", "") == "REENTRANT":
-            break
-        module = getattr(module, name)
+    """Return the module inside of known wrappers; itself where there is none."""
+    while (inner := _inside(module)) is not None:
+        module = inner
     return module
+
+
+def levels(module: Any) -> Iterator[Any]:
+    """Yield a module, and what it wraps, down to what `unwrap` returns."""
+    inner = module
+    while inner is not None:
+        yield inner
+        inner = _inside(inner)
+
+
+def _inside(module: Any) -> Any:
+    """Return what a known wrapper wraps; None of another module.
+
+    Checkpoints that are computed again by a second backward pass (`use_reentrant`) give no gradient to tensors that are
+    no arguments, and of a checkpoint function of somebody's own nobody knows: these are no known wrappers.
+    """
+    name = _WRAPPERS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    if name is None:
+        return None
+    run = getattr(module, "checkpoint_fn", None)
+    if run is not None:
+        torchs = isinstance(run, partial) and run.func is checkpoint
+        if not torchs or run.keywords.get("use_reentrant") is not False:
+            return None
+    return getattr(module, name)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -106,6 +106,8 @@ def test_what_the_weights_would_pass_by_is_refused() -> None:
     x = random(B, S, D)
     with pytest.raises(ValueError, match="need_weights takes padded batches, not nested tensors"):
         ours.encoder(torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged), need_weights=True)
+    with pytest.raises(RuntimeError, match="the stack has no layers, of which need_weights consists"):
+        fastformer.TransformerEncoder(fastformer.TransformerEncoderLayer(D, H), 0)(x, need_weights=True)
     ours.encoder.layers[1].register_forward_hook(lambda module, given, out: None)
     with pytest.raises(RuntimeError, match=r"layers\.1 has hooks, which need_weights does not call"):
         ours.encoder(x, need_weights=True)

@@ -3,7 +3,10 @@
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, S sources, D model width.
 """
 
+import contextlib
 import copy
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from fastformer.nn.cache import KVCache
+from fastformer.nn.cache import KVCache, LayerCache
 from fastformer.packing import Layout
 from tests.support.fused_op import DEVICE, needs_kernels
 
@@ -299,6 +302,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"attention in layers\.1 has add_bias_kv or add_zero_attn": _extra_keys,
     r"layers\.1\.linear1 is a Smoothed: it may look at several positions": _replace_class("layers.1.linear1", Smoothed),
     r"layers\.0\.activation is a function": lambda x: setattr(x.layers[0], "activation", lambda y: y),
+    r"layers\.0\.self_attn\.out_proj is a Smoothed": _replace_class("layers.0.self_attn.out_proj", Smoothed),
+    "the stack has no layers": lambda x: setattr(x, "layers", nn.ModuleList()),
     r"norm is a BatchNorm1d": lambda x: setattr(x, "norm", nn.BatchNorm1d(D)),
 }
 
@@ -328,9 +333,24 @@ def test_declared_parts_are_token_wise() -> None:
         assert_reads(ours, cache, uncached, drawn(1, 1, seed=t), "equal")
     ours.layers[0].linear1.__class__ = type("More", (Doubled,), {})
     assert ours.obstacle() == "layers.0.linear1 is a More"
-    for wrong in (ours.layers[1].linear1, "Doubled"):
+    for wrong in (ours.layers[1].linear1, "Doubled", int):
         with pytest.raises(TypeError, match="token_wise takes a class of modules or a function, not"):
             fastformer.token_wise(wrong)
+
+    @dataclasses.dataclass
+    class Unhashable:
+        factor: float
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.factor * x
+
+    with pytest.raises(TypeError, match="token_wise takes functions that are hashable, not a Unhashable"):
+        fastformer.token_wise(Unhashable(2.0))
+    ours.layers[0].linear1.__class__ = Doubled
+    ours.layers[0].activation = Unhashable(2.0)
+    assert ours.obstacle() == "layers.0.activation is a function of your own"
+    ours.layers[0].activation = fastformer.token_wise(functools.partial(nn.functional.gelu, approximate="tanh"))
+    assert ours.obstacle() is None
 
 
 def test_a_parametrised_part_is_what_it_was() -> None:
@@ -378,6 +398,7 @@ WRONG: dict[str, tuple[str, Callable[[Any, KVCache], object]]] = {
     "new rows": ("rows must be a whole number, at least 0, not 1.5", lambda s, c: s.new_cache(1.5)),
     "longest": ("longest must be at least 1, not 0", lambda s, c: s.new_cache(1, longest=0)),
     "capacity": ("capacity must be at least 1, not 0", lambda s, c: s.new_cache(1, capacity=0)),
+    "both": ("longest must be None with capacity", lambda s, c: s.new_cache(1, longest=3, capacity=8)),
 }
 
 
@@ -402,6 +423,8 @@ def test_wrong_memories_and_hypotheses() -> None:
     for mask in (torch.zeros(3, 2, dtype=torch.bool), torch.full((2, 3), 0.5), torch.zeros(2, 3, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"memory must be a padded batch, with a mask \[B, S\]"):
             ours.new_cache(memory, mask)
+    with pytest.raises(ValueError, match="memory_key_padding_mask must be None with memory_layout"):
+        ours.new_cache(memory[0], torch.zeros(2, 3, dtype=torch.bool), memory_layout=Layout.from_lengths([2, 1]))
     with pytest.raises(ValueError, match="hypotheses must be at least 1, not 0"):
         ours.new_cache(memory, hypotheses=0)
     cache = ours.new_cache(memory, hypotheses=2)
@@ -409,12 +432,160 @@ def test_wrong_memories_and_hypotheses() -> None:
         cache.reorder(torch.tensor([0, 2, 2, 3]))
 
 
-def test_no_rows_at_all() -> None:
-    _, ours = both("encoder")
-    cache = ours.new_cache(0)
-    assert ours.step(torch.zeros(0, 2, D, dtype=torch.float64), cache).shape == (0, 2, D)
-    cache.keep(torch.tensor([], dtype=torch.int64))
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_no_rows_and_no_tokens(kind: str, capacity: int | None) -> None:
+    _, ours = both(kind)
+    empty = torch.zeros(0, dtype=torch.int64)
+    memory = torch.zeros(0, 3, D, dtype=torch.float64)
+    cache = ours.new_cache(0 if kind == "encoder" else memory, capacity=capacity)
+    for count in (2, 1, 0):
+        assert ours.step(torch.zeros(0, count, D, dtype=torch.float64), cache).shape == (0, count, D)
+    cache.keep(empty)
     cache.crop(0)
+    for stack, read, uncached in caches(kind, [3, 3], capacity=capacity):
+        for lengths in ((0, 0), (2, 1), (0, 0), (1, 1)):
+            assert_reads(stack, read, uncached, drawn(*lengths), "packed")
+        assert stack.step(torch.zeros(2, 0, D, dtype=torch.float64), read).shape == (2, 0, D)
+        nothing = stack.step(torch.ones(2, 3, D, dtype=torch.float64), read, torch.tensor([0, 0]))
+        assert nothing.shape == (2, 3, D)
+        assert not nothing.any()
+        assert_reads(stack, read, uncached, drawn(1, 1), "equal")
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_layouts_of_masks_with_gaps(capacity: int | None) -> None:
+    """A cache has no gaps; new tokens and memories may come from padded batches that do."""
+    hidden = torch.tensor([[True, True, False, True, False], [False, True, False, False, True]])
+    layout = Layout.from_mask(hidden)
+    theirs, ours = both("decoder")
+    memories = drawn(2, 3, seed=9)
+    cache = ours.new_cache(torch.cat(memories), memory_layout=layout, capacity=capacity)
+    uncached = Uncached(theirs, memories, 2)
+    assert_reads(ours, cache, uncached, drawn(1, 2), "padded")
+    new = drawn(2, 3, seed=1)
+    found, expected = ours.step(torch.cat(new), cache, layout), torch.cat(uncached.read(new))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("nested", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_memory(nested: torch.layout) -> None:
+    theirs, ours = both("decoder")
+    memories = drawn(2, 3, seed=9)
+    memory = torch.nested.nested_tensor(memories, layout=nested)
+    assert_reads(ours, ours.new_cache(memory), Uncached(theirs, memories, 2), drawn(2, 2), "equal")
+    with pytest.raises(ValueError, match="memory must not be nested where a mask is given"):
+        ours.new_cache(memory, torch.zeros(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("capacity", [None, 80])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("inside", [*itertools.product([True, False], repeat=3)], ids=str)
+def test_inference_mode_may_come_and_go(inside: tuple[bool, ...], kind: str, capacity: int | None) -> None:
+    """Made, filled and rearranged inside and outside; a cache keeps no graph, so that it can be copied."""
+    with torch.inference_mode(inside[0]):
+        stack, cache, uncached = next(caches(kind, [3, 2], capacity=capacity))
+    for layer in cache.layers:
+        assert not any(x.requires_grad for x in (layer.keys, layer.values, *(layer.memory or ())))
+    for mode, new in itertools.product(inside, ((2, 1), (1, 1), (20, 20))):
+        with torch.inference_mode(mode):
+            before, read = cache.lengths, cache.lengths.tolist()
+            assert_reads(stack, cache, uncached, drawn(*new), "padded" if new == (2, 1) else "equal")
+            cache.reorder(torch.tensor([1, 0]))
+            uncached.choose([1, 0])
+            cache.crop(torch.tensor(read))
+            uncached.rows = [x[:n] for x, n in zip(uncached.rows, read, strict=True)]
+            cache.keep(torch.tensor([1, 1]))
+            uncached.choose([1, 1])
+            cache = copy.deepcopy(cache)
+            assert capacity or before.tolist() == read  # which may be looked at
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("capacity", [None, 80])
+def test_a_step_that_failed_can_be_repeated(kind: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second layer, behind keys that the first has kept; or where memory does not suffice for a larger cache."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    def fail_second(self: LayerCache, capacity: int) -> None:
+        if self is cache.layers[1]:
+            raise MemoryError
+        grow(self, capacity)
+
+    grow = LayerCache.grow
+    for stack, cache, uncached in caches(kind, [3, 3], capacity=capacity):
+        for lengths, how in (((1, 1), "equal"), ((30, 2), "padded"), ((1, 1), "equal"), ((40, 0), "packed")):
+            new, before = drawn(*lengths), list(uncached.rows)
+            for patched in ((stack.layers[1], "activation", fail), (LayerCache, "grow", fail_second)):
+                with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, MemoryError):
+                    patch.setattr(*patched)
+                    assert_reads(stack, cache, uncached, new, how)
+                uncached.rows = list(before)
+            cache.crop(torch.tensor([len(x) for x in before]))
+            assert_reads(stack, cache, uncached, new, how)
+
+
+def test_what_is_put_in_the_way_later_is_refused_by_the_step() -> None:
+    for name in ("", "layers.1", "layers.0.self_attn", "layers.1.multihead_attn"):
+        _, ours = both("decoder")
+        x = torch.zeros(2, 1, D, dtype=torch.float64)
+        cache = ours.new_cache(torch.zeros(2, 3, D, dtype=torch.float64))
+        ours.get_submodule(name).register_forward_hook(lambda *given: None)
+        with pytest.raises(
+            RuntimeError, match=f"^{name or 'the stack'} has hooks, which decoding with a cache does not"
+        ):
+            ours.step(x, cache)
+        assert cache.lengths.tolist() == [0, 0]
+    _, ours = both("encoder")
+    cache = ours.new_cache(2)
+    ours.layers[0].__class__ = type("Mine", (type(ours.layers[0]),), {"forward": lambda self, x: x})
+    with pytest.raises(RuntimeError, match=r"^layers\.0 is a Mine, which decoding"):
+        ours.step(torch.zeros(2, 1, D, dtype=torch.float64), cache)
+    model = fastformer.Transformer(D, HEADS, 1, 1, 24, batch_first=True)
+    model.register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="the Transformer has hooks, which decoding with a cache does not call"):
+        model.new_cache(torch.zeros(1, 2, D))
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_the_cache_of_another_stack_or_dtype_is_refused(capacity: int | None) -> None:
+    """One head's keys, and those of another autocast, would fit into a cache, by being repeated or converted."""
+    encoder, decoder = both("encoder")[1].float(), both("decoder")[1].float()
+    x, memory = torch.randn(2, 1, D), torch.randn(2, 3, D)
+    of_encoder = encoder.new_cache(2, capacity=capacity)
+    of_decoder = decoder.new_cache(memory, capacity=capacity)
+    with pytest.raises(ValueError, match="the cache is of another stack: not of a TransformerDecoder"):
+        decoder.step(x, of_encoder)
+    with pytest.raises(ValueError, match="the cache is of another stack: not of a TransformerEncoder"):
+        encoder.step(x, of_decoder)
+    narrow = fastformer.TransformerEncoder(
+        fastformer.TransformerEncoderLayer(D // HEADS, 1, 24, batch_first=True), 2
+    ).eval()
+    with pytest.raises(ValueError, match=r"it holds 2 heads of 8, torch\.float32, not 1 of 8, torch\.float32"):
+        narrow.step(torch.randn(2, 1, D // HEADS), of_encoder)
+    wrong = r"the cache must be of this stack, its dtype and its autocast: it holds 2 heads of 8, torch\."
+    with torch.autocast("cpu", torch.bfloat16):
+        under = encoder.new_cache(2, capacity=capacity)
+        with pytest.raises(ValueError, match=wrong + "float32, not 2 of 8, torch.bfloat16"):
+            encoder.step(x, of_encoder)
+    with pytest.raises(ValueError, match=wrong + "bfloat16, not 2 of 8, torch.float32"):
+        encoder.step(x, under)
+    encoder.step(x, of_encoder)
+    with pytest.raises(ValueError, match=wrong + "float32, not 2 of 8, torch.bfloat16"):
+        encoder.bfloat16().step(x.bfloat16(), of_encoder)
+
+
+def test_a_step_under_a_compiler() -> None:
+    for stack, cache, uncached in caches("decoder", [3, 3], capacity=8):
+        step = torch.compile(stack.step, backend="eager")
+        for t in range(3):
+            new = drawn(1, 1, seed=t)
+            torch.testing.assert_close(
+                step(torch.stack(new), cache), torch.stack(uncached.read(new)), atol=1e-12, rtol=0
+            )
 
 
 def test_a_copy_goes_on_by_itself() -> None:

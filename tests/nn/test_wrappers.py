@@ -4,6 +4,8 @@ Letters: B batch, L positions, S sources, D model width.
 """
 
 import copy
+import functools
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -22,6 +25,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import fastformer
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.nn.wrappers import unwrap
+from fastformer.packing import Layout
 from tests.support.closeness import assert_close, random
 from tests.support.processes import start_processes
 
@@ -121,6 +126,130 @@ def test_reentrant_checkpoints_would_lose_the_memorys_gradient() -> None:
     wrap_layers(ours, lambda layer: checkpoint_wrapper(layer, CheckpointImpl.REENTRANT))
     assert ours.stack.obstacle() == "layers.0 is a CheckpointWrapper"
     assert_same(results(ours), results(theirs))
+
+
+def test_checkpoints_of_somebodys_own_run_padded() -> None:
+    """Nobody knows what they do with what is no argument."""
+    reentrant = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    for run in (reentrant, torch.utils.checkpoint.checkpoint):
+        ours = Model("encoder")
+        fastformer.convert(ours)
+        wrap_layers(ours, lambda layer, run=run: checkpoint_wrapper(layer, checkpoint_fn=run))  # type: ignore[misc]
+        assert ours.stack.obstacle() == "layers.0 is a CheckpointWrapper"
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_wrappers_of_wrappers_and_of_attention(kind: str, packed: list[int]) -> None:
+    theirs, ours = Model(kind), Model(kind)
+    fastformer.convert(ours)
+    wrap_layers(ours, lambda layer: checkpoint_wrapper(offload_wrapper(layer)))
+    for layer in ours.stack.layers:
+        inner = unwrap(layer)
+        inner.self_attn = checkpoint_wrapper(checkpoint_wrapper(inner.self_attn))
+    assert ours.stack.obstacle() is None
+    assert_same(results(ours), results(theirs))
+    assert packed
+
+
+HOOKED = {
+    "the wrapper of a layer": ("layers.0", lambda layer: layer),
+    "the layer in a wrapper": ("layers.0", unwrap),
+    "the wrapper of attention": ("layers.0.self_attn", lambda layer: unwrap(layer).self_attn),
+    "attention in a wrapper": ("layers.0.self_attn", lambda layer: unwrap(unwrap(layer).self_attn)),
+    "the last projection of attention": (
+        "layers.0.self_attn",
+        lambda layer: unwrap(unwrap(layer).self_attn).out_proj,
+    ),
+    "a linear layer in a wrapper": ("layers.0.linear1", lambda layer: unwrap(unwrap(layer).linear1)),
+}
+
+
+@pytest.mark.parametrize("hooked", HOOKED)
+def test_hooks_around_and_inside_wrappers_see_batches(hooked: str) -> None:
+    """As everywhere: not tokens, and not what is passed through wrappers; and no step passes them by."""
+    name, find = HOOKED[hooked]
+    ours = Model("encoder")
+    fastformer.convert(ours)
+    wrap_layers(ours, checkpoint_wrapper)
+    first = ours.stack.layers[0]
+    for part in ("self_attn", "linear1"):
+        setattr(unwrap(first), part, checkpoint_wrapper(getattr(unwrap(first), part)))
+    assert ours.stack.obstacle() is None
+    cache = ours.stack.new_cache(B)
+    seen: list[Any] = []
+    find(first).register_forward_hook(lambda module, given, out: seen.append(given))
+    assert ours.stack.obstacle() == f"{name} has hooks"
+    ours(random(B, L, D), random(B, S, D))
+    tokens = random(int((~HIDDEN).sum()), D)
+    ours.stack.packed(tokens, Layout.from_mask(HIDDEN))
+    batches = seen if "projection" not in hooked and "linear" not in hooked else seen[:1]  # other parts may see tokens
+    assert batches
+    assert all(isinstance(x, Tensor) and x.shape[:2] == (B, L) for given in batches for x in given if x is not None)
+    if batches is seen:
+        for refused in (lambda: ours.stack.new_cache(B), lambda: ours.stack.step(random(B, 1, D), cache)):
+            with pytest.raises(RuntimeError, match=f"^{name} has hooks, which decoding with a cache does not call"):
+                refused()
+    else:
+        ours.stack.step(random(B, 1, D), cache)
+
+
+def test_what_an_adapter_is_around_is_looked_at(packed: list[int]) -> None:
+    """A linear layer that looks at its neighbours does so within an adapter, and in attention."""
+    peft = pytest.importorskip("peft")
+
+    class Smoothed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + x.roll(1, -2))
+
+    for part in ("linear1", "self_attn.out_proj"):
+        plain, model = Model("encoder"), Model("encoder")
+        fastformer.convert(model)
+        model.stack.layers[1].get_submodule(part).__class__ = Smoothed
+        assert model.stack.obstacle() == f"layers.1.{part} is a Smoothed"
+        if part == "linear1":
+            plain.stack.layers[1].get_submodule(part).__class__ = Smoothed
+            assert_same(results(model), results(plain))
+            adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[part], r=2))
+            assert adapted.base_model.model.stack.obstacle() == "layers.1.linear1.base_layer is a Smoothed"
+    assert not packed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("targets", ["all-linear", "self_attn linear1"])
+def test_adapters_that_change_between_calls(targets: str) -> None:
+    """Another adapter, two, none, merged: each time the steps are those of what is then the model."""
+    peft = pytest.importorskip("peft")
+    wanted = targets if targets == "all-linear" else targets.split()
+    config = peft.LoraConfig(target_modules=wanted, r=2, init_lora_weights=False, use_rslora=True, lora_dropout=0.5)
+    model = Model()
+    fastformer.convert(model)
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("other", config)
+    adapted.to(torch.float64).eval()
+    stack = adapted.base_model.model.stack
+    x, memory = random(B, L, D, grad=False), random(B, S, D, grad=False)
+
+    def outputs() -> Tensor:
+        expected: Tensor = stack(x, memory, CAUSAL)
+        cache = stack.new_cache(memory)
+        found = [stack.step(x[:, :3], cache), *(stack.step(x[:, t : t + 1], cache) for t in range(3, L))]
+        assert_close(torch.cat(found, 1), expected, roundings=1e3)
+        assert_close(adapted(x, memory)[~HIDDEN], stack(x, memory, CAUSAL, None, None, SOURCE_HIDDEN)[~HIDDEN], 1e3)
+        return expected
+
+    with torch.no_grad():
+        first = outputs()
+        adapted.set_adapter("other")
+        second = outputs()
+        adapted.base_model.set_adapter(["default", "other"])
+        third = outputs()
+        with adapted.disable_adapter():
+            none = outputs()
+        adapted.eval()
+        different = (first, second, third, none)
+        assert not any(torch.allclose(a, b, atol=1e-3) for a, b in itertools.combinations(different, 2))
+        adapted.merge_adapter()
+        assert_close(outputs(), third, roundings=1e3)
 
 
 TARGETS = ["linear1", "linear2", "out_proj", "self_attn", "multihead_attn", "all-linear", "linear1 self_attn"]

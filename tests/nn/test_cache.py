@@ -519,12 +519,12 @@ def test_a_step_that_failed_can_be_repeated(kind: str, capacity: int | None, mon
     for stack, cache, uncached in caches(kind, [3, 3], capacity=capacity):
         for lengths, how in (((1, 1), "equal"), ((30, 2), "padded"), ((1, 1), "equal"), ((40, 0), "packed")):
             new, before = drawn(*lengths), list(uncached.rows)
-            for patched in ((stack.layers[1], "activation", fail), (LayerCache, "grow", fail_second)):
+            for patched in ((LayerCache, "grow", fail_second), (stack.layers[1], "activation", fail)):
                 with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, MemoryError):
                     patch.setattr(*patched)
                     assert_reads(stack, cache, uncached, new, how)
                 uncached.rows = list(before)
-            cache.crop(torch.tensor([len(x) for x in before]))
+                cache.crop(torch.tensor([len(x) for x in before]))  # where nothing had to grow
             assert_reads(stack, cache, uncached, new, how)
 
 

@@ -52,7 +52,9 @@ def _inside(module: Any) -> Any:
     Checkpoints that are computed again by a second backward pass (`use_reentrant`) give no gradient to tensors that are
     no arguments, and of a checkpoint function of somebody's own nobody knows: these are no known wrappers.
     """
-    name = _WRAPPERS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    # What fully_shard shards becomes a class of both.
+    kind = type(module).__bases__[-1] if _is_fsdp(module) else type(module)
+    name = _WRAPPERS.get(f"{kind.__module__}.{kind.__qualname__}")
     if name is None:
         return None
     run = getattr(module, "checkpoint_fn", None)
@@ -65,12 +67,16 @@ def _inside(module: Any) -> Any:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether fully_shard has taken a module's parameters apart, and whether that is all that its hooks do."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+    if not _is_fsdp(module):
         return False
     state: dict[str, Any] = module.__dict__
     hooks = [hook for name in HOOKS for hook in state[name].values()]
     return all(type(getattr(hook, "__self__", None)).__name__ == "FSDPState" for hook in hooks)
+
+
+def _is_fsdp(module: Any) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def within(module: Any, run: Callable[..., Tensor], *inputs: Any) -> Tensor:

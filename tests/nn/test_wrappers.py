@@ -311,13 +311,17 @@ def sharded(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for kind in ("encoder", "decoder"):
+    for kind, checkpoints in itertools.product(("encoder", "decoder"), ("none", "inside", "outside")):
         expected = results(Model(kind))
         model = Model(kind)
         fastformer.convert(model)
+        if checkpoints == "inside":
+            wrap_layers(model, checkpoint_wrapper)
         for layer in model.stack.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if checkpoints == "outside":
+            wrap_layers(model, checkpoint_wrapper)
         assert model.stack.obstacle() is None, model.stack.obstacle()
         found = [x.full_tensor() if isinstance(x, DTensor) else x for x in results(model)]
         assert_same(found, expected)

@@ -277,16 +277,9 @@ def test_autocast_runs_in_low_precision():
     assert dq.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("inputs", "reason"),
-    [
-        (heads(1, 1, 2, 2, 320), "attention takes head sizes from 1 to 256, not 320"),
-        ([*heads(1, 1, 2, 2, 16)[:2], torch.zeros(1, 1, 2, 8).double()], "not 16 for q and k and 8 for v"),
-    ],
-)
-def test_what_the_kernels_cannot_take(inputs, reason):
-    inputs = [x.to(DEVICE, torch.float32) for x in inputs]
-    with pytest.raises(BackendError, match=reason):
+def test_what_the_kernels_cannot_take():
+    inputs = [x.to(DEVICE, torch.float32) for x in heads(1, 1, 2, 2, 320)]
+    with pytest.raises(BackendError, match="attention takes head sizes from 1 to 256, not 320"):
         fused(attention, *inputs)
     attention(*inputs)  # backend "auto" falls back
 

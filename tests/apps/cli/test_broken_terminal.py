@@ -117,8 +117,10 @@ def test_an_error_on_a_broken_terminal_has_its_exit_code(tmp_path, text):
 def test_a_request_to_end_saves_and_is_told_by_the_exit_code(tmp_path, text, number):
     run = tmp_path / "run"
     words = command(run, text, "--steps", "1000000", "--log-every", "1", "--validate-every", "1000000")
+    before = signal.signal(number, signal.SIG_DFL)  # what nohup ignores, processes under it do
     process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
+        signal.signal(number, before)
         wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0)
         process.send_signal(number)
         process.send_signal(number)  # a terminal that closes may send two

@@ -46,6 +46,7 @@ class LanguageState:
         windows = [list(ids[-context:]) for ids in prompts]
         self.cache = model.decoder.new_cache(len(windows), longest=context)
         self.window = torch.zeros(len(windows), context, dtype=torch.int64, device=device)  # what each row has read
+        self._unread = torch.zeros(len(windows), dtype=torch.bool)  # rows that forgot all, and were not read again
         layout = Layout.from_lengths([len(window) for window in windows])
         ids, *placed = send(device, torch.tensor([i for window in windows for i in window]), *layout.tensors)  # [T]
         layout = layout.made_of(placed)
@@ -69,19 +70,21 @@ class LanguageState:
         """Go on with these rows only, int64, ascending."""
         self.window = self.window.index_select(0, rows)
         self.cache.keep(rows)
+        self._unread = self._unread[rows.cpu()]
 
     def _slide(self) -> None:
         """Let full rows forget, and read the rest of them again."""
-        full = self.lengths == self.context
+        full = (self.lengths == self.context) | self._unread
         if not bool(full.any()):
             return
         kept = self.context // 2
+        self._unread = full  # until it is read: a step that was interrupted may be repeated
         self.cache.crop(self.lengths.masked_fill(full, 0))
-        if kept == 0:
-            return
         (rows,) = send(self.window.device, full.nonzero().squeeze(1))
         ids = self.window[rows, self.context - kept :].flatten()
-        self._read(ids, Layout.from_lengths(full.long() * kept, ids.device))
+        if kept:
+            self._read(ids, Layout.from_lengths(full.long() * kept, ids.device))
+        self._unread = torch.zeros_like(full)
 
     def _read(self, ids: Tensor, layout: Layout) -> Tensor:
         """Read packed ids `[T]` of rows that are empty: the hidden states `[T, D]`."""

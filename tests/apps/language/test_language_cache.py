@@ -133,6 +133,25 @@ def test_logits_of_a_position_are_those_of_the_text_that_ends_there():
 
 
 @torch.no_grad()
+def test_a_step_that_was_interrupted_while_its_window_slid_may_be_repeated(monkeypatch):
+    """Between forgetting and reading again: the rows have lost nothing."""
+    model = random_model(2).double()
+    state, reference = LanguageState(model, PROMPTS, 8), Uncached(model, PROMPTS, 8)
+    read, interrupted = LanguageState._read, 0
+    for ids in random_tokens(4, 12):
+        with monkeypatch.context() as patch:
+            patch.setattr(LanguageState, "_read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            try:
+                found = state.step(ids)
+            except KeyboardInterrupt:
+                interrupted += 1
+                patch.setattr(LanguageState, "_read", read)
+                found = state.step(ids)
+        torch.testing.assert_close(found, reference.step(ids.tolist()), atol=1e-10, rtol=1e-10)
+    assert interrupted >= 3
+
+
+@torch.no_grad()
 def test_a_row_does_not_know_the_others():
     """Alone, in another order, and after others have left the batch; rows slide at different times."""
     model = random_model(5).double()

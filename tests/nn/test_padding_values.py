@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastformer
 from fastformer import MultiheadAttention
-from fastformer.apps.translation.cache import DecoderState
+from fastformer.apps.translation.state import DecoderState
 from fastformer.functional import attention, attention_with_weights
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, needs_kernels

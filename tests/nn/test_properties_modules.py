@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastformer
-from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.window import LanguageState
 from tests.support.closeness import assert_close, gradients
 
 DOUBLE = {"batch_first": True, "dtype": torch.float64}

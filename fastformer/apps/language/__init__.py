@@ -1,7 +1,6 @@
 """Language models: the model, sampling with a cache, the generator around it, perplexity, and runs that train one."""
 
 from fastformer.apps.language.attention_maps import attend_text
-from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.run import (
@@ -17,6 +16,7 @@ from fastformer.apps.language.run import (
 )
 from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
 from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.language.window import LanguageState
 
 __all__ = [
     "LanguageConfig",

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.model import LanguageModel
+from fastformer.apps.language.window import LanguageState
 from fastformer.host.devices import send
 from fastformer.settings import Settings, setting
 
@@ -171,7 +171,7 @@ def sample(
         model: runs in evaluation mode, and is in its own mode again whenever this yields.
         prompts: ids, at least one each.
         options: how to choose, and when to end.
-        context: the most tokens that the model reads at a time; see `fastformer.apps.language.cache`.
+        context: the most tokens that the model reads at a time; see `fastformer.apps.language.window`.
         streams: of each prompt, from `random_streams`.
         unk_id: the unknown token, ruled out unless options.allow_unk. pad and bos always are.
 

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Iterator, Sequence
 
-from fastformer.apps.language.cache import check_context
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
+from fastformer.apps.language.window import check_context
 from fastformer.apps.text import SentencePieceTokenizer, Tokenizer, WordTokenizer, check_texts
 from fastformer.apps.text.special_ids import UNK
 from fastformer.settings import check_value
@@ -28,7 +28,7 @@ class TextGenerator:
         model: runs in evaluation mode and without gradients; its own mode is restored.
         tokenizer: the one that it was trained with.
         context: the number of positions that it was trained with; it never reads more (the rule stands in
-            `fastformer.apps.language.cache`).
+            `fastformer.apps.language.window`).
         first_id: what stands before every prompt; bos if None. A model that was trained on a stream without bos knows
             eos as what comes before a line.
 

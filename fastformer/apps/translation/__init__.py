@@ -1,7 +1,6 @@
 """Translation: the model, its search with a cache, the translator around it, and runs that train one."""
 
 from fastformer.apps.translation.attention_maps import SentenceAttention, attend
-from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 from fastformer.apps.translation.run import (
     DataConfig,
@@ -14,6 +13,7 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.state import DecoderState
 from fastformer.apps.translation.translator import Translation, Translator
 
 __all__ = [

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.models.sizes import LARGEST
-from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.static_cache import StaticDecoderState
+from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.static_state import StaticDecoderState
 from fastformer.host.devices import send
 from fastformer.packing import lengths_of
 from fastformer.settings import Settings, setting

@@ -1,6 +1,6 @@
 """A decoding step as a CUDA graph: one launch in place of 120 (6 layers), where the host is what a step waits for.
 
-`static_cache` has a step that a graph can hold. When its tensors are replaced, because rows leave or the cache grows,
+`static_state` has a step that a graph can hold. When its tensors are replaced, because rows leave or the cache grows,
 the graph is of no use, and another one is captured.
 
 When a capture pays. Let an eager step take e, a replay r, and a capture c: the host goes through the step once more

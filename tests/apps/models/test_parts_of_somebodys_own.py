@@ -17,12 +17,12 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import fastformer
 from fastformer.apps.classification.model import ClassifierConfig, TokenClassifier, token_classification_loss
-from fastformer.apps.language.cache import LanguageState
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.window import LanguageState
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.text import LabelledBatch, LanguageBatch
-from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.state import DecoderState
 from fastformer.packing import Layout
 from tests.support.closeness import assert_close
 

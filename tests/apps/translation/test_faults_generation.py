@@ -10,8 +10,8 @@ import torch
 
 from fastformer.apps.text import WordTokenizer, collate_source, read_parallel
 from fastformer.apps.text.scores import score_translations
-from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.state import DecoderState
 from fastformer.apps.translation.translator import Translator
 from tests.support.translation_task import (
     BOS,

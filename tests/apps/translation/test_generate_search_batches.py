@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from fastformer.apps.translation.state import DecoderState
 from tests.support.translation_task import BOS, EOS, random_model, reverse_batch, reversing_model
 from tests.support.uncached_search import (
     RAGGED,

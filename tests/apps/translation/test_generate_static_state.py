@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fastformer.apps.translation import search, static_cache, step_graph
-from fastformer.apps.translation.cache import DecoderState
+from fastformer.apps.translation import search, static_state, step_graph
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.static_cache import StaticDecoderState
+from fastformer.apps.translation.state import DecoderState
+from fastformer.apps.translation.static_state import StaticDecoderState
 from tests.support.fused_op import DEVICE, needs_kernels, poisoned
 from tests.support.recorded_steps import steps_of_both, taped
 from tests.support.translation_task import BOS, EOS, random_model
@@ -35,7 +35,7 @@ def mode(request):
 @pytest.fixture
 def small_cache(monkeypatch):
     """Caches that grow after 12 steps, and again."""
-    monkeypatch.setattr(static_cache, "_FIRST_CAPACITY", 12)
+    monkeypatch.setattr(static_state, "_FIRST_CAPACITY", 12)
 
 
 def assert_steps_equal(*given, tolerance=1e-12, **options):
@@ -104,7 +104,7 @@ def test_longest_must_allow_a_step():
 @torch.inference_mode()
 def test_kernels(tape, triton_backend, monkeypatch):
     """Eager, repeated, and with a cache that grows; logits of size 1 in fp32, whose sums are in another order."""
-    monkeypatch.setattr(static_cache, "_FIRST_CAPACITY", 9)
+    monkeypatch.setattr(static_state, "_FIRST_CAPACITY", 9)
     model = random_model(5, d_model=16, heads=1, encoder_layers=1, decoder_layers=1, feed_forward=16)
     assert_steps_equal(model.to(DEVICE), [2, 3], 10, tolerance=1e-5)
     assert tape.replayed == 8

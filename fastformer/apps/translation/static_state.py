@@ -9,8 +9,8 @@ Letters as in `cache`.
 import torch
 from torch import Tensor
 
-from fastformer.apps.translation.cache import DecoderState
 from fastformer.apps.translation.model import TranslationModel
+from fastformer.apps.translation.state import DecoderState
 from fastformer.apps.translation.step_graph import StepGraph
 from fastformer.host.devices import device_of
 from fastformer.nn.cache import KVCache

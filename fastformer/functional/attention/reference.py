@@ -16,65 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
-from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
 from fastformer.modes import readable, recorded
 
 _SMALLEST = torch.finfo(torch.float32).tiny
-
-
-def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
-    """Combine causality, window, lengths and key mask into one bool mask, True = may attend.
-
-    Args:
-        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
-        rules: all but its mask.
-
-    Returns:
-        Broadcastable to `[B, 1, T, S]`; None where nothing limits.
-    """
-    T, S = q.shape[2], k.shape[2]
-    queries, keys = torch.arange(T, device=q.device)[:, None], torch.arange(S, device=q.device)  # [T, 1], [S]
-    query_ends, key_ends = (
-        None if x is None else x[:, None, None, None] for x in (rules.query_lengths, rules.key_lengths)
-    )  # [B, 1, 1, 1]
-    left, right = rules.band
-    allowed: list[Tensor] = []
-    if left is not None or right is not None:
-        centre = queries
-        if rules.alignment == "bottom_right":
-            centre = queries + ((S if key_ends is None else key_ends) - (T if query_ends is None else query_ends))
-        if right is not None:
-            allowed.append(keys <= centre + right)
-        if left is not None:
-            allowed.append(keys >= centre - left)
-    if key_ends is not None:
-        allowed.append(keys < key_ends)
-    if rules.key_mask is not None:
-        allowed.append(rules.key_mask[:, None, None, :])
-    if query_ends is not None:
-        allowed.append(queries < query_ends)
-    return reduce(torch.logical_and, allowed) if allowed else None
-
-
-def _guard(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Merge an arbitrary mask with the allowed positions.
-
-    Returns:
-        The merged mask, opened at the queries that may attend to nothing so that no NaN arises there, and those
-        queries as a bool mask `[..., T, 1]` whose outputs must be set to 0. Either may be None.
-    """
-    if mask is None and allowed is None:
-        return None, None
-    if mask is None or mask.dtype == torch.bool:
-        open_ = mask if allowed is None else allowed if mask is None else mask & allowed
-        assert open_ is not None
-        dead = ~open_.any(-1, keepdim=True)
-        return open_ | dead, dead
-    if allowed is not None:
-        mask = torch.where(allowed, mask, -math.inf)
-    dead = (mask == -math.inf).all(-1, keepdim=True)
-    return mask.masked_fill(dead, 0.0), dead
 
 
 def _scores_to_weights(
@@ -184,7 +130,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
     dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
-    merged, dead = _guard(rules.mask, None if causal else allowed_positions(q, k, rules))
+    merged, dead = open_dead_rows(rules.mask, None if causal else allowed_positions(q, k, rules))
     if merged is not None and merged.is_floating_point():
         merged = merged.to(q.dtype)
     # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
@@ -201,7 +147,7 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRule
 
 
 def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
-    merged, dead = _guard(rules.mask, allowed_positions(q, k, rules))
+    merged, dead = open_dead_rows(rules.mask, allowed_positions(q, k, rules))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap)
     if dead is not None:

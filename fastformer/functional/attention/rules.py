@@ -1,11 +1,14 @@
-"""One attention call but for q, k and v: who attends to whom, and how.
+"""One attention call but for q, k and v: who attends to whom, and how; and rows that may attend to nothing.
 
-Letters: B batch, H heads, T queries, S keys.
+Letters: B batch, H heads, T queries, S keys, K head size.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 Alignment = Literal["top_left", "bottom_right"]
@@ -50,3 +53,57 @@ class AttentionRules:
         """Return the same rules with these in place of `tensors`."""
         mask, query_lengths, key_lengths, key_mask = tensors
         return replace(self, mask=mask, query_lengths=query_lengths, key_lengths=key_lengths, key_mask=key_mask)
+
+
+def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
+    """Combine causality, window, lengths and key mask into one bool mask, True = may attend.
+
+    Args:
+        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
+        rules: all but its mask.
+
+    Returns:
+        Broadcastable to `[B, 1, T, S]`; None where nothing limits.
+    """
+    T, S = q.shape[2], k.shape[2]
+    queries, keys = torch.arange(T, device=q.device)[:, None], torch.arange(S, device=q.device)  # [T, 1], [S]
+    query_ends, key_ends = (
+        None if x is None else x[:, None, None, None] for x in (rules.query_lengths, rules.key_lengths)
+    )  # [B, 1, 1, 1]
+    left, right = rules.band
+    allowed: list[Tensor] = []
+    if left is not None or right is not None:
+        centre = queries
+        if rules.alignment == "bottom_right":
+            centre = queries + ((S if key_ends is None else key_ends) - (T if query_ends is None else query_ends))
+        if right is not None:
+            allowed.append(keys <= centre + right)
+        if left is not None:
+            allowed.append(keys >= centre - left)
+    if key_ends is not None:
+        allowed.append(keys < key_ends)
+    if rules.key_mask is not None:
+        allowed.append(rules.key_mask[:, None, None, :])
+    if query_ends is not None:
+        allowed.append(queries < query_ends)
+    return reduce(torch.logical_and, allowed) if allowed else None
+
+
+def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Merge an arbitrary mask with the allowed positions.
+
+    Returns:
+        The merged mask, opened at the queries that may attend to nothing so that no NaN arises there, and those
+        queries as a bool mask `[..., T, 1]` whose outputs must be set to 0. Either may be None.
+    """
+    if mask is None and allowed is None:
+        return None, None
+    if mask is None or mask.dtype == torch.bool:
+        open_ = mask if allowed is None else allowed if mask is None else mask & allowed
+        assert open_ is not None
+        dead = ~open_.any(-1, keepdim=True)
+        return open_ | dead, dead
+    if allowed is not None:
+        mask = torch.where(allowed, mask, -math.inf)
+    dead = (mask == -math.inf).all(-1, keepdim=True)
+    return mask.masked_fill(dead, 0.0), dead

@@ -15,6 +15,7 @@ K head size, D model width.
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fastformer.host.devices import check_tensors, send
 from fastformer.nn.layers import Attention
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.padding_free import check_cached
+from fastformer.nn.projections import Positions
 from fastformer.nn.wrappers import within
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
@@ -43,9 +45,11 @@ class LayerCache:
         """Have room for `capacity` positions."""
         self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
-    def project(self, attention: MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, attention: MultiheadAttention, x: Tensor, positions: Positions | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x, such as are kept."""
-        q, k, v = attention.queries_keys_values(x)
+        q, k, v = attention.queries_keys_values(x, positions)
         if k.dtype != self.keys.dtype or k.shape[-2:] != self.keys.shape[1::2]:
             H, K = self.keys.shape[1::2]
             raise ValueError(
@@ -82,6 +86,10 @@ def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]
     return keys, values
 
 
+def _project_none(attention: MultiheadAttention, nothing: Tensor) -> tuple[Tensor, Tensor]:
+    return attention.keys_values(nothing, Positions(nothing.new_empty(0, dtype=torch.int64), 1))
+
+
 def _of(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
     """run(attention, *arguments), within an adapter around the attention."""
     if isinstance(attention, MultiheadAttention):
@@ -100,16 +108,26 @@ def _of(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
 class Together:
     """New tokens `[R, t, D]`, where all rows are equally long."""
 
-    def __init__(self, position: int, count: int) -> None:
-        self.position, self.end = position, position + count
+    def __init__(self, position: int, count: int, device: torch.device) -> None:
+        self.position, self.end, self.device = position, position + count, device
+
+    @cached_property
+    def index(self) -> Tensor:
+        """The positions of the new tokens, broadcastable to all but the last dimension of theirs."""
+        return torch.arange(self.position, self.end, device=self.device)
+
+    def project(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the new tokens."""
+        rotary = attention.rotary is not None
+        return kept.project(attention, x, Positions(self.index, self.end) if rotary else None)
 
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
         """Keep the keys and values of x; attend to all that its tokens may see."""
-        q, k, v = kept.project(attention, x)  # [R, t, H, K]
+        q, k, v = self.project(attention, kept, x)  # [R, t, H, K]
         kept.keys[:, :, self.position : self.end] = k.transpose(1, 2)
         kept.values[:, :, self.position : self.end] = v.transpose(1, 2)
-        several = self.end > self.position + 1
-        return attention.attend(q, kept.keys[:, :, : self.end], kept.values[:, :, : self.end], causal=several)
+        causal = self.end > self.position + 1 or attention.by_distance
+        return attention.attend(q, kept.keys[:, :, : self.end], kept.values[:, :, : self.end], causal=causal)
 
     def attend_to_memory(self, attention: MultiheadAttention, cache: "KVCache", kept: LayerCache, x: Tensor) -> Tensor:
         """Attend to the memory."""
@@ -128,11 +146,16 @@ class Apart(Together):
         self.rows = torch.arange(positions.numel(), device=positions.device)
         self.key_lengths = positions + 1
 
+    @cached_property
+    def index(self) -> Tensor:
+        return self.positions[:, None]
+
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = kept.project(attention, x)  # [R, 1, H, K]
+        q, k, v = self.project(attention, kept, x)  # [R, 1, H, K]
         kept.keys[self.rows, :, self.positions] = k[:, 0]
         kept.values[self.rows, :, self.positions] = v[:, 0]
-        return attention.attend(q, kept.keys[:, :, : self.end], kept.values[:, :, : self.end], self.key_lengths)
+        keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
+        return attention.attend(q, keys, values, self.key_lengths, causal=attention.by_distance)
 
 
 class Packed(Together):
@@ -149,25 +172,21 @@ class Packed(Together):
         self.rows = rows.repeat_interleave(self.counts, output_size=layout.total)
         self.positions = past[self.rows] + layout.positions
 
+    @cached_property
+    def index(self) -> Tensor:
+        return self.positions
+
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = kept.project(attention, x)  # [T, H, K]
+        q, k, v = self.project(attention, kept, x)  # [T, H, K]
         kept.keys[self.rows, :, self.positions] = k
         kept.values[self.rows, :, self.positions] = v
         if self.first:
-            out = functional.packed_attention(q, k, v, self.layout, causal=True)
-        else:
-            q, keys, values = unpack(q, self.layout), kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
-            out = functional.attention(
-                q.transpose(1, 2),
-                keys,
-                values,
-                causal=True,
-                alignment="bottom_right",
-                query_lengths=self.counts,
-                key_lengths=self.key_lengths,
-            )
-            out = pack(out.transpose(1, 2), self.layout)
-        return attention.project_out(out.flatten(-2))
+            out = functional.packed_attention(q, k, v, self.layout, causal=True, **attention.rules(dropout=False))
+            return attention.project_out(out.flatten(-2))
+        keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
+        return pack(
+            attention.attend(unpack(q, self.layout), keys, values, self.key_lengths, self.counts, True), self.layout
+        )
 
     def attend_to_memory(self, attention: MultiheadAttention, cache: "KVCache", kept: LayerCache, x: Tensor) -> Tensor:
         return pack(super().attend_to_memory(attention, cache, kept, unpack(x, self.layout)), self.layout)
@@ -207,7 +226,7 @@ class KVCache:
             attention: Any = layer.self_attn
             # Of no tokens: their dtype under autocast, heads and head size.
             nothing = next(attention.parameters()).new_zeros(0, attention.embed_dim)
-            empty = _of(attention, MultiheadAttention.keys_values, nothing)
+            empty = _of(attention, _project_none, nothing)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
         if memory is not None and not memory[1].full:
@@ -274,7 +293,7 @@ class KVCache:
         least, most = (int(self.lengths.min()), int(self.lengths.max())) if self.rows else (0, 0)
         self._reserve(most + count)
         if least == most:
-            return Together(most, count)
+            return Together(most, count, self.device)
         (positions,) = send(self.device, self.lengths)
         return Apart(positions, most + 1)
 

@@ -60,6 +60,12 @@ class Stack(nn.Module):
         orders = {part.batch_first for part in parts if hasattr(part, "batch_first")}
         return orders.pop() if len(orders) == 1 else None
 
+    def counts_positions(self, name: str = "self_attn") -> bool:
+        """Whether it matters to the attention of this name how far apart tokens stand."""
+        layers: Any = self.layers
+        found = (unwrap(getattr(unwrap(layer), name, None)) for layer in layers)
+        return any(getattr(attention, "counts_positions", False) for attention in found)
+
     @property
     def watched(self) -> bool:
         """Whether code that is not ours sees with which arguments layers, or attention in them, are called."""

@@ -8,7 +8,7 @@ Letters: B batch, T targets, S sources, D model width.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.host.devices import autocasts, check_types
+from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, run_feed_forward, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
 from fastformer.nn.torch_calls import encoder_masks
 from fastformer.nn.wrappers import Inside, is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, offsets_of
@@ -141,6 +143,37 @@ class _Layer(nn.Module):
 
     _overridden = False
 
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(  # torch's layer
+            d_model,
+            1 if options else nhead,
+            dim_feedforward,
+            dropout,
+            as_function(activation),
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        take_over(self)
+        self._take_options(nhead, options)
+
     @property
     def has_own_blocks(self) -> bool:
         """Whether a subclass or the instance replaced `_sa_block`, `_mha_block` or `_ff_block`."""
@@ -169,6 +202,25 @@ class _Layer(nn.Module):
         hooks = has_hooks(self) and not is_sharded(self)
         return self.overridden or hooks or any(map(_is_watched, self.attentions))
 
+    def _take_options(self, heads: int, options: LayerOptions) -> None:
+        """Take what torch's layer has not in the place of what its constructor made."""
+        own: dict[str, Any] = self._modules
+        first = own["linear1"]
+        bias, factory = first.bias is not None, {"device": first.weight.device, "dtype": first.weight.dtype}
+        if is_gated(self.activation):
+            own["linear1"] = nn.Linear(first.in_features, 2 * first.out_features, bias, **factory)
+        if not options:
+            return
+        check_options(options, LayerOptions)
+        for name in ("self_attn", "multihead_attn"):
+            if name in own:
+                old, theirs = own[name], attention_options(options, cross=name == "multihead_attn")
+                arguments = {"bias": bias, "batch_first": old.batch_first, **factory}
+                own[name] = MultiheadAttention(old.embed_dim, heads, old.dropout, **arguments, **theirs)
+        for name in ("norm1", "norm2", "norm3"):
+            if name in own and "norm" in options:
+                own[name] = make_norm(options["norm"], first.in_features, own[name].eps, bias, factory)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own turns an activation that is a module into ReLU on deepcopy and pickle.
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
@@ -180,8 +232,9 @@ class _Layer(nn.Module):
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass or an instance that replaces
-    `_sa_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's; `activation` knows "silu", "gelu_tanh",
+    "geglu", "swiglu" and "reglu", too. Keywords behind torch's are those of `LayerOptions`. A subclass or an instance
+    that replaces `_sa_block` or `_ff_block` keeps torch's `forward`, which calls them.
     """
 
     self_attn: MultiheadAttention
@@ -201,35 +254,6 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._overridden = _overrides(cls, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
-        take_over(self)
 
     def forward(
         self,
@@ -286,7 +310,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
-    Constructor, parameters, masks (True = ignore) and exceptions are torch's. A subclass or an instance that replaces
+    Constructor, parameters, masks (True = ignore) and exceptions are torch's; activations and keywords as of the
+    encoder's layer. A subclass or an instance that replaces
     `_sa_block`, `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
     """
 
@@ -296,35 +321,6 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._overridden = _overrides(cls, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
-        take_over(self)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed
 
 from collections.abc import Callable
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from fastformer import functional
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
+from fastformer.nn.activations import FUSED
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -107,10 +109,8 @@ def has_own_hooks(module: nn.Module) -> bool:
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
     """Recognise the activations that `functional.feed_forward` knows."""
-    if activation is F.relu:
-        return "relu"
-    if activation is F.gelu:
-        return "gelu"
+    if isinstance(activation, FunctionType | BuiltinFunctionType):
+        return FUSED.get(activation)
     if not isinstance(activation, nn.Module) or not plain(activation, nn.ReLU, nn.GELU):
         return None
     if isinstance(activation, nn.GELU):

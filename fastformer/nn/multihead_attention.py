@@ -1,36 +1,82 @@
 """Drop-in multi-head attention: torch.nn.MultiheadAttention's doors, and two of our own.
 
 `forward` is torch's, every option of it. `packed` works on sequences without padding, and `queries`, `keys_values` and
-`attend` are its three steps, for decoders that keep keys and values. All of them share one projection and one op.
+`attend` are its three steps, for decoders that keep keys and values. All of them share one projection (`projections`)
+and one op.
 
 Letters: B batch, H heads, T queries, S keys, D model width (embed_dim), K head size.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastformer import functional
-from fastformer.host.devices import check_tensors, in_autocast
-from fastformer.nn.modules import drop_in, has_own_hooks
+from fastformer.functional.attention.rules import Window
+from fastformer.host.devices import check_tensors
+from fastformer.nn.modules import drop_in
+from fastformer.nn.options import AttentionOptions, check_options
+from fastformer.nn.projections import Positions, Projections
 from fastformer.nn.wrappers import Inside
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
-_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
-
 
 @drop_in
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(Projections):
     """torch.nn.MultiheadAttention on `fastformer.functional.attention` (Vaswani et al. 2017, section 3.2.2).
 
     Constructor, parameters, masks and exceptions are torch's: in masks, True = ignore. One deliberate difference: a
     query that may attend to nothing gives the output bias alone (attention 0, gradient 0), where torch gives NaN.
+
+    Keywords behind torch's, of `AttentionOptions`, make it another attention; without them it is torch's.
+
+    Attributes:
+        window: how far (left, right) a query sees; None: as far as masks allow.
+        softcap: of the scores; None: none.
     """
+
+    window: Window | None = None
+    softcap: float | None = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        if not options:
+            super().__init__(
+                embed_dim,
+                num_heads,
+                dropout,
+                bias,
+                add_bias_kv,
+                add_zero_attn,
+                kdim,
+                vdim,
+                batch_first,
+                device,
+                dtype,
+            )
+            return
+        check_options(options, AttentionOptions)
+        if add_bias_kv or add_zero_attn:
+            raise ValueError(f"add_bias_kv and add_zero_attn must be False with {', '.join(options)}")
+        factory = {"device": device, "dtype": dtype}
+        self._build(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, factory, options)
+        self.window, self.softcap = options.get("window"), options.get("softcap")
 
     def forward(
         self,
@@ -66,6 +112,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             return key.run(self, query), None
         check_tensors(("query", "key", "value"), query, (key, value))
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
+            if self.differs:
+                raise ValueError("query and key must not be nested where attention has options that torch's has not")
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
         # torch's own checks, so that a mistake raises what it raises there.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
@@ -79,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, length, keys = query.shape[rows], query.shape[time], key.shape[time]
         self._check(query, key, value, key_padding_mask, attn_mask, rows, (batch, length, keys))
 
-        q, k, v = self._project(query, key, value)  # [.., .., H, K]
+        q, k, v = self._project(query, key, value, *self._columns(length, keys, time, query.device))  # [.., .., H, K]
         q, k, v = (x.permute(rows, 2, time, 3) for x in (q, k, v))  # [B, H, T, K]
         k, v, extra = self._extend(k, v)
         # torch takes the hint where no keys are padding only; here, kernels then skip what lies ahead, padding or not.
@@ -89,18 +137,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None and not causal:
             attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu_(1)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
-        dropout_p = self.dropout if self.training else 0.0
+        rules = self.rules()
         weights = None
         if need_weights:
-            out, weights = functional.attention_with_weights(
-                q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p
-            )
+            out, weights = functional.attention_with_weights(q, k, v, mask, key_mask=key_mask, causal=causal, **rules)
             if average_attn_weights:
                 weights = weights.mean(1)
             if not batched:
                 weights = weights.squeeze(0)
         else:
-            out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p)
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, **rules)
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
         out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
@@ -127,7 +173,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; or both
-                causal and attn_mask are given.
+                causal and attn_mask are given; or the layout has gaps, and the module counts positions.
             AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
         check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
@@ -137,17 +183,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError("causal must be False with attn_mask, which says who attends to whom")
         self._check_width(query)
         memory = query if memory is None else memory
-        q, k, v = self._project(query, memory, memory)
-        dropout_p = self.dropout if self.training else 0.0
         key_layout = layout if memory_layout is None else memory_layout
+        if self.counts_positions and (layout.has_gaps or key_layout.has_gaps):
+            raise ValueError(
+                "layout must have no padding between tokens of a sequence where attention counts positions"
+            )
+        where = [Positions(its.positions, its.max_length) for its in (layout, key_layout)]
+        q, k, v = self._project(query, memory, memory, *where)
+        rules = self.rules()
         if attn_mask is None:
-            out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p)
+            out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
         else:
             self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
             mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
             key_mask = key_layout.once("mask", key_layout.mask)
-            out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, **rules)
             out = pack(out.transpose(1, 2), layout)
         return self.project_out(out.flatten(-2))
 
@@ -156,72 +207,54 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Whether `packed` can run: every key belongs to a sequence."""
         return self.bias_k is None and not self.add_zero_attn
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Project `[..., D]` to queries `[..., H, K]`."""
-        weights, biases = self._weights()
-        return self._heads(F.linear(x, weights[0], biases[0]))
+    @property
+    def differs(self) -> bool:
+        """Whether it has an option that torch's attention has not."""
+        return self._kv_heads is not None
 
-    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Project `[..., D]` to keys and values, `[..., H, K]` each."""
-        if self._qkv_same_embed_dim:
-            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
-            D = self.embed_dim
-            k, v = self._heads(F.linear(x, weight[D:], None if bias is None else bias[D:]), 2).unbind(-3)
-            return k, v
-        weights, biases = self._weights()
-        k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
-        return k, v
+    @property
+    def by_distance(self) -> bool:
+        """Whether scores depend on how far a key is from its query."""
+        return self.window is not None
 
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `[..., D]` to its own queries, keys and values, `[..., H, K]` each."""
-        return self._project(x, x, x)
+    @property
+    def counts_positions(self) -> bool:
+        """Whether it matters how far apart tokens stand, not only in which order."""
+        return self.rotary is not None or self.by_distance
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None, causal: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_lengths: Tensor | None = None,
+        query_lengths: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
-        """Attend from q `[B, T, H, K]` to keys and values `[B, H, S, K]` kept from earlier steps: `[B, T, D]`.
+        """Attend from q `[B, T, H, K]` to keys and values `[B, Hkv, S, K]` kept from earlier steps: `[B, T, D]`.
 
-        causal: the last query sees all keys, each before it one less.
+        causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
         """
-        rules: dict[str, Any] = {"causal": True, "alignment": "bottom_right"} if causal else {}
+        rules = self.rules(dropout=False)
+        if causal:
+            rules |= {"causal": True, "alignment": "bottom_right", "query_lengths": query_lengths}
         out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor, *parts: int) -> Tensor:
-        """View `[..., parts * D]` as `[..., parts, H, K]`."""
-        return x.view(*x.shape[:-1], *parts, self.num_heads, self.head_dim)
+    def rules(self, dropout: bool = True) -> dict[str, Any]:
+        """How the op attends, but for masks and lengths."""
+        rules: dict[str, Any] = {"dropout_p": self.dropout} if dropout and self.training else {}
+        if self.differs:
+            rules |= {"window": self.window, "softcap": self.softcap}
+        return rules
 
-    def project_out(self, x: Tensor) -> Tensor:
-        """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
-        if type(self.out_proj) not in _PROJECTIONS or has_own_hooks(self.out_proj):
-            return self.out_proj(x)  # type: ignore[no-any-return]
-        return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
-
-    def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """The three input projections, whichever way they are stored."""
-        if self._qkv_same_embed_dim:
-            weights = in_autocast(self.in_proj_weight).chunk(3)
-        else:
-            weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
-        return weights, (None, None, None) if self.in_proj_bias is None else in_autocast(self.in_proj_bias).chunk(3)
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project to `[..., H, K]`, with one matrix product for what is the same tensor."""
-        if self._qkv_same_embed_dim and key is value:
-            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
-            if query is key:
-                q, k, v = self._heads(F.linear(query, weight, bias), 3).unbind(-3)
-                return q, k, v
-            # Split: its backward puts both gradients together, where that of a slice fills the rest with zeros.
-            sizes = [self.embed_dim, 2 * self.embed_dim]
-            weights = weight.split(sizes)
-            biases = (None, None) if bias is None else bias.split(sizes)
-            q = self._heads(F.linear(query, weights[0], biases[0]))
-            k, v = self._heads(F.linear(key, weights[1], biases[1]), 2).unbind(-3)
-            return q, k, v
-        weights, biases = self._weights()
-        q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        return q, k, v
+    def _columns(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
+        """Where the queries and keys of a padded batch stand, in the order of its dimensions."""
+        if self.rotary is None:
+            return None, None
+        index = torch.arange(max(length, keys), device=device)
+        index = index if time == 1 else index[:, None]
+        return Positions(index[:length], length), Positions(index[:keys], keys)
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Append the learned and the zero key of `add_bias_kv` and `add_zero_attn` to `[B, H, S, K]`."""

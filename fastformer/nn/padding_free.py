@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer.modes import has_values
+from fastformer.nn import activations
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -26,7 +27,7 @@ _ACTIVATIONS = (
 )  # fmt: skip
 _FUNCTIONS = (
     F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.relu6, F.tanh, F.sigmoid, F.softplus,
-    F.hardswish, torch.relu, torch.tanh, torch.sigmoid,
+    F.hardswish, torch.relu, torch.tanh, torch.sigmoid, *activations.OURS,
 )  # fmt: skip
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _PARTS = (*_LINEAR, nn.Dropout, *_NORMS, *_ACTIVATIONS)
@@ -79,6 +80,9 @@ def _layer_mixes(layer: Any) -> str | None:
         inner = unwrap(part)
         if isinstance(inner, MultiheadAttention) and (reason := _mixes(inner.out_proj, _LINEAR)) is not None:
             return f".{name}.out_proj{reason}"
+        for its in ("q_norm", "k_norm") if isinstance(inner, MultiheadAttention) else ():
+            if its in inner._modules and (reason := _mixes(inner._modules[its], _NORMS)) is not None:
+                return f".{name}.{its}{reason}"
     activation = layer.activation
     own = not isinstance(activation, nn.Module) and activation not in (*_FUNCTIONS, *_declared)
     return ".activation is a function of your own" if own else None
@@ -138,7 +142,7 @@ def _has_hooks_within(part: Any) -> bool:
     if kind in _PARTS:
         return has_hooks(part)
     if kind is MultiheadAttention:
-        return has_hooks(part) or _has_hooks_within(part.out_proj)
+        return has_hooks(part) or any(map(_has_hooks_within, part.children()))
     return any(map(has_hooks, part.modules()))
 
 
@@ -175,13 +179,16 @@ def hidden_keys(padding: Tensor) -> Tensor | None:
     return None if bool(((padding != 0) & ~hidden).any()) else hidden
 
 
-def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> PackedInput | None:
+def read_side(
+    x: Tensor, padding: Tensor | None, batch_first: bool | None, counts_positions: bool = False
+) -> PackedInput | None:
     """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
 
     Args:
         x: a padded batch.
         padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
         batch_first: the order of the dimensions; None if unknown.
+        counts_positions: whether tokens must stay as far apart as they are, so that no padding may lie between them.
 
     Returns:
         None where this cannot run without padding, or does not fit together: the padded way then says what is wrong.
@@ -198,6 +205,8 @@ def read_side(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Pa
     if hidden is None:
         return None
     layout = Layout.from_mask(hidden.view(B, L))
+    if counts_positions and layout.has_gaps:
+        return None
     return PackedInput(layout.to(x.device), batch_first, batched)
 
 
@@ -295,6 +304,9 @@ def check_cached(stack: Any) -> None:
         for part in map(unwrap, unwrap(layer).attentions):
             if not part.packs:
                 raise RuntimeError(f"attention in layers.{i} has add_bias_kv or add_zero_attn, whose keys no step has")
+        cross = unwrap(getattr(unwrap(layer), "multihead_attn", None))
+        if cross is not None and cross.counts_positions:
+            raise RuntimeError(f"attention to the memory in layers.{i} counts positions, which no step knows there")
     reason = mixes_tokens(stack)
     if reason is not None:
         raise RuntimeError(f"{reason}: it may look at several positions; fastformer.token_wise says that it does not")

@@ -91,7 +91,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
         side = None
         if self.skips(padding_free, src_key_padding_mask):
-            side = read_side(src, src_key_padding_mask, self.layers_batch_first)
+            side = read_side(src, src_key_padding_mask, self.layers_batch_first, self.counts_positions())
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
         output, padding, hint = src, src_key_padding_mask, is_causal is True
@@ -210,7 +210,8 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask)
             and not (memory_is_causal and memory_mask is None)
         ):
-            source = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
+            cross = self.counts_positions("multihead_attn")
+            source = read_side(memory, memory_key_padding_mask, self.layers_batch_first, cross)
             if source is not None:
                 side = self.read_target(tgt, tgt_key_padding_mask, source)
                 if side is not None:
@@ -236,7 +237,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
 
     def read_target(self, tgt: Tensor, padding: Tensor | None, source: PackedInput) -> PackedInput | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""
-        side = read_side(tgt, padding, self.layers_batch_first)
+        side = read_side(tgt, padding, self.layers_batch_first, self.counts_positions())
         fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
         return side if fits else None
 

@@ -5,7 +5,7 @@ Letters: B batch, T targets, S sources, D model width.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layer_stack import as_torch
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, has_hooks, has_own_hooks, take_over
+from fastformer.nn.options import LayerOptions, check_options, make_norm
 from fastformer.nn.padding_free import PackedInput, read_side, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
@@ -41,7 +43,33 @@ class Transformer(nn.Transformer):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
+        layer: Any = (
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+        )
+        if options or (isinstance(activation, str) and activation not in ("relu", "gelu")):
+            check_options(options, LayerOptions)
+            if custom_encoder is not None and custom_decoder is not None:
+                raise ValueError(
+                    f"{', '.join(options) or 'activation'} must not be given with stacks of your own for both"
+                )
+            factory: dict[str, Any] = {"device": device, "dtype": dtype}
+            norms = [make_norm(options.get("norm", "layer"), d_model, layer_norm_eps, bias, factory) for _ in range(2)]
+            if custom_encoder is None:
+                own = TransformerEncoderLayer(*layer, **factory, **options)
+                custom_encoder = TransformerEncoder(own, num_encoder_layers, norms[0])
+            if custom_decoder is None:
+                other = TransformerDecoderLayer(*layer, **factory, **options)
+                custom_decoder = TransformerDecoder(other, num_decoder_layers, norms[1])
         with warnings.catch_warnings():
             # torch says that its nested-tensor path will not be used; ours has none.
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
@@ -173,4 +201,5 @@ class Transformer(nn.Transformer):
             return None
         if not (self.encoder.skips(None, padding) and self.decoder.skips(None, padding)):
             return None
-        return read_side(src, padding, self.encoder.layers_batch_first)
+        counts = self.encoder.counts_positions() or self.decoder.counts_positions("multihead_attn")
+        return read_side(src, padding, self.encoder.layers_batch_first, counts)

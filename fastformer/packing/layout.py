@@ -50,6 +50,7 @@ class Layout:
     max_length: int
     columns: int
     origin: Tensor
+    _of_mask: bool = field(default=False, repr=False)
     _memory: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class Layout:
         known = padding.device.type in ("cpu", "cuda")  # elsewhere torch has no nonzero of a known size
         origin = (torch.nonzero_static(flat, size=total) if known else flat.nonzero()).squeeze(1)
         slots = rows * longest + positions
-        return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin)
+        return cls(lengths, offsets, positions, slots, shortest, longest, columns, origin, True)
 
     @classmethod
     def in_place(cls, offsets: Tensor, positions: Tensor, slots: Tensor, max_length: int) -> "Layout":
@@ -162,6 +163,14 @@ class Layout:
     def full(self) -> bool:
         """Whether all sequences have the same length, so that `[B, max_length]` holds no padding."""
         return self.total == self.batch * self.max_length
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether padding lies between two tokens of a sequence; waits for the device if the layout is of a mask."""
+        return self._of_mask and self.once("gaps", self._find_gaps)
+
+    def _find_gaps(self) -> bool:
+        return bool(((self.origin.diff() != 1) & (self.positions[1:] > 0)).any())
 
     def mask(self) -> Tensor:
         """Bool `[B, columns]` on the tokens' device, True at real tokens; a new one, which the caller may change."""

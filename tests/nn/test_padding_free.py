@@ -126,10 +126,10 @@ def test_a_bias_of_ones_is_not_the_padding_mask_of_the_source():
 def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
     seen, project = [], fastformer.MultiheadAttention._project
 
-    def watched(self, query, key, value):
+    def watched(self, query, key, value, *positions):
         if key is not query:
             seen.append(key.shape[:-1].numel())
-        return project(self, query, key, value)
+        return project(self, query, key, value, *positions)
 
     monkeypatch.setattr(fastformer.MultiheadAttention, "_project", watched)
     ours, _ = stacks("TransformerDecoder")

@@ -1,0 +1,80 @@
+"""What our layers and attention take beyond torch's: keywords that add no state where they are not used.
+
+Letters: D model width, H heads, K head size.
+"""
+
+from typing import Any, TypedDict
+
+from torch import nn
+
+from fastformer.functional.attention.rules import Window
+from fastformer.nn.modules import LayerNorm, RMSNorm
+from fastformer.nn.rotary import Rotary
+from fastformer.settings import check_value
+
+NORMS = ("layer", "rms")
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of `MultiheadAttention`, and of layers for theirs.
+
+    kv_heads: heads of keys and values, a divisor of H (grouped queries: Ainslie et al. 2023); H if None.
+    head_size: K; D / H if None.
+    qk_norm: RMS norms over the numbers of each head of queries and of keys, with weights and eps 1e-6 (Henry et al.
+        2020; as in Qwen 3).
+    softcap: as of `functional.attention`.
+    rotary: turns queries and keys by their positions; in layers those of self-attention.
+    window: as of `functional.attention`; in layers of self-attention. Causality is said by the mask, as ever.
+    """
+
+    kv_heads: int | None
+    head_size: int | None
+    qk_norm: bool
+    softcap: float | None
+    rotary: Rotary | None
+    window: Window | None
+
+
+class LayerOptions(AttentionOptions, total=False):
+    """Keywords of layers and of `Transformer`: those of attention, and these.
+
+    norm: "layer", or "rms" for RMS norms (Zhang and Sennrich 2019).
+    """
+
+    norm: str
+
+
+_OF_POSITIONS = ("rotary", "window")
+
+
+def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, Any]) -> nn.Module:
+    """A norm over `width` numbers, of one of `NORMS`; bias: of a layer norm."""
+    return RMSNorm(width, eps, **factory) if kind == "rms" else LayerNorm(width, eps, bias=bias, **factory)
+
+
+def attention_options(options: LayerOptions, cross: bool = False) -> AttentionOptions:
+    """What a layer's attention gets of the layer's; `cross`: attention to a memory, whose positions say nothing."""
+    left = {"norm", *(_OF_POSITIONS if cross else ())}
+    return {name: value for name, value in options.items() if name not in left}  # type: ignore[return-value]
+
+
+def check_options(options: Any, kind: Any) -> None:
+    """Refuse unknown keywords as Python does, and values that are none of the kind.
+
+    Raises:
+        TypeError: a keyword is unknown.
+        ValueError: a value does not fit.
+    """
+    for name in options:
+        if name not in kind.__annotations__:
+            raise TypeError(
+                f"unexpected keyword argument {name!r}; there are {', '.join(sorted(kind.__annotations__))}"
+            )
+    if "norm" in options:
+        check_value("norm", options["norm"], str, choices=NORMS)
+    for name in ("kv_heads", "head_size"):
+        check_value(name, options.get(name), int | None, at_least=1)
+    check_value("qk_norm", options.get("qk_norm", False), bool)
+    rotary = options.get("rotary")
+    if not (rotary is None or isinstance(rotary, Rotary)):
+        raise ValueError(f"rotary must be a fastformer.nn.Rotary or None, not {rotary!r}")

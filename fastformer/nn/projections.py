@@ -1,0 +1,178 @@
+"""From tokens to the queries, keys and values of each head, and from the heads back.
+
+What attention with options of ours has more than torch's is here: fewer heads of keys and values, a head size of its
+own, norms over each head, positions by rotation. Parameters bear torch's names; q, k and v, one below the other, are
+`in_proj_weight`, `[(H + 2 Hkv) * K, D]`.
+
+Letters: D model width, H heads of queries, Hkv of keys and values, K head size, L tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fastformer import functional
+from fastformer.host.devices import in_autocast
+from fastformer.nn.modules import RMSNorm, has_own_hooks
+from fastformer.nn.options import AttentionOptions
+from fastformer.nn.rotary import Rotary
+
+_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
+_QK_EPS = 1e-6
+
+
+class Positions(NamedTuple):
+    """Where tokens stand in their sequences: int64, broadcastable to `[..., L]`, all below `end`."""
+
+    index: Tensor
+    end: int
+
+
+class Projections(nn.MultiheadAttention):
+    """The projections of an attention module, whichever way they are stored.
+
+    Attributes:
+        rotary: how queries and keys turn by their positions; None: not at all.
+    """
+
+    _kv_heads: int | None = None
+    rotary: Rotary | None = None
+
+    def _build(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float,
+        bias: bool,
+        kdim: int | None,
+        vdim: int | None,
+        batch_first: bool,
+        factory: dict[str, Any],
+        options: AttentionOptions,
+    ) -> None:
+        """Construct what torch's constructor does, of sizes that it does not know."""
+        nn.Module.__init__(self)
+        kv_heads, head_size = options.get("kv_heads") or num_heads, options.get("head_size")
+        if num_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"kv_heads must divide num_heads, {num_heads}, not {kv_heads}")
+        if head_size is None and (embed_dim < 1 or embed_dim % num_heads):
+            raise ValueError(f"num_heads must divide embed_dim, {embed_dim}, or head_size be given, not {num_heads}")
+        K = embed_dim // num_heads if head_size is None else head_size
+        self.embed_dim, self.kdim, self.vdim = embed_dim, kdim or embed_dim, vdim or embed_dim
+        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+        self.num_heads, self._kv_heads, self.head_dim = num_heads, kv_heads, K
+        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, False
+        self.bias_k = self.bias_v = None
+        q, kv = num_heads * K, kv_heads * K
+        shapes = {"in_proj_weight": (q + 2 * kv, embed_dim)}
+        if not self._qkv_same_embed_dim:
+            widths = {"q": (q, embed_dim), "k": (kv, self.kdim), "v": (kv, self.vdim)}
+            shapes = {f"{name}_proj_weight": shape for name, shape in widths.items()}
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"):
+            weight = nn.Parameter(torch.empty(shapes[name], **factory)) if name in shapes else None
+            self.register_parameter(name, weight)
+        in_bias = nn.Parameter(torch.empty(q + 2 * kv, **factory)) if bias else None
+        self.register_parameter("in_proj_bias", in_bias)
+        self.out_proj = NonDynamicallyQuantizableLinear(q, embed_dim, bias=bias, **factory)
+        self._reset_parameters()  # type: ignore[no-untyped-call]
+        if options.get("qk_norm"):
+            self.q_norm, self.k_norm = (RMSNorm(K, eps=_QK_EPS, **factory) for _ in range(2))
+        self.rotary = options.get("rotary")
+        if self.rotary is not None:
+            self.rotary.turned(K)
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv, heads of keys and values."""
+        return self.num_heads if self._kv_heads is None else self._kv_heads
+
+    def queries(self, x: Tensor, positions: Positions | None = None) -> Tensor:
+        """Project `[..., D]` to queries `[..., H, K]`; positions: where they stand, which rotary attention needs."""
+        weights, biases = self._weights()
+        return self._place(self._heads(F.linear(x, weights[0], biases[0])), "q_norm", positions)
+
+    def keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor]:
+        """Project `[..., D]` to keys and values, `[..., Hkv, K]` each."""
+        if self._qkv_same_embed_dim:
+            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
+            q = self.num_heads * self.head_dim
+            kv = self._heads(F.linear(x, weight[q:], None if bias is None else bias[q:]))
+            k, v = kv.split(self.kv_heads, -2)  # type: ignore[no-untyped-call]
+        else:
+            weights, biases = self._weights()
+            k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
+        return self._place(k, "k_norm", positions), v
+
+    def queries_keys_values(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project `[..., D]` to its own queries, keys and values, `[..., H or Hkv, K]` each."""
+        return self._project(x, x, x, positions, positions)
+
+    def project_out(self, x: Tensor) -> Tensor:
+        """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
+        if type(self.out_proj) not in _PROJECTIONS or has_own_hooks(self.out_proj):
+            return self.out_proj(x)  # type: ignore[no-any-return]
+        return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """View `[..., heads * K]` as `[..., heads, K]`."""
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
+
+    def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """The three input projections, whichever way they are stored."""
+        K = self.head_dim
+        sizes = [self.num_heads * K, self.kv_heads * K, self.kv_heads * K]
+        if self._qkv_same_embed_dim:
+            weights = in_autocast(self.in_proj_weight).split(sizes)
+        else:
+            weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+        bias = in_autocast(self.in_proj_bias)
+        return weights, (None, None, None) if bias is None else bias.split(sizes)
+
+    def _project(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Positions | None = None,
+        key_positions: Positions | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to `[..., heads, K]`, with one matrix product for what is the same tensor."""
+        H, Hkv = self.num_heads, self.kv_heads
+        if self._qkv_same_embed_dim and key is value:
+            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
+            if query is key:
+                qkv = self._heads(F.linear(query, weight, bias))
+                if self.rotary is not None and "q_norm" not in self._modules:  # both in one
+                    qk, v = qkv.split([H + Hkv, Hkv], -2)  # type: ignore[no-untyped-call]
+                    q, k = self._turn(qk, positions).split([H, Hkv], -2)  # type: ignore[no-untyped-call]
+                    return q, k, v
+                q, k, v = qkv.split([H, Hkv, Hkv], -2)  # type: ignore[no-untyped-call]
+            else:
+                # Split: its backward puts both gradients together, where that of a slice fills the rest with zeros.
+                sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
+                weights = weight.split(sizes)
+                biases = (None, None) if bias is None else bias.split(sizes)
+                q = self._heads(F.linear(query, weights[0], biases[0]))
+                k, v = self._heads(F.linear(key, weights[1], biases[1])).split(Hkv, -2)  # type: ignore[no-untyped-call]
+        else:
+            weights, biases = self._weights()
+            inputs = zip((query, key, value), weights, biases, strict=True)
+            q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in inputs)
+        return self._place(q, "q_norm", positions), self._place(k, "k_norm", key_positions), v
+
+    def _place(self, x: Tensor, norm: str, positions: Positions | None) -> Tensor:
+        """Norm queries or keys, and turn them by their positions, where the module does that."""
+        if norm in self._modules:
+            x = self._modules[norm](x)  # type: ignore[misc]
+        return x if self.rotary is None else self._turn(x, positions)
+
+    def _turn(self, x: Tensor, positions: Positions | None) -> Tensor:
+        assert self.rotary is not None
+        if positions is None:
+            raise ValueError("positions must be given, which rotary attention turns queries and keys by")
+        cos, sin = self.rotary.tables(self.head_dim, positions.end, x)
+        return functional.rotary(x, positions.index, cos, sin, interleaved=self.rotary.interleaved)

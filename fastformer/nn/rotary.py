@@ -1,0 +1,116 @@
+"""Rotary positions: which frequencies turn the numbers of a head, and the tables that `functional.rotary` reads.
+
+A record without state, so that it may be shared, compared and written down: tables are made where they are needed.
+
+Letters: K head size, R numbers of a head that are turned, P positions.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fastformer.modes import compiling, dispatch_modes, transformed
+from fastformer.settings import check_value
+
+_SHORTEST = 128  # tables grow by doubling from here
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Slower rotation of the slow frequencies alone, for longer sequences (Llama 3.1: Grattafiori et al. 2024).
+
+    Wavelengths above original / low turn `factor` times as slowly, those below original / high as they were, between
+    them a mixture of both.
+
+    Attributes:
+        factor: above 1.
+        low, high: turns within the original length; low below high.
+        original: the length trained with before.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def __post_init__(self) -> None:
+        check_value("factor", self.factor, float, above=0)
+        check_value("low", self.low, float, above=0)
+        check_value("high", self.high, float, {"low": self.low}, above="low")
+        check_value("original", self.original, int, at_least=1)
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """Return what these frequencies, in radians a position, become."""
+        turns = self.original * frequencies / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings of queries and keys (Su et al. 2021, equation 34).
+
+    Attributes:
+        theta: base of the frequencies, theta ** (-2 i / R).
+        share: of the numbers of a head, how many are turned (GPT-NeoX: 0.25).
+        scaling: positions are divided by a number (Chen et al. 2023), or `Llama3Scaling`; None: as they are.
+        interleaved: numbers 2 i and 2 i + 1 are a pair, as in the paper; else i and i + R / 2, as in Llama.
+    """
+
+    theta: float = 10_000.0
+    share: float = 1.0
+    scaling: float | Llama3Scaling | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        check_value("theta", self.theta, float, above=0)
+        check_value("share", self.share, float, above=0, at_most=1)
+        if not isinstance(self.scaling, Llama3Scaling):
+            check_value("scaling", self.scaling, float | None, above=0)
+        check_value("interleaved", self.interleaved, bool)
+
+    def turned(self, head_size: int) -> int:
+        """R, of a head of K numbers.
+
+        Raises:
+            ValueError: it is odd, or 0.
+        """
+        turned = int(head_size * self.share)
+        if turned < 2 or turned % 2:
+            raise ValueError(
+                f"rotary must turn an even number of a head's numbers, not {turned} of {head_size} (share {self.share})"
+            )
+        return turned
+
+    def tables(self, head_size: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, `[P, R / 2]` with P of `length` at least, on the device of `like`.
+
+        They are fp64 for fp64, else fp32, rounded once.
+        """
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if compiling() or dispatch_modes() or transformed():  # what they make is of no use to others
+            return self._tables(head_size, length, like.device, dtype)
+        length = max(_SHORTEST, 1 << (length - 1).bit_length())
+        return _kept(self, head_size, length, like.device, dtype)
+
+    def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        turned = self.turned(head_size)
+        exact = {"dtype": torch.float64, "device": device}
+        frequencies = self.theta ** -(torch.arange(0, turned, 2, **exact) / turned)  # type: ignore[call-overload]
+        if isinstance(self.scaling, Llama3Scaling):
+            frequencies = self.scaling.scale(frequencies)
+        elif self.scaling is not None:
+            frequencies = frequencies / self.scaling
+        angles = torch.outer(torch.arange(length, **exact), frequencies)  # type: ignore[call-overload]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _kept(
+    rotary: Rotary, head_size: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():  # or they would be of no use to training afterwards
+        return rotary._tables(head_size, length, device, dtype)

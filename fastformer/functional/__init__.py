@@ -19,6 +19,7 @@ from fastformer.functional.linear_cross_entropy.op import linear_cross_entropy
 from fastformer.functional.norms.dropout_add_layer_norm import dropout_add_layer_norm
 from fastformer.functional.norms.layer_norm import layer_norm
 from fastformer.functional.norms.rms_norm import rms_norm
+from fastformer.functional.rotary.op import rotary
 
 __all__ = [
     "OPS",
@@ -34,4 +35,5 @@ __all__ = [
     "linear_cross_entropy",
     "packed_attention",
     "rms_norm",
+    "rotary",
 ]

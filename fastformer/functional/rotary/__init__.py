@@ -1,0 +1,1 @@
+"""Positions as rotations of queries and keys."""

@@ -1,0 +1,83 @@
+"""Rotary position embeddings (Su et al. 2021, RoFormer, equation 34): op, checks, reference.
+
+Letters: H heads, K head size, R the first numbers of a head that are turned, P positions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.host.devices import check_tensors
+from fastformer.modes import readable
+
+
+def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn pairs of numbers of each head by angles that grow with the position (Su et al. 2021, RoFormer, equation 34).
+
+    The pair i of a token at position p becomes (a cos[p, i] - b sin[p, i], b cos[p, i] + a sin[p, i]): the product of
+    a query and a key then depends on how far apart they are. Computed in fp32, of fp64 in fp64, and rounded once.
+
+    Args:
+        x: `[..., H, K]`, floating point, such as the heads of queries and keys in a joint projection
+            `[T, H + 2 Hkv, K]`: any strides, and no copy where those of the last dimension are 1.
+        positions: int64, of a shape that broadcasts to `x.shape[:-2]`: `[T]` packed; `[T]`, `[B, T]` or `[B, 1]` dense.
+        cos, sin: `[P, R / 2]`, fp32 or fp64, of p times the frequency of each pair; constants, without a gradient. The
+            first R <= K numbers of each head are turned, the others copied.
+        interleaved: whether neighbours are pairs, 2i and 2i + 1, as in the paper and in GPT-J, rather than i and
+            i + R / 2, as in Llama.
+
+    Returns:
+        Of the shape and dtype of x, contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or a position on the CPU is no row of cos and sin. On a GPU
+            nothing waits to look: torch's kernel stops with an assertion, the fused one gives NaN.
+    """
+    check_tensors(("x", "positions", "cos", "sin"), x, (positions, cos, sin))
+    _check(x, positions, cos, sin)
+    return _plain(x, positions, cos, sin, interleaved)
+
+
+def _check(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, not {x.dtype}")
+    if x.dim() < 2:
+        raise ValueError(f"x must be of shape [..., H, K], not {list(x.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} must be float32 or float64, not {table.dtype}")
+        if table.requires_grad:
+            raise ValueError(f"{name} requires a gradient, which rotary has for x only; give {name}.detach()")
+    K = x.shape[-1]
+    if cos.dim() != 2 or 2 * cos.shape[1] > K:
+        raise ValueError(f"cos must be of shape [P, R / 2], R at most {K}, the size of a head, not {list(cos.shape)}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must be of the shape of cos, {list(cos.shape)}, not {list(sin.shape)}")
+    _check_positions(positions, x.shape[:-2], cos.shape[0])
+
+
+def _check_positions(positions: Tensor, tokens: torch.Size, P: int) -> None:
+    """Raise unless positions fit to the tokens; values are looked at on the CPU only, where that waits for nothing."""
+    if positions.dtype != torch.int64:
+        raise TypeError(f"positions must be int64, not {positions.dtype}")
+    sizes = zip(reversed(positions.shape), reversed(tokens), strict=False)
+    if positions.dim() > len(tokens) or any(n not in (1, wanted) for n, wanted in sizes):
+        raise ValueError(f"positions must broadcast to x.shape[:-2], {list(tokens)}, not {list(positions.shape)}")
+    if readable(positions):
+        low, high = (int(end) for end in positions.aminmax())
+        if low < 0 or high >= P:
+            wrong = low if low < 0 else high
+            raise ValueError(f"positions must lie between 0 and {P - 1}, as cos and sin have P = {P} rows, not {wrong}")
+
+
+def _plain(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The reference."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c, s = (F.embedding(positions, table).to(wide).unsqueeze(-2) for table in (cos, sin))
+    R = 2 * cos.shape[1]
+    pairs = x[..., :R].to(wide)
+    a, b = pairs.view(*pairs.shape[:-1], R // 2, 2).unbind(-1) if interleaved else pairs.chunk(2, -1)
+    # In two passes each instead of three.
+    turned = torch.addcmul(a * c, b, s, value=-1), torch.addcmul(b * c, a, s)
+    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([out.to(x.dtype), x[..., R:]], -1) if x.shape[-1] > R else out.to(x.dtype)

@@ -107,3 +107,5 @@ def test_no_blocks_where_they_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     torch.func.grad(lambda x: attention(x, k, v, causal=True, window=(2, 0)).sum())(q)
     with pytest.raises(AssertionError, match="blocks"):
         attention(q, k, v, causal=True, window=(2, 0))
+    with pytest.raises(AssertionError, match="blocks"):
+        attention(q, k, v, distance_bias=torch.zeros(1, 11, device=DEVICE))

@@ -22,6 +22,8 @@ def naive(
     key_mask: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    distance_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention one query at a time, as the documentation of the op words it."""
     (B, H, T, K), S, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
@@ -43,6 +45,10 @@ def naive(
                     hidden = hidden or (key_mask is not None and not key_mask[b, s])
                     score = scale * (q[b, h, t] * k[b, h // group, s]).sum()
                     score = score if softcap is None else softcap * (score / softcap).tanh()
+                    if distance_bias is not None and not hidden:
+                        added = distance_bias[h, (distance_bias.shape[1] + 1) // 2 - 1 + s - (t + shift)]
+                        hidden = added == -INF
+                        score = score + added
                     if mask is not None and mask.dtype == torch.bool:
                         hidden = hidden or not mask[b, h, t, s]
                     elif mask is not None:
@@ -52,7 +58,9 @@ def naive(
                         scores[s] = score
                 row = torch.zeros(S, dtype=q.dtype)
                 if scores:
-                    row = row.index_put((torch.tensor(list(scores)),), torch.stack(list(scores.values())).softmax(0))
+                    exponentials = torch.stack(list(scores.values())).exp()
+                    total = exponentials.sum() + (0 if sinks is None else sinks[h].exp())
+                    row = row.index_put((torch.tensor(list(scores)),), exponentials / total)
                 weights.append(row)
                 out.append(row @ v[b, h // group])
     return torch.stack(out).view(B, H, T, -1), torch.stack(weights).view(B, H, T, S)
@@ -73,6 +81,16 @@ def boolean(*shape: int) -> Tensor:
 
 
 B, H, T, S = 3, 4, 5, 7
+
+
+def by_distance(positions: int = S, heads: int = H) -> Tensor:
+    return torch.randn(heads, 2 * positions - 1, dtype=torch.float64)
+
+
+def sinks(heads: int = H) -> Tensor:
+    return torch.randn(heads, dtype=torch.float64)
+
+
 FORMS = {
     "plain": lambda: {},
     "scale": lambda: {"scale": 0.3},
@@ -125,6 +143,37 @@ FORMS = {
     "softcap": lambda: {"softcap": 0.8},
     "softcap, additive, dead row": lambda: {"softcap": 0.8, "mask": additive(H, T, S, dead=True), "scale": 2.0},
     "softcap, causal, no keys": lambda: {"softcap": 2, "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
+    "distance_bias": lambda: {"distance_bias": by_distance()},
+    "distance_bias, bottom_right": lambda: {"distance_bias": by_distance(9), "alignment": "bottom_right"},
+    "distance_bias, causal, lengths of keys": lambda: {
+        "distance_bias": by_distance(),
+        "causal": True,
+        "key_lengths": torch.tensor([7, 0, 3]),
+    },
+    "distance_bias to the last key of each": lambda: {
+        "distance_bias": by_distance(8),
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 0, 2]),
+        "key_lengths": torch.tensor([7, 7, 3]),
+    },
+    "distance_bias, bool": lambda: {"distance_bias": by_distance(), "mask": boolean(B, 1, T, S)},
+    "distance_bias, additive, dead row": lambda: {"distance_bias": by_distance(), "mask": additive(H, T, S, dead=True)},
+    "distance_bias that hides": lambda: {"distance_bias": by_distance().index_fill(1, torch.arange(7, 13), -INF)},
+    "sinks": lambda: {"sinks": sinks()},
+    "sinks, causal, no keys": lambda: {"sinks": sinks(), "causal": True, "key_lengths": torch.tensor([7, 0, 3])},
+    "sinks, window, dead row": lambda: {"sinks": sinks(), "window": (1, 0), "mask": boolean(T, S)},
+    "everything by distance": lambda: {
+        "mask": additive(B, 1, T, S, dead=True),
+        "causal": True,
+        "alignment": "bottom_right",
+        "query_lengths": torch.tensor([5, 4, 5]),
+        "key_lengths": torch.tensor([7, 6, 3]),
+        "key_mask": torch.rand(B, S) < 0.7,
+        "window": (3, 1),
+        "softcap": 1.5,
+        "distance_bias": by_distance(),
+        "sinks": sinks(),
+    },
     "everything": lambda: {
         "mask": additive(B, 1, T, S, dead=True),
         "causal": True,
@@ -140,5 +189,5 @@ FORMS = {
 
 
 def cast(arguments: dict, dtype: torch.dtype) -> dict:
-    mask = arguments.get("mask")
-    return arguments if mask is None or mask.dtype == torch.bool else {**arguments, "mask": mask.to(dtype)}
+    floats = ("mask", "distance_bias", "sinks")
+    return {name: x.to(dtype) if name in floats and x.is_floating_point() else x for name, x in arguments.items()}

@@ -39,13 +39,16 @@ def drawn(random: Random) -> tuple[list[Tensor], dict[str, Any]]:
         "key_mask": torch.rand(B, S) < 0.7,
         "mask": random.choice(masks),
         "softcap": 2.0,
+        "distance_bias": torch.randn(H, 2 * random.randint(max(T, S), 15) - 1, dtype=torch.float64).requires_grad_(),
+        "sinks": torch.randn(H, dtype=torch.float64).requires_grad_(),
     }
     given = {
         name: value.to(DEVICE) if isinstance(value, Tensor) else value
         for name, value in options.items()
         if random.random() < 0.4
     }
-    return [torch.randn(B, H, n, 4, dtype=torch.float64).to(DEVICE).requires_grad_() for n in (T, S, S)], given
+    inputs = [torch.randn(B, H, n, 4, dtype=torch.float64).to(DEVICE).requires_grad_() for n in (T, S, S)]
+    return inputs + [given[name] for name in ("distance_bias", "sinks") if name in given], given
 
 
 def small(patch: pytest.MonkeyPatch, block: int, rows: int) -> None:
@@ -64,7 +67,7 @@ def test_any_rules(monkeypatch: pytest.MonkeyPatch) -> None:
             with monkeypatch.context() as patch:
                 if blocks:
                     small(patch, 4 * inputs[1].shape[2] * random.choice((1, 2, 5)), random.choice((1, 2, 4)))
-                out = attention(*inputs, **given)
+                out = attention(*inputs[:3], **given)
                 results.append([out, *gradients(out, inputs)])
         for whole, found in zip(*results, strict=True):
             torch.testing.assert_close(found, whole, atol=1e-12, rtol=1e-12, msg=f"{seed}: {given}")
@@ -104,3 +107,5 @@ def test_no_blocks_where_they_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     torch.func.grad(lambda x: attention(x, k, v, causal=True, window=(2, 0)).sum())(q)
     with pytest.raises(AssertionError, match="blocks"):
         attention(q, k, v, causal=True, window=(2, 0))
+    with pytest.raises(AssertionError, match="blocks"):
+        attention(q, k, v, distance_bias=torch.zeros(1, 11, device=DEVICE))

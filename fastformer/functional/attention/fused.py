@@ -144,8 +144,10 @@ def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     return *heads, *_BEFORE, dmask, *_AFTER
 
 
-def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why the kernels cannot take these heads, or None."""
+def limit(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules | None = None) -> str | None:
+    """Return why the kernels cannot take these heads by these rules, or None."""
+    if rules is not None and (rules.distance_bias is not None or rules.sinks is not None):
+        return "attention has no kernels for distance_bias and sinks"
     if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
         return f"attention takes q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
     for x in (q, v):

@@ -34,6 +34,8 @@ def attention(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    distance_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
@@ -56,6 +58,11 @@ def attention(
         softcap: scaled scores x become softcap * tanh(x / softcap) before the mask is added (Gemma 2, 2024).
         dropout_p: dropout of the attention weights; applied whenever it is not 0.
         scale: K ** -0.5 if None.
+        distance_bias: floating point `[H, 2 * P - 1]`, P at least T and S; added to scores where an additive mask is,
+            by the distance of key from query: column P - 1 + s - (t + shift) (ALiBi, Press et al. 2022; T5's relative
+            bias, Raffel et al. 2020). It may require a gradient; no `[T, S]` tensor is made of it on a GPU.
+        sinks: floating point `[H]`: a score more in each row of its head, which attends to nothing (Xiao et al. 2023;
+            gpt-oss, OpenAI 2025), so that weights add up to less than 1. They may require a gradient.
 
     Returns:
         `[B, H, T, Kv]`, of q's dtype, under autocast of autocast's.
@@ -65,10 +72,21 @@ def attention(
         fastformer.backend.BackendError: backend "triton" was asked for and cannot run this.
     """
     rules = AttentionRules(
-        mask, causal, alignment, window, query_lengths, key_lengths, key_mask, softcap, dropout_p, scale
+        mask,
+        causal,
+        alignment,
+        window,
+        query_lengths,
+        key_lengths,
+        key_mask,
+        softcap,
+        dropout_p,
+        scale,
+        distance_bias,
+        sinks,
     )
     rules = check_attention(q, k, v, rules)
-    if runs_fused("attention", q, lambda: fused.limit(q, k, v)):
+    if runs_fused("attention", q, lambda: fused.limit(q, k, v, rules)):
         return fused.attention(q, k, v, rules, _formula(reference.attention, rules))[0]
     return reference.attention(q, k, v, rules)
 
@@ -88,16 +106,29 @@ def attention_with_weights(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    distance_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `attention`, and the weights `[B, H, T, S]` that were applied, after dropout as in torch.
 
     Costs memory for the weights; a query that may attend to nothing has weights 0.
     """
     rules = AttentionRules(
-        mask, causal, alignment, window, query_lengths, key_lengths, key_mask, softcap, dropout_p, scale
+        mask,
+        causal,
+        alignment,
+        window,
+        query_lengths,
+        key_lengths,
+        key_mask,
+        softcap,
+        dropout_p,
+        scale,
+        distance_bias,
+        sinks,
     )
     rules = check_attention(q, k, v, rules)
-    if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v)):
+    if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v, rules)):
         formula = _formula(reference.attention_with_weights, rules)
         out, weights = fused.attention(q, k, v, rules, formula, wants_weights=True)
         assert weights is not None
@@ -118,6 +149,8 @@ def packed_attention(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    distance_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each of B packed sequences; none attends across sequences.
 
@@ -129,17 +162,25 @@ def packed_attention(
         key_layout: where those of k and v lie; `layout` if None.
         causal: query t of a sequence attends to its keys s <= t + shift.
         alignment: "top_left": shift 0; "bottom_right": the last query of each sequence meets its last key.
-        window, softcap, dropout_p, scale: as in `attention`, within each sequence.
+        window, softcap, dropout_p, scale, distance_bias, sinks: as in `attention`, within each sequence; P is at least
+            the longest.
 
     Returns:
         `[T, H, Kv]`; zeros for a sequence without keys.
     """
     key_layout = layout if key_layout is None else key_layout
     rules = AttentionRules(
-        causal=causal, alignment=alignment, window=window, softcap=softcap, dropout_p=dropout_p, scale=scale
+        causal=causal,
+        alignment=alignment,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+        distance_bias=distance_bias,
+        sinks=sinks,
     )
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
-    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v)):
+    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v, rules)):
         formula = eager_formula(
             lambda q, k, v, _: packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
         )
@@ -200,6 +241,24 @@ def _check_masks(q: Tensor, k: Tensor, mask: Tensor | None, key_mask: Tensor | N
             raise ValueError(f"key_mask must be of shape {[q.shape[0], k.shape[2]]}, not {list(key_mask.shape)}")
 
 
+def _check_of_heads(heads: int, longest: int, rules: AttentionRules) -> None:
+    """Check what each head has of its own; longest: of queries and keys."""
+    bias, sinks = rules.distance_bias, rules.sinks
+    for name, x in (("distance_bias", bias), ("sinks", sinks)):
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, not {x.dtype}")
+    if bias is not None:
+        if bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] % 2 == 0:
+            raise ValueError(f"distance_bias must be of shape [{heads}, 2 * P - 1], not {list(bias.shape)}")
+        if bias.shape[1] < 2 * longest - 1:
+            P = (bias.shape[1] + 1) // 2
+            raise ValueError(
+                f"distance_bias must be of at least {longest} positions, the longest of queries and keys, not {P}"
+            )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be of shape [{heads}], not {list(sinks.shape)}")
+
+
 def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
     """Return an additive mask in the dtype that is computed in, where that is narrower, as torch does.
 
@@ -247,12 +306,14 @@ def _check_softcap(softcap: float | None) -> float | None:
 def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alignment:
     """Return the alignment, "top_left" where it makes no difference: `same` lengths, or no rule about positions."""
     check_choice("alignment", rules.alignment, ALIGNMENTS)
-    return "top_left" if same or not (rules.causal or window is not None) else rules.alignment
+    positions = rules.causal or window is not None or rules.distance_bias is not None
+    return rules.alignment if positions and not same else "top_left"
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
     """Check one call of `attention` and return its rules, each said in one way only."""
-    check_tensors(("q", "k", "v", "mask", "key_mask"), q, (k, v), (rules.mask, rules.key_mask))
+    names = ("q", "k", "v", "mask", "key_mask", "distance_bias", "sinks")
+    check_tensors(names, q, (k, v), (rules.mask, rules.key_mask, rules.distance_bias, rules.sinks))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be of shape [batch, heads, length, head size], not {list(x.shape)}")
@@ -262,6 +323,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         raise ValueError(f"k and v must have the same length, not {k.shape[2]} and {v.shape[2]}")
     _check_heads(q, k, v)
     _check_masks(q, k, rules.mask, rules.key_mask)
+    _check_of_heads(q.shape[1], max(q.shape[2], k.shape[2]), rules)
     check_probability("dropout_p", rules.dropout_p)
     mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
     if mask is not None:
@@ -299,7 +361,8 @@ def check_packed_attention(
 ) -> AttentionRules:
     """Check one call of `packed_attention` and return its rules, each said in one way only; they hold no mask."""
     offsets = offsets_of("layout", layout), offsets_of("key_layout", key_layout)
-    check_tensors(("q", "k", "v", "layout", "key_layout"), q, (k, v, *offsets))
+    names = ("q", "k", "v", "layout", "key_layout", "distance_bias", "sinks")
+    check_tensors(names, q, (k, v, *offsets), (rules.distance_bias, rules.sinks))
     for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
         if x.dim() != 3 or x.shape[0] != its.total:
             raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
@@ -307,7 +370,9 @@ def check_packed_attention(
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
     _check_heads(q, k, v)
     check_probability("dropout_p", rules.dropout_p)
-    window = _check_window(rules.window, rules.causal, max(layout.max_length, key_layout.max_length))
+    longest = max(layout.max_length, key_layout.max_length)
+    _check_of_heads(q.shape[1], longest, rules)
+    window = _check_window(rules.window, rules.causal, longest)
     alignment = _alignment(rules, window, layout is key_layout)
     softcap = _check_softcap(rules.softcap)
     if alignment == rules.alignment and window is rules.window and softcap == rules.softcap:

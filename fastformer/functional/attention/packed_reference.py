@@ -148,7 +148,8 @@ def _attend(
     by_start = rules.alignment == "top_left"
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = group.key_bias is None or (rules.causal and same)
-    plain = by_start and rules.window is None and rules.softcap is None and Hkv == H
+    added = rules.window, rules.softcap, rules.distance_bias, rules.sinks
+    plain = by_start and Hkv == H and all(x is None for x in added)
     if plain and max(T, S) <= _SHORT and group.shortest > 0:
         q, k, v = (x.view(H * N, length, x.shape[1]) for x, length in ((q, T), (k, S), (v, S)))
         scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
@@ -160,15 +161,10 @@ def _attend(
         return torch.bmm(drop(scores.softmax(-1), rules.dropout_p), v).flatten(0, 1)
     forms = ((q, H, T), (k, Hkv, S), (v, Hkv, S))
     q, k, v = (x.view(h, N, length, x.shape[1]).transpose(0, 1) for x, h, length in forms)  # [N, H, L, K]
-    padded = AttentionRules(
-        causal=rules.causal,
-        alignment=rules.alignment,
-        window=rules.window,
+    padded = replace(
+        rules,
         query_lengths=None if by_start else group.query_lengths,
         key_lengths=None if alone else group.key_lengths,
-        softcap=rules.softcap,
-        dropout_p=rules.dropout_p,
-        scale=rules.scale,
     )
     return attention(q, k, v, padded).transpose(0, 1).flatten(0, 2)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fastformer.functional.attention.distances import moved
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.modes import readable, recorded, transformed
 
@@ -43,6 +44,8 @@ def rows_at_once(q: Tensor, k: Tensor, rules: AttentionRules, weights: bool) -> 
     if rules.mask is not None:
         shape = (1, 1, *rules.mask.shape)[-4:]
         batch, heads, by_query = max(batch, shape[0]), max(heads, shape[1]), by_query or shape[2] > 1
+    if rules.distance_bias is not None:
+        heads, by_query = H, True
     if not by_query or batch * heads * T * S <= _LARGEST:
         return T
     if left is None or right is None:
@@ -104,7 +107,7 @@ def _absolute(rules: AttentionRules, T: int, S: int) -> tuple[AttentionRules, tu
     if rules.alignment == "top_left" or (q_ends is None and k_ends is None):
         shift = 0 if rules.alignment == "top_left" else S - T
         rules = replace(rules, causal=False, alignment="top_left", window=_moved((left, right), shift))
-        return rules, (0, 0)
+        return moved(rules, -shift, max(T, S)), (0, 0)
     if q_ends is None:
         q_ends = torch.full_like(k_ends, T)  # type: ignore[arg-type]
     if k_ends is None:
@@ -135,6 +138,8 @@ def _rules_of_block(rules: AttentionRules, queries: slice, keys: slice) -> Atten
     mask = rules.mask
     if mask is not None:
         mask = mask[..., queries if mask.shape[-2] > 1 else slice(None), keys if mask.shape[-1] > 1 else slice(None)]
+    if rules.alignment == "top_left":
+        rules = moved(rules, -shift, max(queries.stop - queries.start, keys.stop - keys.start))
     return replace(
         rules,
         mask=mask,

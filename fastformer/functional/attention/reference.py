@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.functional.attention.distances import with_distances
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
@@ -24,9 +25,17 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def _scores_to_weights(
-    q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`."""
+    """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
+
+    A sink is a score more in each row of its head, of which no weight is returned.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
@@ -37,7 +46,10 @@ def _scores_to_weights(
         scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    return scores.softmax(-1)
+    if sinks is None:
+        return scores.softmax(-1)
+    sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
+    return sunk.softmax(-1)[..., :-1]
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -95,7 +107,7 @@ def _only_causal(rules: AttentionRules) -> bool:
 
     On a CPU it multiplies its -inf with the scale, too: NaN where that is 0, in fp32, or negative.
     """
-    others = (rules.mask, rules.window, rules.query_lengths, rules.key_lengths, rules.key_mask)
+    others = (rules.window, *rules.tensors)
     if rules.scale is not None and not rules.scale > _SMALLEST:
         return False
     return rules.causal and rules.alignment == "top_left" and all(x is None for x in others)
@@ -116,8 +128,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
     q, k, v = blank_padding(q, k, v, rules)
-    # SDPA has no softcap; on a CPU it has no fused path with dropout, and the weights' random bits are cheaper here.
-    weighs = rules.softcap is not None or (rules.dropout_p > 0.0 and q.device.type == "cpu")
+    # SDPA has no softcap and no sinks; on a CPU it has no fused path with dropout, and the weights' random bits are
+    # cheaper here.
+    weighs = rules.softcap is not None or rules.sinks is not None
+    weighs = weighs or (rules.dropout_p > 0.0 and q.device.type == "cpu")
     attend = _weigh if weighs else _attend
     rows = q.shape[2] if _only_causal(rules) and not weighs else rows_at_once(q, k, rules, weighs)
     return attend(q, k, v, rules) if rows >= q.shape[2] else attend_in_blocks(attend, q, k, v, rules, rows)
@@ -130,7 +144,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
     dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
-    merged, dead = open_dead_rows(rules.mask, None if causal else allowed_positions(q, k, rules))
+    merged, dead = open_dead_rows(with_distances(q, k, rules), None if causal else allowed_positions(q, k, rules))
     if merged is not None and merged.is_floating_point():
         merged = merged.to(q.dtype)
     # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
@@ -147,9 +161,9 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRule
 
 
 def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
-    merged, dead = open_dead_rows(rules.mask, allowed_positions(q, k, rules))
+    merged, dead = open_dead_rows(with_distances(q, k, rules), allowed_positions(q, k, rules))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap)
+    weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap, rules.sinks)
     if dead is not None:
         weights = weights.masked_fill(dead, 0.0)
     weights = drop(weights, rules.dropout_p)

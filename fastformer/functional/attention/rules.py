@@ -37,6 +37,8 @@ class AttentionRules:
     softcap: float | None = None
     dropout_p: float = 0.0
     scale: float | None = None
+    distance_bias: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def band(self) -> Window:
@@ -46,13 +48,21 @@ class AttentionRules:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of the caller: the mask, and what is not differentiable."""
-        return self.mask, self.query_lengths, self.key_lengths, self.key_mask
+        """Those of the caller: what is differentiable, and what is not."""
+        return self.mask, self.distance_bias, self.sinks, self.query_lengths, self.key_lengths, self.key_mask
 
     def with_tensors(self, *tensors: Tensor | None) -> "AttentionRules":
         """Return the same rules with these in place of `tensors`."""
-        mask, query_lengths, key_lengths, key_mask = tensors
-        return replace(self, mask=mask, query_lengths=query_lengths, key_lengths=key_lengths, key_mask=key_mask)
+        mask, bias, sinks, query_lengths, key_lengths, key_mask = tensors
+        return replace(
+            self,
+            mask=mask,
+            distance_bias=bias,
+            sinks=sinks,
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            key_mask=key_mask,
+        )
 
 
 def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:

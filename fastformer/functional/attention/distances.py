@@ -1,0 +1,77 @@
+"""What is added to scores by the distance of key from query, in plain PyTorch: a vector a head, made a mask of.
+
+ALiBi (Press et al. 2022) and the relative bias of T5 (Raffel et al. 2020) are such vectors. A mask is made of a block
+of queries at a time (`query_blocks`), and the kernels need none.
+
+Letters: B batch, H heads, T queries, S keys, P positions.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.functional.attention.rules import AttentionRules
+
+
+def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
+    """Return the mask of the rules with the bias in it: all that is added to scores, or hides them.
+
+    Args:
+        q: `[B, H, T, K]`; k: `[B, Hkv, S, K]`.
+        rules: of the call.
+
+    Returns:
+        The mask itself where there is no bias, else an additive one, broadcastable to `[B, H, T, S]`.
+    """
+    mask = rules.mask
+    if rules.distance_bias is None:
+        return mask
+    bias = _of_pairs(rules.distance_bias, q, k, rules)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
+
+
+def _of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor:
+    """Write a bias `[H, 2 * P - 1]` out as `[B or 1, H, T, S]`, in fp32 at least: gradients add up in that.
+
+    Row t is the row before it, moved by one: windows of one vector, of which row T - 1 comes first.
+    """
+    T, S = q.shape[2], k.shape[2]
+    bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+    lowest = torch.finfo(q.dtype).min
+    if torch.finfo(bias.dtype).min < lowest:  # what is finite must not come to hide in a narrower dtype
+        bias = torch.where(bias == -math.inf, bias, bias.clamp(min=lowest))
+    first = (bias.shape[1] + 1) // 2 - T  # the column of query T - 1 and key 0, but for the shift
+    bias = F.pad(bias, (0, 1))  # one more, so that no queries are a case like any other
+    shift: Tensor | int = 0
+    if rules.alignment == "bottom_right":
+        ends = (
+            (S if rules.key_lengths is None else rules.key_lengths[:, None]),
+            (T if rules.query_lengths is None else rules.query_lengths[:, None]),
+        )
+        shift = ends[0] - ends[1]
+    if isinstance(shift, Tensor):
+        at = torch.arange(T + S, device=q.device) + (first - shift)  # [B, T + S]; what lies beyond is of padding
+        rows = bias[:, at.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
+    else:
+        rows = bias.narrow(1, first - shift, T + S)[None]
+    return rows.unfold(-1, S, 1)[..., :T, :].flip(-2)
+
+
+def moved(rules: AttentionRules, by: int, longest: int) -> AttentionRules:
+    """Return the rules with a bias for positions that are counted otherwise.
+
+    Args:
+        by: how much larger all distances were before.
+        longest: of queries and keys, as they are counted now.
+    """
+    bias = rules.distance_bias
+    if bias is None:
+        return rules
+    first = (bias.shape[1] + 1) // 2 - longest + by
+    at = torch.arange(first, first + 2 * max(longest, 1) - 1, device=bias.device)
+    return replace(rules, distance_bias=bias.index_select(1, at.clamp(0, bias.shape[1] - 1)))

@@ -154,7 +154,7 @@ class Packed(Together):
         kept.keys[self.rows, :, self.positions] = k
         kept.values[self.rows, :, self.positions] = v
         if self.first:
-            out = functional.packed_attention(q, k, v, self.layout, causal=True)
+            out = functional.packed_attention(q, k, v, self.layout, causal=True, dropout_p=attention.dropout_p)
         else:
             q, keys, values = unpack(q, self.layout), kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
             out = functional.attention(
@@ -165,6 +165,7 @@ class Packed(Together):
                 alignment="bottom_right",
                 query_lengths=self.counts,
                 key_lengths=self.key_lengths,
+                dropout_p=attention.dropout_p,
             )
             out = pack(out.transpose(1, 2), self.layout)
         return attention.project_out(out.flatten(-2))

@@ -89,18 +89,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None and not causal:
             attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu_(1)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
-        dropout_p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
             out, weights = functional.attention_with_weights(
-                q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p
+                q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=self.dropout_p
             )
             if average_attn_weights:
                 weights = weights.mean(1)
             if not batched:
                 weights = weights.squeeze(0)
         else:
-            out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=dropout_p)
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, causal=causal, dropout_p=self.dropout_p)
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
         out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
@@ -138,16 +137,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check_width(query)
         memory = query if memory is None else memory
         q, k, v = self._project(query, memory, memory)
-        dropout_p = self.dropout if self.training else 0.0
         key_layout = layout if memory_layout is None else memory_layout
         if attn_mask is None:
-            out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=dropout_p)
+            out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, dropout_p=self.dropout_p)
         else:
             self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
             mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
             key_mask = key_layout.once("mask", key_layout.mask)
-            out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=dropout_p)
+            out = functional.attention(q, k, v, mask, key_mask=key_mask, dropout_p=self.dropout_p)
             out = pack(out.transpose(1, 2), layout)
         return self.project_out(out.flatten(-2))
 
@@ -155,6 +153,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def packs(self) -> bool:
         """Whether `packed` can run: every key belongs to a sequence."""
         return self.bias_k is None and not self.add_zero_attn
+
+    @property
+    def dropout_p(self) -> float:
+        """The share of attention weights that is dropped: `dropout` in training, else 0."""
+        return self.dropout if self.training else 0.0
 
     def queries(self, x: Tensor) -> Tensor:
         """Project `[..., D]` to queries `[..., H, K]`."""
@@ -184,7 +187,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         causal: the last query sees all keys, each before it one less.
         """
         rules: dict[str, Any] = {"causal": True, "alignment": "bottom_right"} if causal else {}
-        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
+        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, dropout_p=self.dropout_p, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, *parts: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
-from fastformer.modes import readable, recorded
+from fastformer.modes import compiling, dispatch_modes, readable, recorded
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -30,14 +30,19 @@ def _scores_to_weights(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
-    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    scores = scores.view(B, H, T, k.shape[1])
+    scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     return scores.softmax(-1)
+
+
+def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """scale * q k^T of `[N, T, K]` and `[N, S, K]`."""
+    # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13).
+    beta = 0 if compiling() or not dispatch_modes() else 1
+    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -8,6 +8,8 @@ Nothing else names `torch._C` for that. What is asked at every call of an op is 
 ours, because a function of ours around it would cost the host as much again.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -28,8 +30,11 @@ def transformed() -> bool:
 
 def batched() -> bool:
     """Whether a vmap is active; any tensor of an op may then stand for many, be it a weight alone."""
-    functorch = torch._C._functorch
-    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+    return _has_level(torch._C._functorch.TransformType.Vmap)
+
+
+def _has_level(kind: Any) -> bool:
+    return any(level.key() == kind for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def stands_for_many(x: Tensor) -> bool:
@@ -43,8 +48,17 @@ def stands_for_many(x: Tensor) -> bool:
 
 
 def recorded() -> bool:
-    """Whether a program is made of what runs, by torch.compile, export or a trace."""
-    return compiling() or tracing_state() is not None
+    """Whether a program is made of what runs, by torch.compile, export, a trace or make_fx."""
+    return compiling() or tracing_state() is not None or (dispatch_modes() > 0 and _proxy_mode() is not None)
+
+
+def _proxy_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+
+
+def functionalised() -> bool:
+    """Whether torch.func.functionalize is at work, whose tensors have no memory, and which knows no Function."""
+    return transformed() and _has_level(torch._C._functorch.TransformType.Functionalize)
 
 
 def capturing(x: Tensor) -> bool:
@@ -54,12 +68,17 @@ def capturing(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether a tensor has values to look at, where that waits for no device."""
-    known = x.device.type == "cpu" and x.numel() > 0 and not compiling()
+    known = x.device.type == "cpu" and x.numel() > 0 and not recorded()
     return known and not isinstance(x, FakeTensor) and not stands_for_many(x)
 
 
 def has_values(x: Tensor) -> bool:
     """Whether the values of a tensor, on whatever device, may decide what runs: they are those of this batch."""
     return not (
-        recorded() or x.device.type == "meta" or isinstance(x, FakeTensor) or stands_for_many(x) or capturing(x)
+        recorded()
+        or functionalised()
+        or x.device.type == "meta"
+        or isinstance(x, FakeTensor)
+        or stands_for_many(x)
+        or capturing(x)
     )

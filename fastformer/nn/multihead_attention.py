@@ -235,15 +235,15 @@ class MultiheadAttention(Projections):
 
         causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
         """
-        rules = self.rules(dropout=False)
+        rules = self.rules()
         if causal:
             rules |= {"causal": True, "alignment": "bottom_right", "query_lengths": query_lengths}
         out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
-    def rules(self, dropout: bool = True) -> dict[str, Any]:
+    def rules(self) -> dict[str, Any]:
         """How the op attends, but for masks and lengths."""
-        rules: dict[str, Any] = {"dropout_p": self.dropout} if dropout and self.training else {}
+        rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.differs:
             rules |= {"window": self.window, "softcap": self.softcap}
         return rules

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
-from fastformer.functional import attention, attention_with_weights
+from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.functional.attention.op import check_attention
 from fastformer.functional.attention.rules import AttentionRules
+from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, additive, cast, naive
 from tests.support.closeness import assert_close, gradients, random
 
@@ -349,3 +351,23 @@ def test_the_hessian_is_that_of_the_plain_formula():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # whose forward derivative torch knows
         actual = torch.func.hessian(lambda x: (attention(x, k, v, causal=True) ** 3).sum())(q)
     assert_close(actual, torch.func.hessian(lambda x: (attention_with_weights(x, k, v, causal=True)[0] ** 3).sum())(q))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of every linearize
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_derivatives_in_forward_mode_while_a_mode_looks_on(form):
+    """A fault here is the end of the process; torch.func.linearize makes its program under such a mode."""
+    layout = Layout.from_lengths([3, 2])
+
+    def attend(x: Tensor) -> Tensor:
+        if form == "padded":
+            return attention_with_weights(x, x, x)[0]
+        return packed_attention(x, x, x, layout, causal=True)
+
+    x = random(2, 2, 3, 4) if form == "padded" else random(5, 2, 4)
+    expected = torch.func.jvp(attend, (x,), (x,))[1]
+    with FlopCounterMode(display=False), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(attend(forward_ad.make_dual(x, x))).tangent
+    assert found is not None
+    assert_close(found, expected)
+    assert_close(torch.func.linearize(attend, x)[1](x), expected)

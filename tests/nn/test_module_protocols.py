@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.closeness import assert_close, gradients
@@ -233,12 +234,22 @@ def test_copies(name, how):
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_export(name):
-    """The program computes what the module does, with other masks too."""
+@pytest.mark.parametrize("how", ["export", "make_fx", "functionalize"])
+def test_programs(name, how):
+    """A program made of a module computes what the module does, with other masks too."""
     case = CASES[name]
     module = case.pair()[0].eval()
     args, kwargs = case.inputs(B, L, torch.float32)
-    program = torch.export.export(module, args, kwargs).module()
     (again, _) = case.inputs(B, L, torch.float32)
     masks = {key: x.flip(-1) if key.endswith("padding_mask") else x for key, x in kwargs.items()}
-    assert_close(case.run(program, (again, masks)), case.run(module, (again, masks)))
+
+    def called(*given: Tensor) -> Any:
+        return module(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+    with torch.no_grad():
+        if how == "export":
+            found = case.run(torch.export.export(module, args, kwargs).module(), (again, masks))
+        else:
+            program = functionalize(called) if how == "functionalize" else make_fx(called)(*args, *kwargs.values())
+            found = case.run(program, ((*again, *masks.values()), {}))
+        assert_close(found, case.run(module, (again, masks)))

@@ -94,11 +94,13 @@ def choose_ids(
         ValueError: uniform is missing.
         FloatingPointError: the logits of a row hold NaN, or nothing may follow.
     """
+    limits = torch.finfo(torch.float32)
     logits = logits.float().clone()
     logits[:, list(forbidden)] = -math.inf
     if seen is not None and options.repetition_penalty != 1:
-        penalty = options.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        penalty = min(max(options.repetition_penalty, limits.tiny), limits.max)
+        changed = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
+        logits = torch.where(seen & logits.isfinite(), changed, logits)
     best, ids = logits.max(-1, keepdim=True)
     if not bool(best.isfinite().all()):
         raise FloatingPointError("the model's scores are not numbers: it has diverged")
@@ -106,8 +108,8 @@ def choose_ids(
         return ids.squeeze(1)
     if uniform is None:
         raise ValueError("uniform must be given unless the temperature is 0")
-    # Away from the largest first, so that no temperature overflows; at less than the tiniest, 0 / 0 would be NaN.
-    logits = (logits - best) / max(options.temperature, torch.finfo(torch.float32).tiny)
+    # Away from the largest first, so that no score overflows; beyond the limits, 0 / 0 and inf / inf would be NaN.
+    logits = (logits - best) / min(max(options.temperature, limits.tiny), limits.max)
     V = logits.shape[-1]
     if options.top_k and options.top_k < V:
         ranked = logits.topk(options.top_k).values

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastformer.functional.attention.reference import attention
+from fastformer.functional.attention.reference import attention, products
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
@@ -153,7 +153,7 @@ def _attend(
     if plain and max(T, S) <= _SHORT and group.shortest > 0:
         q, k, v = (x.view(H * N, length, x.shape[1]) for x, length in ((q, T), (k, S), (v, S)))
         scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
-        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+        scores = products(q, k, scale)
         if rules.causal:
             scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
         if group.key_bias is not None and not alone:

@@ -19,7 +19,7 @@ from fastformer.functional.attention.distances import with_distances
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
-from fastformer.modes import readable, recorded
+from fastformer.modes import compiling, dispatch_modes, readable, recorded
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -39,9 +39,7 @@ def _scores_to_weights(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
-    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    scores = scores.view(B, H, T, k.shape[1])
+    scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if mask is not None:
@@ -50,6 +48,13 @@ def _scores_to_weights(
         return scores.softmax(-1)
     sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
     return sunk.softmax(-1)[..., :-1]
+
+
+def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """scale * q k^T of `[N, T, K]` and `[N, S, K]`."""
+    # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13).
+    beta = 0 if compiling() or not dispatch_modes() else 1
+    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

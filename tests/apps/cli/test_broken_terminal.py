@@ -133,6 +133,20 @@ def test_a_request_to_end_saves_and_is_told_by_the_exit_code(tmp_path, text, num
     assert read_metrics(run)[-1]["kind"] == "validation"
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored"])
+@pytest.mark.parametrize("module", ["fastformer", "fastformer.__main__"], ids=["python -m", "script"])
+def test_an_interrupted_import_shows_no_traceback(tmp_path, module, ignored):
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(3)\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), ENVIRONMENT.get("PYTHONPATH"))))
+    run = ["-m", module] if module == "fastformer" else ["-c", f"from {module} import main; main()"]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        ended = subprocess.run([sys.executable, *run], env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ended.returncode, ended.stderr) == (3 if ignored else -signal.SIGINT, b"")
+
+
 def test_nohup_is_respected(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     of_others = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -130,8 +130,22 @@ def test_tiny_temperatures_take_the_largest(temperature, scale):
         assert torch.equal(found, greedy)
 
 
-def test_a_high_temperature_takes_any():
-    assert kept([50.0, -50.0, 0.0], temperature=1e38) == [0, 1, 2]
+@pytest.mark.parametrize("temperature", [1e38, 1e39, 1.7e308])
+def test_a_high_temperature_takes_any(temperature):
+    assert kept([50.0, -50.0, 0.0], temperature=temperature) == [0, 1, 2]
+    every = choose_ids(torch.randn(20, 7), SamplingOptions(temperature=temperature), grid(20), forbidden=[2])
+    assert set(every.tolist()) == {0, 1, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-39, 1e39, 1.7e308])
+@pytest.mark.parametrize("logits", [[3.0, 0.0, -2.0, 5.0], [-3.0, -1.0, -2.0, -5.0]], ids=["any", "negative"])
+def test_a_penalty_beyond_fp32_rules_nothing_out(penalty, logits):
+    """Even where every token occurred before."""
+    options = SamplingOptions(temperature=0, repetition_penalty=penalty)
+    found = choose_ids(torch.tensor([logits]), options, seen=torch.ones(1, 4, dtype=torch.bool), forbidden=[3])
+    assert found.item() in (0, 1, 2)
+    with pytest.raises(FloatingPointError):
+        choose_ids(torch.tensor([[math.inf, *logits[1:]]]), options, seen=torch.ones(1, 4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 30.0}], ids=str)

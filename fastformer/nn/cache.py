@@ -181,7 +181,8 @@ class Packed(Together):
         kept.keys[self.rows, :, self.positions] = k
         kept.values[self.rows, :, self.positions] = v
         if self.first:
-            out = functional.packed_attention(q, k, v, self.layout, causal=True, **attention.rules())
+            rules = attention.rules(self.layout.max_length)
+            out = functional.packed_attention(q, k, v, self.layout, causal=True, **rules)
             return attention.project_out(out.flatten(-2))
         keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
         return pack(

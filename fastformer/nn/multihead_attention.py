@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
@@ -77,6 +77,10 @@ class MultiheadAttention(Projections):
         factory = {"device": device, "dtype": dtype}
         self._build(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, factory, options)
         self.window, self.softcap = options.get("window"), options.get("softcap")
+        if options.get("position_bias") is not None:
+            self.position_bias = options["position_bias"]
+        if options.get("sinks"):
+            self.sinks = nn.Parameter(torch.zeros(num_heads, **factory))  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -137,7 +141,7 @@ class MultiheadAttention(Projections):
         if is_causal and attn_mask is None and not causal:
             attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu_(1)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
-        rules = self.rules()
+        rules = self.rules(max(length, keys))
         weights = None
         if need_weights:
             out, weights = functional.attention_with_weights(q, k, v, mask, key_mask=key_mask, causal=causal, **rules)
@@ -190,7 +194,7 @@ class MultiheadAttention(Projections):
             )
         where = [Positions(its.positions, its.max_length) for its in (layout, key_layout)]
         q, k, v = self._project(query, memory, memory, *where)
-        rules = self.rules()
+        rules = self.rules(max(layout.max_length, key_layout.max_length))
         if attn_mask is None:
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
         else:
@@ -215,7 +219,7 @@ class MultiheadAttention(Projections):
     @property
     def by_distance(self) -> bool:
         """Whether scores depend on how far a key is from its query."""
-        return self.window is not None
+        return self.window is not None or "position_bias" in self._modules
 
     @property
     def counts_positions(self) -> bool:
@@ -235,17 +239,22 @@ class MultiheadAttention(Projections):
 
         causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
         """
-        rules = self.rules()
+        rules = self.rules(k.shape[2])
         if causal:
             rules |= {"causal": True, "alignment": "bottom_right", "query_lengths": query_lengths}
         out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
-    def rules(self) -> dict[str, Any]:
-        """How the op attends, but for masks and lengths."""
+    def rules(self, longest: int) -> dict[str, Any]:
+        """How the op attends, but for masks and lengths.
+
+        longest: no sequence of queries or keys is longer.
+        """
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.differs:
-            rules |= {"window": self.window, "softcap": self.softcap}
+            bias: Any = self._modules.get("position_bias")
+            rules |= {"window": self.window, "softcap": self.softcap, "sinks": self._parameters.get("sinks")}
+            rules["distance_bias"] = None if bias is None else bias(longest)
         return rules
 
     def _columns(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:

@@ -25,6 +25,10 @@ class AttentionOptions(TypedDict, total=False):
     softcap: as of `functional.attention`.
     rotary: turns queries and keys by their positions; in layers those of self-attention.
     window: as of `functional.attention`; in layers of self-attention. Causality is said by the mask, as ever.
+    position_bias: `ALiBi`, `RelativeBias` or any module that returns the `distance_bias` of `functional.attention`,
+        `[H, 2 P - 1]`, for P; in layers of self-attention, and each layer of a stack has its own.
+    sinks: a trained logit a head that takes weight and gives nothing (as in gpt-oss), 0 at first; in layers of
+        self-attention.
     """
 
     kv_heads: int | None
@@ -33,6 +37,8 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     rotary: Rotary | None
     window: Window | None
+    position_bias: nn.Module | None
+    sinks: bool
 
 
 class LayerOptions(AttentionOptions, total=False):
@@ -44,7 +50,7 @@ class LayerOptions(AttentionOptions, total=False):
     norm: str
 
 
-_OF_POSITIONS = ("rotary", "window")
+_OF_SELF_ATTENTION = ("rotary", "window", "position_bias", "sinks")
 
 
 def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, Any]) -> nn.Module:
@@ -54,7 +60,7 @@ def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, 
 
 def attention_options(options: LayerOptions, cross: bool = False) -> AttentionOptions:
     """What a layer's attention gets of the layer's; `cross`: attention to a memory, whose positions say nothing."""
-    left = {"norm", *(_OF_POSITIONS if cross else ())}
+    left = {"norm", *(_OF_SELF_ATTENTION if cross else ())}
     return {name: value for name, value in options.items() if name not in left}  # type: ignore[return-value]
 
 
@@ -74,7 +80,11 @@ def check_options(options: Any, kind: Any) -> None:
         check_value("norm", options["norm"], str, choices=NORMS)
     for name in ("kv_heads", "head_size"):
         check_value(name, options.get(name), int | None, at_least=1)
-    check_value("qk_norm", options.get("qk_norm", False), bool)
+    for name in ("qk_norm", "sinks"):
+        check_value(name, options.get(name, False), bool)
     rotary = options.get("rotary")
     if not (rotary is None or isinstance(rotary, Rotary)):
         raise ValueError(f"rotary must be a fastformer.nn.Rotary or None, not {rotary!r}")
+    bias = options.get("position_bias")
+    if not (bias is None or isinstance(bias, nn.Module)):
+        raise ValueError(f"position_bias must be a module or None, not {bias!r}")

@@ -138,7 +138,7 @@ def dropout_add_layer_norm_backward_kernel(
             tl.store(dx_ptr + starts * N + cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)
         dw += dy * normal
         db += dy
-    store_partials(dw_ptr, db_ptr, dw, db, cols, N)
+    store_partials(dw_ptr, db_ptr, dw, db, cols, N, dy_ptr.dtype.element_ty)
 
 
 @kernel(anywhere=["seed_ptr"])

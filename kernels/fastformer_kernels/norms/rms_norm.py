@@ -96,7 +96,7 @@ def rms_norm_backward_kernel(
         if dx_ptr is not None:
             tl.store(dx_ptr + starts * N + cols, (g - normal * mean[:, None]) * rstd[:, None], mask)
         dw += dy * normal
-    store_partials(dw_ptr, None, dw, None, cols, N)
+    store_partials(dw_ptr, None, dw, None, cols, N, dy_ptr.dtype.element_ty)
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

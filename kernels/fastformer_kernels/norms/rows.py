@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.host.launch import cdiv, kernel, launch, noted
+from fastformer_kernels.sums import sum_rows
 
 
 @triton.jit
@@ -69,13 +70,13 @@ def standardise_gradient(g, normal, mean_gx, mean_g, rstd):
 
 
 @triton.jit
-def store_partials(dw_ptr, db_ptr, dw, db, cols, N: tl.constexpr):
+def store_partials(dw_ptr, db_ptr, dw, db, cols, N: tl.constexpr, loaded: tl.constexpr):
     """Write this program's row of the partial sums `[programs, N]`, of what is not None."""
     program = tl.program_id(0)
     if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
+        tl.store(dw_ptr + program * N + cols, sum_rows(dw, loaded)[None, :], cols < N)
     if db_ptr is not None:
-        tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
+        tl.store(db_ptr + program * N + cols, sum_rows(db, loaded)[None, :], cols < N)
 
 
 @kernel()

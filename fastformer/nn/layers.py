@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.host.devices import autocasts, check_types
-from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, run_feed_forward, take_over
+from fastformer.nn.modules import (
+    LayerNorm,
+    RMSNorm,
+    activation_name,
+    drop_in,
+    has_hooks,
+    plain,
+    run_feed_forward,
+    take_over,
+)
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.torch_calls import encoder_masks
 from fastformer.nn.wrappers import Inside, is_sharded, levels, unwrap, within
@@ -25,6 +34,7 @@ from fastformer.packing import Layout, offsets_of
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+_NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # those that an op may take with the sum before them
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
@@ -51,19 +61,18 @@ class Pending(NamedTuple):
         """
         # An attention of somebody's own may return what broadcasts.
         same = self.x.shape == self.residual.shape
-        if not (same and plain(self.dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
+        if not (same and plain(self.dropout, nn.Dropout) and plain(norm, *_NORMS)):
             total = self.add()
             return norm(total), total
-        return functional.dropout_add_layer_norm(
-            self.x,
-            self.residual,
-            norm.normalized_shape,
-            norm.weight,
-            norm.bias,
-            eps=norm.eps,
-            dropout_p=self.dropout.p if self.dropout.training else 0.0,
-            dtype=_product_dtype(self.residual, reader),
-        )
+        given = self.x, self.residual, norm.normalized_shape, norm.weight
+        options: Any = {
+            "eps": norm.eps,
+            "dropout_p": self.dropout.p if self.dropout.training else 0.0,
+            "dtype": _product_dtype(self.residual, reader),
+        }
+        if isinstance(norm, nn.RMSNorm):
+            return functional.dropout_add_rms_norm(*given, **options)
+        return functional.dropout_add_layer_norm(*given, norm.bias, **options)
 
 
 def _norm(x: Tensor | Pending, norm: Any, reader: Any) -> tuple[Tensor, Tensor]:
@@ -71,9 +80,12 @@ def _norm(x: Tensor | Pending, norm: Any, reader: Any) -> tuple[Tensor, Tensor]:
     if isinstance(x, Pending):
         return x.norm(norm, reader)
     dtype = _product_dtype(x, reader)
-    if dtype is None or not plain(norm, LayerNorm, nn.LayerNorm):
+    if dtype is None or not plain(norm, *_NORMS):
         return norm(x), x
-    return functional.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype), x
+    given = x, norm.normalized_shape, norm.weight
+    if isinstance(norm, nn.RMSNorm):
+        return functional.rms_norm(*given, norm.eps, dtype=dtype), x
+    return functional.layer_norm(*given, norm.bias, norm.eps, dtype=dtype), x
 
 
 def _product_dtype(x: Tensor, reader: Any) -> torch.dtype | None:

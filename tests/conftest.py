@@ -109,7 +109,7 @@ def slow_path():
 def tokens_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every feed-forward and norm that runs."""
     seen: list[int] = []
-    for name in ("feed_forward", "dropout_add_layer_norm", "layer_norm"):
+    for name in ("feed_forward", "dropout_add_layer_norm", "layer_norm", "dropout_add_rms_norm", "rms_norm"):
         op = getattr(functional, name)
 
         def counted(x, *args, op=op, **kwargs):

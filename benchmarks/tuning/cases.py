@@ -20,7 +20,7 @@ from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.embedding import kernels as embedding
 from fastformer_kernels.feed_forward import kernels as feed_forward
 from fastformer_kernels.linear_cross_entropy import kernels as linear_cross_entropy
-from fastformer_kernels.norms import dropout_add_layer_norm, layer_norm, rms_norm
+from fastformer_kernels.norms import dropout_add_norm, layer_norm, rms_norm
 
 Config = dict[str, int]
 Kernel = Callable[..., Sequence[Tensor]]
@@ -226,20 +226,20 @@ def _norm_cases(tiny: bool) -> Iterator[Tuned]:
         def add(device: torch.device, M: int = M, N: int = N) -> Kernel:
             x, residual, w, b = _randn(device, M, N), _randn(device, M, N), _randn(device, N), _randn(device, N)
             seed = _seed(device)
-            return lambda: dropout_add_layer_norm.forward(x, residual, w, b, seed, 1e-5, 0.1, x.dtype)
+            return lambda: dropout_add_norm.forward(x, residual, w, b, seed, 1e-5, 0.1, True, x.dtype)
 
         def add_backward(device: torch.device, M: int = M, N: int = N) -> Kernel:
             s, dy, ds, w, seed = *(_randn(device, M, N) for _ in range(3)), _randn(device, N), _seed(device)
             _, mean, rstd = layer_norm.forward(s, w, None, 1e-5, s.dtype)
-            dtype, backward = s.dtype, dropout_add_layer_norm.backward
+            dtype, backward = s.dtype, dropout_add_norm.backward
             return lambda: backward(dy, ds, s, w, mean, rstd, seed, 0.1, dtype, dtype, dtype, dtype)
 
         shape = f"{M:,} x {N:,}"
         added = "dropout + residual + layer norm"
         yield Tuned("layer norm forward", shape, norm, Site(layer_norm, "forward_tile"), forward_axes)
         yield Tuned("layer norm backward", shape, norm_backward, _grid(layer_norm), backward_axes)
-        yield Tuned(f"{added} forward", shape, add, Site(dropout_add_layer_norm, "forward_tile"), forward_axes)
-        yield Tuned(f"{added} backward", shape, add_backward, _grid(dropout_add_layer_norm), backward_axes)
+        yield Tuned(f"{added} forward", shape, add, Site(dropout_add_norm, "forward_tile"), forward_axes)
+        yield Tuned(f"{added} backward", shape, add_backward, _grid(dropout_add_norm), backward_axes)
         if N <= 512:
             yield Tuned("RMS norm backward", shape, rms, _grid(rms_norm), backward_axes)
 

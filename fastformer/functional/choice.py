@@ -19,6 +19,7 @@ OPS = (
     "layer_norm",
     "rms_norm",
     "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "feed_forward",
     "embedding",
     "linear_cross_entropy",

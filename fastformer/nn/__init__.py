@@ -6,19 +6,25 @@ from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLaye
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.padding_free import token_wise
+from fastformer.nn.position_bias import ALiBi, RelativeBias
+from fastformer.nn.rotary import Llama3Scaling, Rotary
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.nn.static_cache import StaticKVCache
 from fastformer.nn.transformer import Transformer
 
 __all__ = [
+    "ALiBi",
     "Conversion",
     "Entry",
     "FeedForward",
     "KVCache",
     "LayerNorm",
     "LinearCrossEntropy",
+    "Llama3Scaling",
     "MultiheadAttention",
     "RMSNorm",
+    "RelativeBias",
+    "Rotary",
     "StaticKVCache",
     "Transformer",
     "TransformerDecoder",

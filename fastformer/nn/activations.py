@@ -47,7 +47,7 @@ FUSED: dict[Any, Activation] = {
     reglu: "reglu",
 }
 
-OURS = (gelu_tanh, geglu, swiglu, reglu)
+DEFINED_HERE = (gelu_tanh, geglu, swiglu, reglu)
 
 
 def is_gated(activation: object) -> bool:
@@ -63,4 +63,4 @@ def as_function(activation: Any) -> Callable[[Tensor], Tensor]:
     """
     if isinstance(activation, str) and activation not in FUNCTIONS:
         raise RuntimeError(f"activation should be {'/'.join(FUNCTIONS)}, not {activation}")
-    return FUNCTIONS[activation] if isinstance(activation, str) else activation  # type: ignore[no-any-return]
+    return FUNCTIONS[activation] if isinstance(activation, str) else activation

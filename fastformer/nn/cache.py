@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.host.devices import check_tensors, send
-from fastformer.nn.layers import Attention
+from fastformer.nn.attends import Attention
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.padding_free import check_cached
 from fastformer.nn.projections import Positions

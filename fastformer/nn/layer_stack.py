@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
-from fastformer.nn.layers import Pending, TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import has_hooks
 from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, zero_padding
+from fastformer.nn.sublayers import Pending
 from fastformer.nn.torch_calls import causal_hint
 from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, unpack

@@ -8,134 +8,29 @@ Letters: B batch, T targets, S sources, D model width.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
-from fastformer.host.devices import autocasts, check_types
+from fastformer.host.devices import check_types
 from fastformer.nn.activations import as_function, is_gated
-from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, run_feed_forward, take_over
+from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
+from fastformer.nn.modules import drop_in, has_hooks, plain, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
+from fastformer.nn.sublayers import Pending, feed_forward, first_norm
 from fastformer.nn.torch_calls import encoder_masks
-from fastformer.nn.wrappers import Inside, is_sharded, levels, unwrap, within
+from fastformer.nn.wrappers import Inside, is_sharded
 from fastformer.packing import Layout, offsets_of
 
-Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
-
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
-
-
-def _feed_forward(layer: Any, x: Tensor) -> Tensor:
-    """The second sublayer."""
-    parts = layer.linear1, layer.dropout, layer.linear2
-    return run_feed_forward(x, *parts, activation_name(layer.activation), layer.activation)
-
-
-class Pending(NamedTuple):
-    """What a layer has still to add up, residual + dropout(x): the next norm does that in one op with its own work."""
-
-    x: Tensor
-    residual: Tensor
-    dropout: Any
-
-    def add(self) -> Tensor:
-        """Add it up."""
-        return self.residual + _dropout(self.x, self.dropout)
-
-    def norm(self, norm: Any, reader: Any = None) -> tuple[Tensor, Tensor]:
-        """Return its norm, and itself added up.
-
-        reader: what alone reads the norm; under autocast that is then written as its matrix products take it.
-        """
-        # An attention of somebody's own may return what broadcasts.
-        same = self.x.shape == self.residual.shape
-        if not (same and plain(self.dropout, nn.Dropout) and plain(norm, LayerNorm, nn.LayerNorm)):
-            total = self.add()
-            return norm(total), total
-        return functional.dropout_add_layer_norm(
-            self.x,
-            self.residual,
-            norm.normalized_shape,
-            norm.weight,
-            norm.bias,
-            eps=norm.eps,
-            dropout_p=self.dropout.p if self.dropout.training else 0.0,
-            dtype=_product_dtype(self.residual, reader),
-        )
-
-
-def _norm(x: Tensor | Pending, norm: Any, reader: Any) -> tuple[Tensor, Tensor]:
-    """The norm at the beginning of a layer, and what it is of."""
-    if isinstance(x, Pending):
-        return x.norm(norm, reader)
-    dtype = _product_dtype(x, reader)
-    if dtype is None or not plain(norm, LayerNorm, nn.LayerNorm):
-        return norm(x), x
-    return functional.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, dtype=dtype), x
-
-
-def _product_dtype(x: Tensor, reader: Any) -> torch.dtype | None:
-    """The dtype in which autocast would have `reader` read x; None without autocast, or where nobody knows."""
-    if (
-        reader is None
-        or not autocasts(x)
-        or x.dtype == torch.float64
-        or not plain(reader, nn.Linear, MultiheadAttention)
-    ):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
-
-
-def _dropout(x: Tensor, dropout: Any) -> Tensor:
-    if not plain(dropout, nn.Dropout):
-        return cast(Tensor, dropout(x))
-    return functional.dropout(x, dropout.p if dropout.training else 0.0)
 
 
 def _overrides(cls: type, original: type, *methods: str) -> bool:
     """Whether a class, by itself or through a base, replaces one of these methods of torch's."""
     return any(getattr(cls, name) is not getattr(original, name) for name in methods)
-
-
-def padded_attention(
-    attention: Any,
-    memory: Tensor | None,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    is_causal: bool,
-    weights: list[Tensor] | None = None,
-) -> Attention:
-    """Attention in a padded batch, to itself or to memory, called as torch's layers call it.
-
-    weights: gets its weights, `[B, H, T, S]`.
-    """
-
-    def attend(x: Tensor) -> Tensor:
-        kv = x if memory is None else memory
-        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
-        if weights is None:
-            return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
-        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
-        weights.append(found)
-        return out  # type: ignore[no-any-return]
-
-    return attend
-
-
-def _packed(attention: Any, *where: Any, **rules: Any) -> Attention:
-    """Attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
-    if isinstance(attention, MultiheadAttention):
-        return lambda x: attention.packed(x, *where, **rules)
-    # An adapter around it, whose call returns a pair.
-    return lambda x: within(attention, lambda inner, x: inner.packed(x, *where, **rules), x)[0]
-
-
-def _is_watched(attention: nn.Module) -> bool:
-    return not plain(unwrap(attention), MultiheadAttention) or any(map(has_hooks, levels(attention)))
 
 
 class _Layer(nn.Module):
@@ -200,7 +95,7 @@ class _Layer(nn.Module):
     def watched(self) -> bool:
         """Whether code that is not ours sees with which arguments the layer, or attention in it, is called."""
         hooks = has_hooks(self) and not is_sharded(self)
-        return self.overridden or hooks or any(map(_is_watched, self.attentions))
+        return self.overridden or hooks or any(map(is_watched, self.attentions))
 
     def _take_options(self, heads: int, options: LayerOptions) -> None:
         """Take what torch's layer has not in the place of what its constructor made."""
@@ -288,7 +183,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     def attends(self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> tuple[Attention]:
         """Return what `compose` takes for packed sequences."""
-        return (_packed(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
+        return (packed_attention(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
 
     def compose(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute the layer, given what attends."""
@@ -296,14 +191,14 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return self.carry(x, attention).add()
         self._check_composable()
         x, _ = Pending(attention(x), x, self.dropout1).norm(self.norm1)
-        return Pending(_feed_forward(self, x), x, self.dropout2).norm(self.norm2)[0]
+        return Pending(feed_forward(self, x), x, self.dropout2).norm(self.norm2)[0]
 
     def carry(self, x: Tensor | Pending, attention: Attention) -> Pending:
         """Compute a layer with `norm_first` but for its last sum, from what the layer before left, too."""
         self._check_composable()
-        h, x = _norm(x, self.norm1, self.self_attn)
+        h, x = first_norm(x, self.norm1, self.self_attn)
         h, x = Pending(attention(h), x, self.dropout1).norm(self.norm2, self.linear1)
-        return Pending(_feed_forward(self, h), x, self.dropout2)
+        return Pending(feed_forward(self, h), x, self.dropout2)
 
 
 @drop_in
@@ -390,8 +285,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (
-            _packed(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
-            _packed(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
+            packed_attention(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
+            packed_attention(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
     def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:
@@ -401,12 +296,12 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         self._check_composable()
         x, _ = Pending(self_attention(x), x, self.dropout1).norm(self.norm1)
         x, _ = Pending(cross_attention(x), x, self.dropout2).norm(self.norm2)
-        return Pending(_feed_forward(self, x), x, self.dropout3).norm(self.norm3)[0]
+        return Pending(feed_forward(self, x), x, self.dropout3).norm(self.norm3)[0]
 
     def carry(self, x: Tensor | Pending, self_attention: Attention, cross_attention: Attention) -> Pending:
         """Compute a layer with `norm_first` but for its last sum, from what the layer before left, too."""
         self._check_composable()
-        h, x = _norm(x, self.norm1, self.self_attn)
+        h, x = first_norm(x, self.norm1, self.self_attn)
         h, x = Pending(self_attention(h), x, self.dropout1).norm(self.norm2, self.multihead_attn)
         h, x = Pending(cross_attention(h), x, self.dropout2).norm(self.norm3, self.linear1)
-        return Pending(_feed_forward(self, h), x, self.dropout3)
+        return Pending(feed_forward(self, h), x, self.dropout3)

@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer.modes import has_values
-from fastformer.nn import activations
+from fastformer.nn.activations import DEFINED_HERE
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -27,7 +27,7 @@ _ACTIVATIONS = (
 )  # fmt: skip
 _FUNCTIONS = (
     F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.relu6, F.tanh, F.sigmoid, F.softplus,
-    F.hardswish, torch.relu, torch.tanh, torch.sigmoid, *activations.OURS,
+    F.hardswish, torch.relu, torch.tanh, torch.sigmoid, *DEFINED_HERE,
 )  # fmt: skip
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _PARTS = (*_LINEAR, nn.Dropout, *_NORMS, *_ACTIVATIONS)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
+from fastformer.nn.attends import padded_attention
 from fastformer.nn.cache import KVCache, without_gaps
 from fastformer.nn.layer_stack import Stack
-from fastformer.nn.layers import padded_attention
 from fastformer.nn.modules import drop_in, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
 from fastformer.nn.static_cache import StaticKVCache

@@ -175,7 +175,7 @@ def packed_attention(random: Random) -> Call:
 
 
 def norm(random: Random) -> Call:
-    """layer_norm, rms_norm, or the step between sublayers."""
+    """layer_norm, rms_norm, or the step between sublayers that ends in one of them."""
     dtype = random.choice(DTYPES)
     D = random.choice((1, 3, 8))
     shape = random.choice(((D,), (2, D), (0, D), (2, 3, D)))
@@ -183,21 +183,19 @@ def norm(random: Random) -> Call:
     weight = numbers(random, D, dtype=dtype) if random.random() < 0.6 else None
     bias = numbers(random, D, dtype=dtype) if random.random() < 0.6 else None
     eps = random.choice((1e-5, 0.1, 1e-3))
-    which = random.randrange(3)
-    if which == 0:
-        given = {"x": x, "normalized_shape": D, "weight": weight, "bias": bias, "eps": eps}
-        return Call(functional.layer_norm, given, lambda x, normalized_shape, **more: F.layer_norm(x, (D,), **more))
-    if which == 1:
-        given = {"x": x, "normalized_shape": D, "weight": weight, "eps": eps}
-        return Call(functional.rms_norm, given, lambda x, normalized_shape, **more: F.rms_norm(x, (D,), **more))
-    given = {"x": x, "residual": numbers(random, *shape, dtype=dtype), "normalized_shape": D, "weight": weight}
-    given |= {"bias": bias, "eps": eps, "dropout_p": random.choice((0.0, 0.0, 1.0))}
+    centred, adds = random.random() < 0.5, random.random() < 0.4
+    given = {"x": x, "normalized_shape": D, "weight": weight, "eps": eps} | ({"bias": bias} if centred else {})
+    plain = F.layer_norm if centred else F.rms_norm
+    if not adds:
+        op = functional.layer_norm if centred else functional.rms_norm
+        return Call(op, given, lambda x, normalized_shape, **more: plain(x, (D,), **more))
+    given |= {"residual": numbers(random, *shape, dtype=dtype), "dropout_p": random.choice((0.0, 0.0, 1.0))}
 
     def formula(x: Tensor, residual: Tensor, normalized_shape: int, dropout_p: float, **more: Any) -> Any:
         total = residual + x * (dropout_p != 1.0)
-        return F.layer_norm(total, (D,), **more), total
+        return plain(total, (D,), **more), total
 
-    return Call(functional.dropout_add_layer_norm, given, formula)
+    return Call(functional.dropout_add_layer_norm if centred else functional.dropout_add_rms_norm, given, formula)
 
 
 def feed_forward(random: Random) -> Call:

@@ -78,6 +78,11 @@ def dropout_add_layer_norm(device: str, p: float) -> GpuCase:
     return lambda x, y, w, b: functional.dropout_add_layer_norm(x, y, D, w, b, dropout_p=p), inputs
 
 
+def dropout_add_rms_norm(device: str, p: float) -> GpuCase:
+    inputs = [normal(MANY, D), normal(MANY, D), normal(D)]
+    return lambda x, y, w: functional.dropout_add_rms_norm(x, y, D, w, dropout_p=p), inputs
+
+
 def feed_forward(activation: str, gates: int, p: float) -> GpuCase:
     shapes = [(M, D), (gates * FF, D), (gates * FF,), (D, FF), (D,)]
     inputs = [normal(*shape, std=1.0 if i == 0 else D**-0.5) for i, shape in enumerate(shapes)]
@@ -112,6 +117,7 @@ CASES: dict[str, Callable[[str, float], GpuCase]] = {
     "rms_norm": lambda device, p: rms_norm(MANY, D),
     "rms_norm, wide": lambda device, p: rms_norm(300, 32 * D),
     "dropout_add_layer_norm": dropout_add_layer_norm,
+    "dropout_add_rms_norm": dropout_add_rms_norm,
     "feed_forward": lambda device, p: feed_forward("gelu", 1, p),
     "feed_forward, gated": lambda device, p: feed_forward("swiglu", 2, p),
     "embedding": embedding,

@@ -91,6 +91,7 @@ CALLS = {
     "layer_norm": lambda: functional.layer_norm(X, 3),
     "rms_norm": lambda: functional.rms_norm(X, 3),
     "dropout_add_layer_norm": lambda: functional.dropout_add_layer_norm(X, X, 3),
+    "dropout_add_rms_norm": lambda: functional.dropout_add_rms_norm(X, X, 3),
     "feed_forward": lambda: functional.feed_forward(X, X, None, X.T, None),
     "embedding": lambda: functional.embedding(torch.tensor([0, 1]), X),
     "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, X, torch.tensor([0, 1])),

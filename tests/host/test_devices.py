@@ -19,7 +19,8 @@ T, D, F, H, V = 5, 16, 32, 2, 11
 x, heads, dense = torch.randn(T, D), torch.randn(T, H, D), torch.randn(1, H, T, D)
 weight, bias, ids = torch.ones(D), torch.zeros(D), torch.arange(T)
 layout = Layout.from_lengths([2, 3])
-NORM = {"x": x, "normalized_shape": D, "weight": weight, "bias": bias}
+RMS_NORM = {"x": x, "normalized_shape": D, "weight": weight}
+NORM = {**RMS_NORM, "bias": bias}
 ATTENTION = {
     "q": dense, "k": dense, "v": dense, "mask": torch.ones(T, T).bool(), "key_mask": torch.ones(1, T).bool(),
     "query_lengths": torch.tensor([T]), "key_lengths": torch.tensor([T]),
@@ -29,8 +30,9 @@ CALLS = {
     functional.attention_with_weights: ATTENTION,
     functional.packed_attention: {"q": heads, "k": heads, "v": heads, "layout": layout, "key_layout": layout},
     functional.layer_norm: NORM,
-    functional.rms_norm: {name: NORM[name] for name in ("x", "normalized_shape", "weight")},
+    functional.rms_norm: RMS_NORM,
     functional.dropout_add_layer_norm: {**NORM, "residual": x},
+    functional.dropout_add_rms_norm: {**RMS_NORM, "residual": x},
     functional.feed_forward: {
         "x": x, "weight1": torch.randn(F, D), "bias1": torch.zeros(F), "weight2": torch.randn(D, F), "bias2": bias,
     },

@@ -128,6 +128,7 @@ def rows(n: int, dtype: torch.dtype) -> None:
         differentiate(functional.layer_norm(part, N, w, b), [x, w, b])
         differentiate(functional.rms_norm(part, N, w), [x, w])
         differentiate(functional.dropout_add_layer_norm(part, part, N, w, b, dropout_p=0.1), [x, w, b])
+        differentiate(functional.dropout_add_rms_norm(part, part, N, w, dropout_p=0.1), [x, w])
 
 
 def sliced(n: int, dtype: torch.dtype) -> None:

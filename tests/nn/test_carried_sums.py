@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import fastformer
-from fastformer.functional import dropout_add_layer_norm, layer_norm
+from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from fastformer.nn import layers
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.packing import Layout
+from fastformer.packing import Layout, pack
+from tests.nn.layer_cases import KINDS, D, randomise
+from tests.nn.layer_cases import layers as layer_pair
+from tests.support.closeness import assert_close, gradients, random
 from tests.support.fused_op import DEVICE, INTERPRETED, needs_kernels
 
 HALF = torch.float16  # of bf16, Triton's interpreter rounds down where a GPU rounds to nearest
@@ -24,7 +27,10 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 MEMORY = torch.randn(5, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
 
 
-def stack(kind, final_norm=True, **options):
+NORMS = pytest.mark.parametrize("rms", [False, True], ids=["layer norm", "RMS norm"])
+
+
+def stack(kind, final_norm=True, rms=False, **options):
     torch.manual_seed(0)
     options = {"nhead": 2, "dim_feedforward": 24, "dropout": 0.0, "batch_first": True, "norm_first": True, **options}
     norm = fastformer.LayerNorm(16) if final_norm else None
@@ -32,6 +38,10 @@ def stack(kind, final_norm=True, **options):
         found = fastformer.TransformerEncoder(TransformerEncoderLayer(16, **options), 3, norm)
     else:
         found = fastformer.TransformerDecoder(TransformerDecoderLayer(16, **options), 3, norm)
+    if rms:
+        for path, module in list(found.named_modules()):
+            if isinstance(module, fastformer.LayerNorm):
+                found.set_submodule(path, fastformer.RMSNorm(16))
     with torch.no_grad():
         for p in found.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -76,8 +86,9 @@ def one_by_one(found, monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("final_norm", [True, False])
-def test_carried_sums_have_the_bits_of_others(kind, autocast, final_norm, backend, monkeypatch):
-    found = stack(kind, final_norm)
+@NORMS
+def test_carried_sums_have_the_bits_of_others(rms, kind, autocast, final_norm, backend, monkeypatch):
+    found = stack(kind, final_norm, rms)
     with fastformer.backend(backend):
         carried = results(found, autocast)
         one_by_one(found, monkeypatch)
@@ -87,8 +98,9 @@ def test_carried_sums_have_the_bits_of_others(kind, autocast, final_norm, backen
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_norms_written_for_their_readers_have_the_bits_of_autocast(kind, backend, monkeypatch):
-    found, asked = stack(kind), layers._product_dtype
+@NORMS
+def test_norms_written_for_their_readers_have_the_bits_of_autocast(rms, kind, backend, monkeypatch):
+    found, asked = stack(kind, rms=rms), layers._product_dtype
     dtypes = []
     with fastformer.backend(backend):
         ours = results(found, True, lambda *a: (dtypes.append(asked(*a)), dtypes[-1])[1], monkeypatch)
@@ -142,18 +154,51 @@ def test_a_hooked_reader_sees_the_norm_as_torch_gives_it():
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_rms_norm_are_torchs(kind, norm_first, packed):
+    """Which calls its norms one after another; the kernels are in test_fused_layers."""
+    made = layer_pair(kind, norm_first=norm_first, batch_first=True)
+    for each, norm in zip(made, (fastformer.RMSNorm, torch.nn.RMSNorm), strict=True):
+        for name in [name for name, _ in each.named_children() if name.startswith("norm")]:
+            each.register_module(name, norm(D, dtype=torch.float64))
+    randomise(made[0])
+    made[1].load_state_dict(made[0].state_dict(), strict=True)
+    layouts = [Layout.from_lengths([5, 3]), Layout.from_lengths([2, 4])][: 1 if "Encoder" in kind else 2]
+    rows = [random(2, layout.max_length, D) for layout in layouts]
+    hidden = [~layout.mask() for layout in layouts]
+    paddings = {
+        f"{name}_key_padding_mask": mask
+        for name, mask in zip(("src",) if len(rows) == 1 else ("tgt", "memory"), hidden, strict=True)
+    }
+    found = []
+    for each in made:
+        if packed and each is made[0]:
+            tokens = [x for pair in zip(map(pack, rows, layouts), layouts, strict=True) for x in pair]
+            first, layout, *memory = tokens
+            out = each.packed(first, layout, *memory, **({} if len(rows) == 1 else {"causal": False}))
+        else:
+            out = pack(each(*rows, **paddings), layouts[0])
+        found.append([out, *gradients(out, [*rows, *each.parameters()])])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_norms_in_another_dtype_are_those_rounded_once(backend):
-    weight, bias = torch.rand(16, device=DEVICE) + 0.5, torch.rand(16, device=DEVICE)
+@NORMS
+def test_norms_in_another_dtype_are_those_rounded_once(rms, backend):
+    norm, step = (rms_norm, dropout_add_rms_norm) if rms else (layer_norm, dropout_add_layer_norm)
+    parameters = [torch.rand(16, device=DEVICE) + 0.5, torch.rand(16, device=DEVICE)][: 1 if rms else 2]
     results = []
     for dtype in (None, HALF):
-        x, w, b = (t.clone().requires_grad_() for t in (X, weight, bias))
+        x, *affine = (t.clone().requires_grad_() for t in (X, *parameters))
         with fastformer.backend(backend):
-            y = layer_norm(x, 16, w, b, dtype=dtype)
-            z, s = dropout_add_layer_norm(x, MEMORY, 16, w, b, dtype=dtype)
+            y = norm(x, 16, *affine, dtype=dtype)
+            z, s = step(x, MEMORY, 16, *affine, dtype=dtype)
         assert s.dtype == torch.float32
         assert y.dtype == z.dtype == (dtype or torch.float32)
         y, z = y.to(HALF), z.to(HALF)
         (y * MEMORY.to(HALF) + z).sum().backward()
-        results.append((y, z, s, x.grad, w.grad, b.grad))
+        results.append((y, z, s, x.grad, *(t.grad for t in affine)))
     assert_same(*results, backend, HALF)

@@ -34,6 +34,14 @@ def layer(library: Any, name: str, **settings: Any) -> nn.Module:
     return made
 
 
+def with_rms_norms(made: nn.Module, norm: type[nn.RMSNorm]) -> nn.Module:
+    """The layer, with these in the place of its norms."""
+    for name, module in list(made.named_children()):
+        if isinstance(module, nn.LayerNorm):
+            made.register_module(name, norm(D, eps=1e-5))
+    return made
+
+
 def minus_infinity(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -math.inf)
 
@@ -132,7 +140,7 @@ class Padded(nn.Module):
         return pack(out, layout)
 
 
-@pytest.mark.parametrize(
+FORMS = pytest.mark.parametrize(
     ("name", "norm_first", "causal"),
     [
         ("TransformerEncoderLayer", False, False),
@@ -141,12 +149,33 @@ class Padded(nn.Module):
         ("TransformerDecoderLayer", True, False),
     ],
 )
+
+
+@FORMS
 def test_packed_layers(name, norm_first, causal):
+    check_packed(causal, *(layer(library, name, norm_first=norm_first) for library in (fastformer, nn)))
+
+
+@FORMS
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_with_rms_norm(name, norm_first, causal, packed):
+    """torch's layer, which calls its norms, is the formula."""
+    norms = {fastformer: fastformer.RMSNorm if causal else nn.RMSNorm, nn: nn.RMSNorm}
+    made = [with_rms_norms(layer(library, name, norm_first=norm_first), norms[library]) for library in norms]
+    if packed:
+        check_packed(causal, *made)
+    elif "Encoder" in name:
+        check(*made, torch.float32, {"src": random(B, T, D), "src_key_padding_mask": TGT_PADDING})
+    else:
+        rows = {"tgt": random(B, T, D), "memory": random(B, S, D)}
+        check(*made, torch.float32, {**rows, "memory_key_padding_mask": MEMORY_PADDING})
+
+
+def check_packed(causal: bool, ours: nn.Module, torchs: nn.Module) -> None:
     layouts = [Layout.from_lengths([5, 1, 3], DEVICE), Layout.from_lengths([2, 6, 1], DEVICE)]
     inputs = {"tokens": random(layouts[0].total, D)}
-    if "Decoder" in name:
+    if isinstance(ours, nn.TransformerDecoderLayer):
         inputs["memory"] = random(layouts[1].total, D)
-    ours, torchs = (layer(library, name, norm_first=norm_first) for library in (fastformer, nn))
     check(
         Packed(ours, *layouts, causal=causal),
         Padded(torchs, *layouts, causal=causal),
@@ -216,18 +245,20 @@ def test_inference_agrees_with_torch():
         assert_close(encoded, expected.masked_fill(hidden[:, :, None], 0.0))
 
 
-def test_modules_run_kernels(monkeypatch):
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_modules_run_kernels(norm, monkeypatch):
     """The tests above would pass as well if a module went past its op."""
     launched = set()
     launcher = autograd_function._launcher
     monkeypatch.setattr(autograd_function, "_launcher", lambda *names: launched.add(names[0]) or launcher(*names))
-    module = layer(fastformer, "TransformerEncoderLayer", norm_first=True).to(DEVICE)
+    module = layer(fastformer, "TransformerEncoderLayer", norm_first=True)
+    module = (with_rms_norms(module, fastformer.RMSNorm) if norm == "rms_norm" else module).to(DEVICE)
     with fastformer.backend("triton"):
         module(torch.randn(1, T, D, device=DEVICE))
     assert launched == {
         "attention.forward",
-        "norms.layer_norm",
-        "norms.dropout_add_layer_norm",
+        f"norms.{norm}",
+        "norms.dropout_add_norm",
         "feed_forward.kernels",
     }
 

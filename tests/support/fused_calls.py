@@ -58,6 +58,10 @@ CALLS = {
         lambda n: [(n, D), (n, D), (D,), (D,)],
         lambda _, p, x, y, w, b: functional.dropout_add_layer_norm(x, y, D, w, b, dropout_p=p),
     ),
+    "dropout_add_rms_norm": Call(
+        lambda n: [(n, D), (n, D), (D,)],
+        lambda _, p, x, y, w: functional.dropout_add_rms_norm(x, y, D, w, dropout_p=p),
+    ),
     "feed_forward": Call(
         lambda n: [(n, D), (F, D), (F,), (D, F), (D,)],
         lambda _, p, *inputs: functional.feed_forward(*inputs, activation="gelu", dropout_p=p),

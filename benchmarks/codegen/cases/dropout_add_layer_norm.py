@@ -1,4 +1,7 @@
-"""Every launch that changes the code of dropout, sum and norm: tile, dtype, dropout, and which gradients come."""
+"""Every launch that changes the code of dropout, sum and layer norm: tile, dtype, dropout, and which gradients come.
+
+`dropout_add_rms_norm.py` has the same of RMS norm.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,37 +24,46 @@ def _seed(dropout_p: float) -> Tensor | None:
     return _meta(1, dtype=torch.int64) if dropout_p > 0.0 else None
 
 
-def _forward(N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float) -> object:
-    from fastformer_kernels.norms import dropout_add_layer_norm
+def _forward(centred: bool, N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float) -> object:
+    from fastformer_kernels.norms import dropout_add_norm
 
     row = _meta(N, dtype=residual)
     both = (_meta(M, N, dtype=x), _meta(M, N, dtype=residual))
-    return dropout_add_layer_norm.forward(*both, row, row, _seed(dropout_p), 1e-5, dropout_p, residual)
+    norm = (row, row if centred else None)
+    return dropout_add_norm.forward(*both, *norm, _seed(dropout_p), 1e-5, dropout_p, centred, residual)
 
 
 def _backward(
-    N: int, x: torch.dtype, residual: torch.dtype, dropout_p: float, has_dy: bool = True, has_ds: bool = True
+    centred: bool,
+    N: int,
+    x: torch.dtype,
+    residual: torch.dtype,
+    dropout_p: float,
+    has_dy: bool = True,
+    has_ds: bool = True,
 ) -> object:
-    from fastformer_kernels.norms import dropout_add_layer_norm
+    from fastformer_kernels.norms import dropout_add_norm
 
     s, row, statistic = _meta(M, N, dtype=residual), _meta(N, dtype=residual), _meta(M, dtype=FP32)
-    wanted = (residual, x if dropout_p > 0.0 or x != residual else None, *((residual if has_dy else None,) * 2))
-    return dropout_add_layer_norm.backward(
-        s if has_dy else None, s if has_ds else None, s, row, statistic, statistic, _seed(dropout_p), dropout_p, *wanted
-    )
+    dw = residual if has_dy else None
+    wanted = (residual, x if dropout_p > 0.0 or x != residual else None, dw, dw if centred else None)
+    grads = (s if has_dy else None, s if has_ds else None)
+    statistics = (statistic if centred else None, statistic)
+    return dropout_add_norm.backward(*grads, s, row, *statistics, _seed(dropout_p), dropout_p, *wanted)
 
 
-def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def cases(centred: bool = True) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield a name and a launch on meta tensors."""
+    forward, backward = partial(_forward, centred), partial(_backward, centred)
     for N, dtype in CASES:
         name = f"N {N} {str(dtype).removeprefix('torch.')}"
-        yield f"{name} forward", partial(_forward, N, dtype, dtype, 0.1)
-        yield f"{name} backward pre-norm", partial(_backward, N, dtype, dtype, 0.1)
+        yield f"{name} forward", partial(forward, N, dtype, dtype, 0.1)
+        yield f"{name} backward pre-norm", partial(backward, N, dtype, dtype, 0.1)
         if N in (512, 2048):
-            yield f"{name} backward post-norm", partial(_backward, N, dtype, dtype, 0.1, True, False)
-            yield f"{name} forward no dropout", partial(_forward, N, dtype, dtype, 0.0)
-            yield f"{name} backward no dropout", partial(_backward, N, dtype, dtype, 0.0)
-    yield "N 512 bfloat16 backward sum only", partial(_backward, 512, BF16, BF16, 0.1, False, True)
+            yield f"{name} backward post-norm", partial(backward, N, dtype, dtype, 0.1, True, False)
+            yield f"{name} forward no dropout", partial(forward, N, dtype, dtype, 0.0)
+            yield f"{name} backward no dropout", partial(backward, N, dtype, dtype, 0.0)
+    yield "N 512 bfloat16 backward sum only", partial(backward, 512, BF16, BF16, 0.1, False, True)
     for N in (512, 8192):
-        yield f"N {N} autocast forward", partial(_forward, N, BF16, FP32, 0.1)
-        yield f"N {N} autocast backward", partial(_backward, N, BF16, FP32, 0.1)
+        yield f"N {N} autocast forward", partial(forward, N, BF16, FP32, 0.1)
+        yield f"N {N} autocast backward", partial(backward, N, BF16, FP32, 0.1)

@@ -1,1 +1,1 @@
-"""The norms over the last dimensions, and the step between two sublayers that ends in one: a file an op."""
+"""The norms over the last dimensions, a file each, and the step between two sublayers that ends in one of them."""

@@ -31,6 +31,8 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Root-mean-square normalisation (Zhang and Sennrich 2019), as `torch.nn.functional.rms_norm`.
 
@@ -39,16 +41,21 @@ def rms_norm(
         normalized_shape: the trailing dimensions; a number stands for one.
         weight: `normalized_shape`, or None for ones.
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
+        dtype: of the result, which is rounded once; None: torch's.
     """
     check_tensors(("x", "weight"), x, (), (weight,))
     shape = as_shape(normalized_shape)
     if not (runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", weight)) and fits(x, shape, weight)):
-        return F.rms_norm(x, shape, weight, eps)
+        y = F.rms_norm(x, shape, weight, eps)
+        return y if dtype is None else y.to(dtype)
     formula = eager_formula(lambda rows, weight: F.rms_norm(rows, rows.shape[-1:], weight, eps))
-    # Half precision is normalised in fp32, and torch takes the machine epsilon of that.
-    added = torch.finfo(torch.float32).eps if eps is None else eps
-    y, _ = call(_RMSNorm, as_rows(x, shape), *as_row(weight), added, output_dtype(x), formula)
+    y, _ = call(_RMSNorm, as_rows(x, shape), *as_row(weight), epsilon(eps), dtype or output_dtype(x), formula)
     return y.view(x.shape)  # type: ignore[no-any-return]
+
+
+def epsilon(eps: float | None) -> float:
+    """Return what the kernels add; half precision is normalised in fp32, whose machine epsilon torch takes too."""
+    return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _forward_fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from fastformer_kernels.host.launch import (
     threshold_and_scale,
 )
 from fastformer_kernels.random import keep_tile
+from fastformer_kernels.sums import sum_rows
 
 # The function f of each activation, and whether a second half of h is multiplied with it.
 FORMS = {
@@ -165,9 +166,9 @@ def activate_backward_kernel(
             tl.store(a_ptr + at, a * factor, mask=inside)
     if partials_ptr is not None:
         here = partials_ptr + tl.program_id(0).to(tl.int64) * wide + columns
-        tl.store(here, tl.sum(total, 0), mask=real)
+        tl.store(here, sum_rows(total, da_ptr.dtype.element_ty), mask=real)
         if GATED:
-            tl.store(here + F, tl.sum(value_total, 0), mask=real)
+            tl.store(here + F, sum_rows(value_total, da_ptr.dtype.element_ty), mask=real)
 
 
 @kernel("F")
@@ -189,7 +190,7 @@ def relu_backward_kernel(
         total += g
     if partials_ptr is not None:
         here = partials_ptr + tl.program_id(0).to(tl.int64) * F + columns
-        tl.store(here, tl.sum(total, 0), mask=real)
+        tl.store(here, sum_rows(total, da_ptr.dtype.element_ty), mask=real)
 
 
 @kernel("N")
@@ -201,7 +202,7 @@ def add_partials_kernel(partials_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOC
         rows = first + tl.arange(0, BLOCK_P)
         inside = (rows < P)[:, None] & (columns < N)[None, :]
         total += tl.load(partials_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0.0)
-    tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < N)
+    tl.store(out_ptr + columns, sum_rows(total, tl.float32), mask=columns < N)
 
 
 def tile(F: int) -> dict[str, int]:
@@ -217,8 +218,8 @@ def tile(F: int) -> dict[str, int]:
 def _row_programs(x: Tensor, M: int, F: int, gated: bool, block: dict[str, int]) -> int:
     """Choose how many programs share the rows in backward, each with its own partial sum of the bias's gradient.
 
-    As many as are on the GPU at once: compiled for sm_90 in 16 bits, a thread takes 64 to 88 registers, gated 100 to
-    144, which is at least five and three blocks a multiprocessor. Not measured on a GPU.
+    As many as are on the GPU at once: compiled for sm_90 in 16 bits, a thread takes 54 to 88 registers, gated 99 to
+    128, which is at least five and three blocks a multiprocessor. Not measured on a GPU.
     """
     column_programs = cdiv(F, block["BLOCK_F"])
     most = cdiv((3 if gated else 5) * device_of(x).multiprocessors, column_programs)

@@ -186,7 +186,7 @@ def layer_norm_backward_kernel(
             tl.store(dx_ptr + starts * N + cols, dx, mask)
         dw += dy * normal
         db += dy
-    store_partials(dw_ptr, db_ptr, dw, db, cols, N)
+    store_partials(dw_ptr, db_ptr, dw, db, cols, N, dy_ptr.dtype.element_ty)
 
 
 def forward(

@@ -15,7 +15,10 @@ from fastformer_kernels.host.launch import cdiv, guard, inner_contiguous, kernel
 from fastformer_kernels.norms.layer_norm import backward_tile, forward_tile, is_wide, row_strides, wide_tile
 from fastformer_kernels.norms.long_rows import rms_norm_gradient_mean_kernel, rms_norm_wide_forward_kernel
 from fastformer_kernels.norms.rows import (
+    divide_by_root_mean_square,
+    divide_gradient,
     load_row,
+    load_standardised,
     load_tile,
     new_partials,
     scale_and_shift,
@@ -44,8 +47,8 @@ def rms_norm_forward_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
     x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
-    y = scale_and_shift(x * rstd[:, None], weight_ptr, None, cols, N, BLOCK_M)
+    normal, rstd = divide_by_root_mean_square(x, eps, N)
+    y = scale_and_shift(normal, weight_ptr, None, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
@@ -83,9 +86,7 @@ def rms_norm_backward_kernel(
         starts = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)
         dy = load_tile(dy_ptr, starts, stride_dy_m, cols, mask, ALIGN)
-        x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
-        rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
-        normal = x * rstd[:, None]
+        normal, rstd = load_standardised(x_ptr, None, rstd_ptr, rows, starts, stride_x_m, cols, mask, M, ALIGN)
         g = dy
         if weight_ptr is not None:
             g = dy * weight
@@ -94,9 +95,9 @@ def rms_norm_backward_kernel(
         else:
             mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
         if dx_ptr is not None:
-            tl.store(dx_ptr + starts * N + cols, (g - normal * mean[:, None]) * rstd[:, None], mask)
+            tl.store(dx_ptr + starts * N + cols, divide_gradient(g, normal, mean, rstd), mask)
         dw += dy * normal
-    store_partials(dw_ptr, None, dw, None, cols, N)
+    store_partials(dw_ptr, None, dw, None, cols, N, dy_ptr.dtype.element_ty)
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

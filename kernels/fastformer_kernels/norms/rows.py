@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.host.launch import cdiv, kernel, launch, noted
+from fastformer_kernels.sums import sum_rows
 
 
 @triton.jit
@@ -44,6 +45,13 @@ def standardise(x, cols, eps, N: tl.constexpr):
 
 
 @triton.jit
+def divide_by_root_mean_square(x, eps, N: tl.constexpr):
+    """Return x / sqrt(mean(x^2) + eps) of whole rows in fp32, which are 0 outside, and 1 / sqrt(mean(x^2) + eps)."""
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
 def scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M: tl.constexpr):
     """Return normal * weight + bias, either of which may be None."""
     if weight_ptr is not None:
@@ -55,11 +63,12 @@ def scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M: tl.constexpr
 
 @triton.jit
 def load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride, cols, mask, M, ALIGN: tl.constexpr):
-    """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, and rstd."""
+    """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, or x rstd without one, and rstd."""
     x = load_tile(x_ptr, starts, stride, cols, mask, ALIGN)
-    mean = tl.load(mean_ptr + rows, rows < M, other=0.0)
+    if mean_ptr is not None:
+        x -= tl.load(mean_ptr + rows, rows < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
-    return (x - mean[:, None]) * rstd[:, None], rstd
+    return x * rstd[:, None], rstd
 
 
 @triton.jit
@@ -69,13 +78,19 @@ def standardise_gradient(g, normal, mean_gx, mean_g, rstd):
 
 
 @triton.jit
-def store_partials(dw_ptr, db_ptr, dw, db, cols, N: tl.constexpr):
+def divide_gradient(g, normal, mean_gx, rstd):
+    """Return the gradient of x where x̂ = normal is x divided by its root mean square, from g and mean(g x̂)."""
+    return (g - normal * mean_gx[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def store_partials(dw_ptr, db_ptr, dw, db, cols, N: tl.constexpr, loaded: tl.constexpr):
     """Write this program's row of the partial sums `[programs, N]`, of what is not None."""
     program = tl.program_id(0)
     if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + cols, tl.sum(dw, 0)[None, :], cols < N)
+        tl.store(dw_ptr + program * N + cols, sum_rows(dw, loaded)[None, :], cols < N)
     if db_ptr is not None:
-        tl.store(db_ptr + program * N + cols, tl.sum(db, 0)[None, :], cols < N)
+        tl.store(db_ptr + program * N + cols, sum_rows(db, loaded)[None, :], cols < N)
 
 
 @kernel()

@@ -1,11 +1,10 @@
-"""s = residual + dropout(x) and y = layer_norm(s), the step between two sublayers: op, registration, Function.
+"""s = residual + dropout(x) and its norm, the step between two sublayers: two ops, one registration, one Function.
 
-Kept for backward, beside the weight: s, its mean and 1 / sqrt(var + eps) of each row in fp32, and the seed of the
-dropout mask; neither x nor the residual nor a mask.
+Kept for backward, beside the weight: s, 1 / sqrt(var + eps) of each row in fp32 and the mean of a layer norm, and the
+seed of the dropout mask; neither x nor the residual nor a mask.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +25,11 @@ from fastformer.functional.norms.layer_norm import (
     norm_limit,
     output_dtype,
 )
+from fastformer.functional.norms.rms_norm import epsilon
 from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, twice
 from fastformer.host.devices import check_tensors
 
-_NAME = "dropout_add_layer_norm"
+_OPS = ("dropout_add_rms_norm", "dropout_add_layer_norm")  # by whether the norm is centred
 
 
 def dropout_add_layer_norm(
@@ -55,30 +55,84 @@ def dropout_add_layer_norm(
     Returns:
         (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
     """
-    parameters = weight, bias
+
+    def plain(s: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(s, shape, weight, bias, eps)
+
+    return _step(True, plain, eps, x, residual, normalized_shape, weight, bias, dropout_p, dtype)
+
+
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    dropout_p: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The step between two sublayers: s = residual + dropout(x), and its RMS norm.
+
+    Args:
+        x, residual, dropout_p: as in `dropout_add_layer_norm`.
+        normalized_shape, weight, eps: as in `rms_norm`.
+        dtype: of the norm, as in `rms_norm`.
+
+    Returns:
+        (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
+    """
+
+    def plain(s: Tensor, shape: tuple[int, ...], weight: Tensor | None, _: None) -> Tensor:
+        return F.rms_norm(s, shape, weight, eps)
+
+    return _step(False, plain, epsilon(eps), x, residual, normalized_shape, weight, None, dropout_p, dtype)
+
+
+def _step(
+    centred: bool,
+    plain: Callable[..., Tensor],
+    eps: float,
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Both ops.
+
+    Args:
+        centred: the norm is layer norm, which subtracts the mean; else RMS norm.
+        plain: torch's norm of a tensor, the normalised shape, weight and bias.
+        eps: as the kernels add it.
+    """
+    op, parameters = _OPS[centred], (weight, bias)
     check_tensors(("x", "residual", "weight", "bias"), x, (residual,), parameters)
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")
     check_probability("dropout_p", dropout_p)
     shape = as_shape(normalized_shape)
-    takes_kernel = runs_fused(_NAME, x, lambda: norm_limit(_NAME, residual, *parameters))
+    takes_kernel = runs_fused(op, x, lambda: norm_limit(op, residual, *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):
         s = residual + drop(x, dropout_p)
-        y = F.layer_norm(s, shape, *parameters, eps)
+        y = plain(s, shape, *parameters)
         return (y if dtype is None else y.to(dtype)), s
-    plain: Any = partial(F.layer_norm, eps=eps)
     formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
     tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)
     seed = dropout_seed(x) if dropout_p > 0.0 else None
     dtype = dtype or output_dtype(x, residual)
-    y, s, _, _ = call(_DropoutAddLayerNorm, *tensors, seed, eps, dropout_p, dtype, formula)
+    y, s, _, _ = call(_DropoutAddNorm, *tensors, seed, eps, dropout_p, centred, dtype, formula)
     return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))
 
 
-def _forward_fake(x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_fake(
+    x: Tensor, residual: Tensor, centred: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=dtype)
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(x.shape[0] if kept else 0, dtype=torch.float32) for kept in (centred, True))
     return y, s, mean, rstd
 
 
@@ -94,22 +148,25 @@ def _backward_fake(
 
 
 _forward = define(
-    "dropout_add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
-    "float dropout_p, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "norms.dropout_add_layer_norm.forward",
+    "dropout_add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
+    "float dropout_p, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norms.dropout_add_norm.forward",
     _forward_fake,
 )
 _backward = define(
-    "dropout_add_layer_norm_backward(Tensor? dy, Tensor? ds, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
+    "dropout_add_norm_backward(Tensor? dy, Tensor? ds, Tensor s, Tensor? weight, Tensor? mean, Tensor rstd, "
     "Tensor? seed, float dropout_p, ScalarType? dresidual, ScalarType? dx, ScalarType? dw, ScalarType? db) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    "norms.dropout_add_layer_norm.backward",
+    "norms.dropout_add_norm.backward",
     _backward_fake,
 )
 
 
-class _DropoutAddLayerNorm(torch.autograd.Function):
-    """x, residual `[M, N]`, weight, bias, seed, eps, dropout_p, dtype, formula -> (y, s `[M, N]`, mean, rstd `[M]`)."""
+class _DropoutAddNorm(torch.autograd.Function):
+    """x, residual `[M, N]`, weight, bias, seed, eps, dropout_p, centred, dtype, formula -> (y, s `[M, N]`, mean, rstd).
+
+    The statistics are `[M]`; the mean is empty where the norm is not centred.
+    """
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,10 +174,10 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        x, residual, weight, bias, seed, _, ctx.dropout_p, _, ctx.formula = inputs
+        x, residual, weight, bias, seed, _, ctx.dropout_p, ctx.centred, _, ctx.formula = inputs
         _, s, mean, rstd = output
         ctx.dtypes = x.dtype, residual.dtype
-        ctx.save_for_backward(s, weight, bias, mean, rstd, seed)
+        ctx.save_for_backward(s, weight, bias, mean if ctx.centred else None, rstd, seed)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
@@ -129,10 +186,10 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         s, weight, bias, mean, rstd, seed = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         x_dtype, residual_dtype = ctx.dtypes
-        rest = (None,) * 5
+        rest = (None,) * 6
         if dy is None and ds is None:
             return *(None,) * 4, *rest
-        if twice(_NAME, ctx.formula, seed):
+        if twice(_OPS[ctx.centred], ctx.formula, seed):
             total, dw, db = ds, None, None
             if dy is not None:
                 wanted = (needs_x or needs_residual, needs_weight, needs_bias)

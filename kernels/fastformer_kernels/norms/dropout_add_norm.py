@@ -1,11 +1,11 @@
-"""s = residual + dropout(x) and its layer norm y in one pass: 8 bytes an element in half precision.
+"""s = residual + dropout(x) and its norm y, layer norm or RMS norm, in one pass: 8 bytes an element in half precision.
 
-The gradient, from dy and ds (which may be missing), with the formula of `layer_norm`:
+The gradient, from dy and ds (which may be missing), with the formula of `layer_norm` or `rms_norm`:
 
-    dresidual = d layer_norm(s) + ds,   dx = dropout'(dresidual),   dw, db as there
+    dresidual = d norm(s) + ds,   dx = dropout'(dresidual),   dw, db as there
 
 Backward reads dy, s and ds once, and makes the dropout mask again from its seed. Statistics are those of s as it is
-stored. For wide rows, and for ds alone, there are elementwise kernels before and after those of `layer_norm`.
+stored. For wide rows, and for ds alone, there are elementwise kernels before and after those of the norm.
 """
 
 import torch
@@ -23,9 +23,11 @@ from fastformer_kernels.host.launch import (
     power_of_two,
     threshold_and_scale,
 )
-from fastformer_kernels.norms import layer_norm
+from fastformer_kernels.norms import layer_norm, rms_norm
 from fastformer_kernels.norms.layer_norm import TILE, backward_tile, forward_tile, is_wide, row_strides
 from fastformer_kernels.norms.rows import (
+    divide_by_root_mean_square,
+    divide_gradient,
     load_row,
     load_standardised,
     load_tile,
@@ -50,7 +52,7 @@ def dropped(x, seed_ptr, rows, first_column, threshold, scale):
 
 
 @kernel(anywhere=["seed_ptr"])
-def dropout_add_layer_norm_forward_kernel(
+def dropout_add_norm_forward_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -71,7 +73,7 @@ def dropout_add_layer_norm_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add and normalise BLOCK_M rows."""
+    """Add and normalise BLOCK_M rows: by layer norm, or without a mean by RMS norm."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     starts = rows.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -81,15 +83,19 @@ def dropout_add_layer_norm_forward_kernel(
     s = (residual + dropped(x, seed_ptr, rows, 0, threshold, scale)).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + starts * N + cols, s, mask)
     s = s.to(tl.float32)
-    normal, mean, rstd = standardise(s, cols, eps, N)
+    if mean_ptr is not None:
+        normal, mean, rstd = standardise(s, cols, eps, N)
+    else:
+        normal, rstd = divide_by_root_mean_square(s, eps, N)
     y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
-    tl.store(mean_ptr + rows, mean, rows < M)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + rows, mean, rows < M)
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
 
 @kernel(anywhere=["seed_ptr"])
-def dropout_add_layer_norm_backward_kernel(
+def dropout_add_norm_backward_kernel(
     dy_ptr,
     ds_ptr,
     s_ptr,
@@ -113,7 +119,10 @@ def dropout_add_layer_norm_backward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write dresidual, dx, and this program's share of dw and db (each may be None), tile by tile of BLOCK_M rows."""
+    """Write dresidual, dx, and this program's share of dw and db (each may be None), tile by tile of BLOCK_M rows.
+
+    Of layer norm, or without a mean of RMS norm.
+    """
     cols = tl.arange(0, BLOCK_N)[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -128,8 +137,11 @@ def dropout_add_layer_norm_backward_kernel(
         g = dy
         if weight_ptr is not None:
             g = dy * weight
-        mean_gs, mean_g = two_sums(g * normal, g)
-        total = standardise_gradient(g, normal, mean_gs / N, mean_g / N, rstd)
+        if mean_ptr is not None:
+            mean_gs, mean_g = two_sums(g * normal, g)
+            total = standardise_gradient(g, normal, mean_gs / N, mean_g / N, rstd)
+        else:
+            total = divide_gradient(g, normal, tl.sum(g * normal, 1) / N, rstd)
         if ds_ptr is not None:
             total += load_tile(ds_ptr, starts, stride_ds_m, cols, mask, ALIGN)
         if dresidual_ptr is not None:
@@ -138,7 +150,7 @@ def dropout_add_layer_norm_backward_kernel(
             tl.store(dx_ptr + starts * N + cols, dropped(total, seed_ptr, rows, 0, threshold, scale), mask)
         dw += dy * normal
         db += dy
-    store_partials(dw_ptr, db_ptr, dw, db, cols, N)
+    store_partials(dw_ptr, db_ptr, dw, db, cols, N, dy_ptr.dtype.element_ty)
 
 
 @kernel(anywhere=["seed_ptr"])
@@ -218,16 +230,18 @@ def forward(
     seed: Tensor | None,
     eps: float,
     dropout_p: float,
+    centred: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y in `dtype`, s, and the mean and 1 / sqrt(var + eps) of the rows of s, fp32 `[M]`.
+    """Return y in `dtype`, s, and the statistics of the rows of s as its norm has them, fp32 `[M]`; RMS norm: no mean.
 
     Args:
         x, residual: `[M, N]`; s has the dtype to which theirs promote.
         weight, bias: contiguous `[N]`, of any dtype.
         seed: of dropout, int64 `[1]`; None where there is none.
-        eps: added to the variance.
+        eps: added to the variance, or to the mean square.
         dropout_p: the probability to drop.
+        centred: the norm is layer norm; else RMS norm, which has no bias.
         dtype: of y.
     """
     x, residual = inner_contiguous(x), inner_contiguous(residual)
@@ -239,17 +253,20 @@ def forward(
         with guard(x):
             grid, tile = elementwise(x)
             launch(dropout_add_kernel, grid, x, residual, seed, s, *strides, M, *dropout, N, align, **tile)
-        y, mean, rstd = layer_norm.forward(s, weight, bias, eps, dtype)
-        return y, s, mean, rstd
+        if centred:
+            y, mean, rstd = layer_norm.forward(s, weight, bias, eps, dtype)
+            return y, s, mean, rstd
+        y, rstd = rms_norm.forward(s, weight, eps, dtype)
+        return y, s, noted(x.new_empty(0, dtype=torch.float32)), rstd
     y = noted(x.new_empty((M, N), dtype=dtype))
-    mean, rstd = (noted(x.new_empty(M, dtype=torch.float32)) for _ in range(2))
+    mean, rstd = (noted(x.new_empty(M if kept else 0, dtype=torch.float32)) for kept in (centred, True))
     if x.numel() > 0:
         tile = forward_tile(N)
         programs = cdiv(M, tile["BLOCK_M"])
-        tensors = (x, residual, weight, bias, seed, y, s, mean, rstd)
+        tensors = (x, residual, weight, bias, seed, y, s, mean if centred else None, rstd)
         scalars = (M, *dropout, eps)
         with guard(x):
-            launch(dropout_add_layer_norm_forward_kernel, (programs,), *tensors, *strides, *scalars, N, align, **tile)
+            launch(dropout_add_norm_forward_kernel, (programs,), *tensors, *strides, *scalars, N, align, **tile)
     return y, s, mean, rstd
 
 
@@ -272,7 +289,7 @@ def backward(
     ds: Tensor | None,
     s: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     seed: Tensor | None,
     dropout_p: float,
@@ -285,7 +302,7 @@ def backward(
 
     Args:
         dy, ds: `[M, N]`, the gradients of y and s; one of them may be None.
-        s, mean, rstd: results of `forward`; weight, seed, dropout_p: as there.
+        s, mean, rstd: results of `forward`, mean None of RMS norm; weight, seed, dropout_p: as there.
         dresidual, dx, dw, db: dtypes of the gradients that are wanted; dw and db only with dy.
     """
     M, N = s.shape
@@ -304,12 +321,15 @@ def backward(
         align, strides = row_strides(dy, ds, s)
         sizes = (M, *dropout, N, align)
         with guard(s):
-            launch(dropout_add_layer_norm_backward_kernel, (grid[0],), *tensors, *strides, *sizes, **tile)
+            launch(dropout_add_norm_backward_kernel, (grid[0],), *tensors, *strides, *sizes, **tile)
             return residual_grad, x_grad, *sum_partials(s, partials, dw, db)
     dnorm, w_grad, b_grad = None, noted(s.new_empty(0)), noted(s.new_empty(0))
     if dy is not None:
         wanted = None if written == (None, None) else torch.float32
-        dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)
+        if mean is not None:
+            dnorm, w_grad, b_grad = layer_norm.backward(dy, s, weight, mean, rstd, wanted, dw, db)
+        else:
+            dnorm, w_grad = rms_norm.backward(dy, s, weight, rstd, wanted, dw)
     if written != (None, None):
         grid, tile = elementwise(s)
         align, (_, stride_ds_m) = row_strides(s, ds)

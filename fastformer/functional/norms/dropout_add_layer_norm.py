@@ -19,6 +19,7 @@ from fastformer.functional.norms.layer_norm import (
     as_row,
     as_rows,
     as_shape,
+    as_wide,
     fits,
     gradient,
     gradient_dtypes,
@@ -64,7 +65,7 @@ def dropout_add_layer_norm(
     takes_kernel = runs_fused(_NAME, x, lambda: norm_limit(_NAME, residual, *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):
         s = residual + drop(x, dropout_p)
-        y = F.layer_norm(s, shape, *parameters, eps)
+        y = F.layer_norm(s, shape, *as_wide(s, *parameters), eps)
         return (y if dtype is None else y.to(dtype)), s
     plain: Any = partial(F.layer_norm, eps=eps)
     formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad as forward_ad
 
 compiling = torch.compiler.is_compiling  # Dynamo or export reads this very line
+exporting = torch.compiler.is_exporting  # torch.export, so ONNX too: one program for all batches, compiling() as well
 functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace

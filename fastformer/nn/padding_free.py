@@ -16,7 +16,7 @@ from fastformer.nn.activations import DEFINED_HERE
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.wrappers import is_sharded, levels, unwrap
+from fastformer.nn.wrappers import is_gathered, is_sharded, levels, unwrap
 from fastformer.packing import Layout, pack, unpack
 
 # What works on each token alone, so that it may see `[T, D]` in place of `[B, L, D]`.
@@ -263,7 +263,7 @@ def check_apart(stack: Any, what: str) -> None:
         what: takes them apart, for the message.
 
     Raises:
-        RuntimeError: one has hooks or a forward of its own, or there are no layers.
+        RuntimeError: one has hooks, a forward of its own or parameters that are not gathered, or there are no layers.
     """
     if not len(stack.layers):
         raise RuntimeError(f"the stack has no layers, of which {what} consists")
@@ -274,8 +274,12 @@ def check_apart(stack: Any, what: str) -> None:
         named = ("self_attn", "multihead_attn")
         parts |= {f"layers.{i}.{its}": getattr(layer, its) for its in named if hasattr(layer, its)}
     for name, part in parts.items():
-        if any(map(has_own_hooks, levels(part))):
-            raise RuntimeError(f"{name} has hooks, {calling}")
+        for level in levels(part):
+            if is_sharded(level):
+                if not is_gathered(level):
+                    raise RuntimeError(f"{name} holds a part of its parameters, and {what} gathers none: unshard() it")
+            elif has_own_hooks(level):
+                raise RuntimeError(f"{name} has hooks, {calling}")
         part = unwrap(part)
         if part is not stack and (type(part).forward not in _FORWARDS or getattr(part, "has_own_blocks", False)):
             raise RuntimeError(f"{name} is a {type(part).__name__}, {calling}")

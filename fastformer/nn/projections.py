@@ -28,7 +28,7 @@ _QK_EPS = 1e-6
 class Positions(NamedTuple):
     """Where tokens stand in their sequences: int64, broadcastable to `[..., L]`, all below `end`."""
 
-    index: Tensor
+    at: Tensor
     end: int
 
 
@@ -78,7 +78,7 @@ class Projections(nn.MultiheadAttention):
         in_bias = nn.Parameter(torch.empty(q + 2 * kv, **factory)) if bias else None
         self.register_parameter("in_proj_bias", in_bias)
         self.out_proj = NonDynamicallyQuantizableLinear(q, embed_dim, bias=bias, **factory)
-        self._reset_parameters()  # type: ignore[no-untyped-call]
+        self._reset_parameters()
         if options.get("qk_norm"):
             self.q_norm, self.k_norm = (RMSNorm(K, eps=_QK_EPS, **factory) for _ in range(2))
         self.rotary = options.get("rotary")
@@ -175,4 +175,4 @@ class Projections(nn.MultiheadAttention):
         if positions is None:
             raise ValueError("positions must be given, which rotary attention turns queries and keys by")
         cos, sin = self.rotary.tables(self.head_dim, positions.end, x)
-        return functional.rotary(x, positions.index, cos, sin, interleaved=self.rotary.interleaved)
+        return functional.rotary(x, positions.at, cos, sin, interleaved=self.rotary.interleaved)

@@ -74,6 +74,11 @@ def is_sharded(module: nn.Module) -> bool:
     return all(type(getattr(hook, "__self__", None)).__name__ == "FSDPState" for hook in hooks)
 
 
+def is_gathered(module: nn.Module) -> bool:
+    """Whether a sharded module has all of its parameters, as after `unshard`."""
+    return not any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+
+
 def _is_fsdp(module: Any) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)

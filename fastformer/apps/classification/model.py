@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
     ModelSettings,
+    exported,
     layouts_of,
     packed_ids,
+    real_of,
     self_attention_maps,
     sequences_of,
     summed_cross_entropy,
@@ -84,6 +86,10 @@ class _Classifier(nn.Module):
         x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
         return self.encoder.packed(x, layout), layout
 
+    def encode_padded(self, ids: Tensor, real: Tensor) -> Tensor:
+        """Encode ids `[B, L]` that are `real`, bool `[B, L]`: hidden states `[B, L, D]`, 0 at padding."""
+        return self.encoder(self.embedding.padded(ids), src_key_padding_mask=~real)  # type: ignore[no-any-return]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
@@ -131,7 +137,11 @@ class TokenClassifier(_Classifier):
         Raises:
             ValueError: ids is of another shape, or a length is beyond what learned positions hold.
         """
-        hidden, _ = self.encode(ids, lengths)
+        if exported(lengths):
+            real = real_of("ids", ids, lengths)
+            hidden = self.encode_padded(ids, real)[real]
+        else:
+            hidden, _ = self.encode(ids, lengths)
         return self.dropout(hidden)  # type: ignore[no-any-return]
 
 
@@ -145,21 +155,25 @@ class SequenceClassifier(_Classifier):
 
     def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
         """Compute what the output layer projects for each sequence: `[B, D]`. Arguments as for `TokenClassifier`."""
-        hidden, layout = self.encode(ids, lengths)
-        return self.dropout(self._pool(hidden, layout))  # type: ignore[no-any-return]
+        if exported(lengths):
+            counts = lengths.to(ids.device)
+            padded = self.encode_padded(ids, real_of("ids", ids, lengths))
+        else:
+            hidden, layout = self.encode(ids, lengths)
+            B, L, counts = layout.batch, layout.max_length, layout.offsets.diff()
+            rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
+            padded = rows.spread(hidden).view(B, L, hidden.shape[1])
+        return self.dropout(self._pool(padded, counts[:, None]))  # type: ignore[no-any-return]
 
-    def _pool(self, hidden: Tensor, layout: Layout) -> Tensor:
-        """One vector of each sequence: `[T, D]` -> `[B, D]`."""
-        B, L = layout.batch, layout.max_length
-        rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
-        padded = rows.spread(hidden).view(B, L, hidden.shape[1])  # [B, L, D], 0 after each sequence
-        lengths = layout.offsets.diff()[:, None]  # [B, 1]
+    def _pool(self, padded: Tensor, lengths: Tensor) -> Tensor:
+        """One vector of each sequence: `[B, L, D]`, 0 after each, of lengths `[B, 1]` -> `[B, D]`."""
+        L = padded.shape[1]
         if self.config.pooling == "mean" or L == 0:
-            wide = torch.promote_types(hidden.dtype, torch.float32)  # fp16 could not hold the sum of a long sequence
-            return (padded.sum(1, dtype=wide) / lengths.clamp(min=1)).to(hidden.dtype)
+            wide = torch.promote_types(padded.dtype, torch.float32)  # fp16 could not hold the sum of a long sequence
+            return (padded.sum(1, dtype=wide) / lengths.clamp(min=1)).to(padded.dtype)
         if self.config.pooling == "first":
             return padded[:, 0]
-        after = torch.arange(L, device=hidden.device) >= lengths  # [B, L]
+        after = torch.arange(L, device=padded.device) >= lengths  # [B, L]
         return padded.masked_fill(after[..., None], -torch.inf).amax(1).masked_fill(lengths == 0, 0.0)
 
 

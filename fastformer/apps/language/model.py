@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.apps.models.common import (
     ModelSettings,
+    exported,
     layouts_of,
     packed_ids,
+    real_of,
     self_attention_maps,
     sequences_of,
     summed_cross_entropy,
@@ -111,9 +113,13 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: ids is of another shape, or a length is beyond what learned positions hold.
         """
-        ids, layout = packed_ids("ids", ids, lengths)
-        x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
-        hidden = self.decoder.packed(x, layout, causal=True)
+        if exported(lengths):
+            real = real_of("ids", ids, lengths)
+            hidden = self.decoder(self.embedding.padded(ids), src_key_padding_mask=~real, is_causal=True)[real]
+        else:
+            ids, layout = packed_ids("ids", ids, lengths)
+            x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
+            hidden = self.decoder.packed(x, layout, causal=True)
         return functional.dropout(hidden, self.config.output_dropout if self.training else 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:

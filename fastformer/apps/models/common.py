@@ -16,6 +16,7 @@ from fastformer.apps.models.embeddings import Positions
 from fastformer.apps.models.initialisation import RANGES, Initialisation
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.host.devices import check_types
+from fastformer.modes import exporting
 from fastformer.nn.modules import plain
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout, pack, unpack
@@ -106,6 +107,25 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
             f"{name} must be packed [{layout.total}] or padded [{layout.batch}, length], not {list(ids.shape)}"
         )
     return ids, layout
+
+
+def exported(lengths: Any) -> bool:
+    """Whether torch.export writes a model down that was given lengths: a program has no numbers to make a layout of.
+
+    The models then run padded, and return what they return otherwise.
+    """
+    return exporting() and not isinstance(lengths, Layout)
+
+
+def real_of(name: str, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Bool, True at the real tokens of ids that are padded at the end, `[B, length]`.
+
+    Raises:
+        ValueError: ids are of another shape.
+    """
+    if ids.dim() != 2:
+        raise ValueError(f"{name} must be padded [B, length] for torch.export, not {list(ids.shape)}")
+    return torch.arange(ids.shape[1], device=ids.device) < lengths.to(ids.device)[:, None]
 
 
 def layouts_of(batch: Any, *lengths: str) -> Sequence[Tensor | Layout]:

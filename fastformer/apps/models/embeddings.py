@@ -102,6 +102,11 @@ class Embedding(nn.Module):
         table = self.encodings(length)
         return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
 
+    def padded(self, ids: Tensor) -> Tensor:
+        """Embed ids `[B, length]` at positions from 0: `[B, length, D]`."""
+        length = ids.shape[1]
+        return self(ids, torch.arange(length, device=ids.device).expand_as(ids), length)  # type: ignore[no-any-return]
+
     def encodings(self, length: int) -> Tensor:
         """The encodings of the first `length` positions or more: `[length or more, D]`.
 

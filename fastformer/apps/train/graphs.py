@@ -140,7 +140,7 @@ class GraphedUpdate(Update):
         super().load_state_dict(optimizer, scaler)
         self._forget()
 
-    def backward(self, batch: Any, tokens: int | Tensor) -> Tensor:
+    def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
         """As in `Update`, but autograd finds no gradients to add to: one op adds all. Twice the memory, meanwhile."""
         kept = [p.grad for p in self.parameters]
         for p in self.parameters:

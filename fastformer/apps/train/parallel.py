@@ -1,10 +1,19 @@
 """The model of several processes: DistributedDataParallel, or FSDP2, where each process holds its part of it.
 
 Sharded parameters, gradients and optimiser states are DTensors; all else here is a plain tensor that every process has.
+
+With FSDP2 each layer of a stack is gathered by itself, while the layer before it computes, and what is left
+(embeddings, output, last norms) at once before the first. Where the run trains in 16 bits, our layers are gathered in
+16 bits: half the communication, and of their matrices the very numbers that autocast would make. Gains and biases of
+their norms, which autocast reads in fp32, are rounded, too: FSDP2 has one dtype a unit. The rest is gathered in fp32,
+as are layers of others, which only autocast knows how to mix. Gradients are added up in fp32, and what the optimiser
+changes is fp32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,9 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastformer.apps.train.processes import Processes
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.wrappers import unwrap
 
 
-def wrap(step: nn.Module, how: str, processes: Processes) -> nn.Module:
+def wrap(
+    step: nn.Module, how: str, processes: Processes, dtype: torch.dtype | None = None, compiled: bool = False
+) -> nn.Module:
     """The module that computes the loss of a share, such that its gradients become the mean over all processes.
 
     Parameters start from process 0's.
@@ -22,28 +35,59 @@ def wrap(step: nn.Module, how: str, processes: Processes) -> nn.Module:
     Args:
         step: holds the model; its forward calls all that uses parameters.
         how: "ddp", each process holds everything (DistributedDataParallel); "fsdp", each holds its part of
-            parameters, gradients and optimiser state, and the whole model during forward and backward (FSDP2).
-            One unit, because a stack whose layers gather their own parameters must run with padding.
+            parameters, gradients and optimiser state, and gathers a layer where it is needed (FSDP2).
         processes: that train it; one process alone gets `step` itself.
+        dtype: that autocast is on with; None: it is off.
+        compiled: whether torch.compile has the model: all of it is then gathered at once, since a graph would end at
+            each layer (11 graphs of 2 layers, each layer compiled for itself).
     """
     if processes.world == 1:
         return step
     processes.wait()
     with processes.contact():
         if how == "fsdp":
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            tensors = (*step.parameters(), *step.buffers())
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
-            fully_shard(step, mesh=init_device_mesh(tensors[0].device.type, (processes.world,)))
+            _shard(step, [] if compiled else _layers(step), processes.world, dtype)
             return step
         wrapped = nn.parallel.DistributedDataParallel(step)
         # Position tables grow with the longest sentence seen, so they may differ between processes. The argument
         # of this name is deprecated in torch 2.13.
         wrapped.broadcast_buffers = False
         return wrapped
+
+
+def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | None) -> None:
+    """Shard each of these layers by itself, then the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    tensors = (*step.parameters(), *step.buffers())
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
+    mesh = init_device_mesh(tensors[0].device.type, (world,))
+    for layer in reversed(layers):  # what lies within another first
+        ours = isinstance(unwrap(layer), TransformerEncoderLayer | TransformerDecoderLayer)
+        low = ours and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
+        # Without casts of its inputs: sums of layers stay in fp32, as autocast has them.
+        policy = (
+            MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
+        )
+        # Backward begins with the last one, which stays gathered until then.
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
+    fully_shard(step, mesh=mesh)
+    for unit, following in pairwise((step, *layers)):
+        unit.set_modules_to_forward_prefetch([following])  # backward finds its order by itself
+
+
+def _layers(step: nn.Module) -> list[Any]:
+    """The layers of all stacks, but those that share a parameter with something outside of them."""
+
+    def holders(module: nn.Module) -> Counter[int]:
+        return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+
+    everywhere = holders(step)
+    stacks = [each for each in step.modules() if isinstance(each, nn.TransformerEncoder | nn.TransformerDecoder)]
+    layers = dict.fromkeys(layer for stack in stacks for layer in stack.layers)
+    return [layer for layer in layers if all(everywhere[p] == count for p, count in holders(layer).items())]
 
 
 @contextmanager
@@ -67,15 +111,37 @@ def exchange(step: nn.Module, processes: Processes, last: bool) -> Iterator[None
 @contextmanager
 def gathered(step: nn.Module, processes: Processes) -> Iterator[None]:
     """Every process holds all parameters within the block, so that one of them may use the model alone."""
-    if not hasattr(step, "unshard"):
-        yield
-        return
+    units: list[Any] = [unit for unit in step.modules() if hasattr(unit, "unshard")]
     with processes.contact():
-        step.unshard()  # type: ignore[operator]
+        for unit in units:
+            unit.unshard()
     try:
+        with _unhooked(units):
+            yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+@contextmanager
+def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
+    """Without what gathers and frees parameters when units are called.
+
+    FSDP2 notes each call of a layer, without gradients too, and gathers in backward by what it noted: a process that
+    validated alone would gather something else than the others.
+    """
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    before = [(unit, name, getattr(unit, name)) for unit in units for name in names]
+    try:
+        for unit, name, hooks in before:
+            others = (
+                item for item in hooks.items() if type(getattr(item[1], "__self__", None)).__name__ != "FSDPState"
+            )
+            setattr(unit, name, OrderedDict(others))
         yield
     finally:
-        step.reshard()  # type: ignore[operator]
+        for unit, name, hooks in before:
+            setattr(unit, name, hooks)
 
 
 def whole_norm(norm: Tensor, processes: Processes) -> Tensor:

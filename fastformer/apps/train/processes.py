@@ -145,19 +145,26 @@ class Processes:
             dist.gather_object(value, values, dst=0, group=self.control)
         return values or []
 
-    def share(self, batch: Any) -> Any:
-        """Take the share of this process of a batch; None where it gets no sentence.
+    def share(self, batch: Any) -> tuple[Any, bool]:
+        """Take the share of this process of a batch; and whether it counts.
+
+        Where this process gets no sentence, it takes what another takes, too: every layer's parameters are gathered
+        and its gradients exchanged as often in all of them.
 
         Raises:
             TypeError: the batch cannot be shared.
         """
         if self.world == 1:
-            return batch
+            return batch, True
         if not hasattr(batch, "share"):
             raise TypeError(
                 f"batches: {type(batch).__name__} has no method share(rank, world), which {self.world} processes need"
             )
-        return batch.share(self.rank, self.world)
+        own = batch.share(self.rank, self.world)
+        if own is not None:
+            return own, True
+        shares = (batch.share(rank, self.world) for rank in range(self.world))
+        return next((each for each in shares if each is not None), batch), False
 
     def seed(self, seed: int, step: int = 0) -> int:
         """The seed of this process's own generators: `seed` itself in process 0, another one in each of the others."""

@@ -8,6 +8,7 @@ precision="fp16" multiplies the loss by a scale that keeps small gradients above
 is doubled (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -35,10 +36,8 @@ class _Step(nn.Module):
         self.model, self._loss = model, loss
 
     def forward(self, batch: Any) -> Tensor:
-        """The summed loss; of no batch it is 0, with gradients of 0, because every process must bring gradients."""
-        if batch is not None:
-            return self._loss(self.model, batch)
-        return torch.stack([p.flatten()[:0].sum().float() for p in self.parameters()]).sum()
+        """The summed loss."""
+        return self._loss(self.model, batch)
 
 
 class Update:
@@ -51,12 +50,13 @@ class Update:
         self, model: nn.Module, loss: Callable[[Any, Any], Tensor], config: TrainConfig, processes: Processes
     ) -> None:
         self.device = next(model.parameters()).device
-        self.module = wrap(_Step(model, loss), config.parallel, processes)
+        self._ours = is_ours(model, loss)  # before classes change
+        dtype, compiled = _PRECISIONS.get(config.precision), config.compile is not None
+        self.module = wrap(_Step(model, loss), config.parallel, processes, dtype, compiled)
         self.optimizer = build_optimizer(model, config)
         self.parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._config, self._processes = config, processes
         # Several processes exchange gradients parameter by parameter; a compiler casts on its own.
-        self._ours = is_ours(model, loss)
         together = self._ours and processes.world == 1 and config.compile is None
         self._cast = cast_parameters(model) if together else []
         self._called = list(model.modules())
@@ -81,21 +81,22 @@ class Update:
         tokens = sum(batch.tokens for batch in batches)
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            share = self._processes.share(batch)
+            share, counts = self._processes.share(batch)
             with exchange(self.module, self._processes, last=number == len(batches)):
-                on_device = None if share is None else share.to(self.device, non_blocking=True)
-                total += self.backward(on_device, max(tokens, 1))
+                on_device = share.to(self.device, non_blocking=True)
+                loss = self.backward(on_device, max(tokens, 1) if counts else math.inf)
+                total += loss if counts else 0.0
         self._processes.sum(total)
         with self._processes.contact():  # of sharded gradients, the processes compare what is finite
             self._scaler.unscale_(self.optimizer)
         return total, self.norm(), tokens
 
-    def backward(self, batch: Any, tokens: int | Tensor) -> Tensor:
+    def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
         """Add the gradients of a batch's loss, divided by the tokens of the step; its sum, without a gradient.
 
         Args:
-            batch: on the device; None where this process has none.
-            tokens: at least 1.
+            batch: on the device.
+            tokens: at least 1; infinity for gradients of 0.
         """
         with ExitStack() as stack:
             stack.enter_context(self.autocast())

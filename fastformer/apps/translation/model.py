@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
     ModelSettings,
+    exported,
     layouts_of,
     maps_of_each,
     packed_ids,
+    real_of,
     self_attention_maps,
     sequences_of,
     summed_cross_entropy,
@@ -138,10 +140,20 @@ class TranslationModel(nn.Module):
             target_in: int64 ids that begin with bos, packed `[T]` or padded `[B, T]`.
             target_lengths: likewise.
         """
+        if exported(source_lengths):
+            return self._padded(source, real_of("source", source, source_lengths), target_in, target_lengths)
         memory, source_layout = self.encode(source, source_lengths)
         ids, layout = packed_ids("target_in", target_in, target_lengths)
         x = self.target_embedding(ids, layout.positions, layout.max_length)
         return self.decoder.packed(x, layout, memory, source_layout)
+
+    def _padded(self, source: Tensor, keys: Tensor, target_in: Tensor, target_lengths: Tensor) -> Tensor:
+        """`forward` in padded form; keys: where the source is real."""
+        queries = real_of("target_in", target_in, target_lengths)
+        memory = self.encoder(self.source_embedding.padded(source), src_key_padding_mask=~keys)
+        x = self.target_embedding.padded(target_in)
+        hidden = {"tgt_key_padding_mask": ~queries, "memory_key_padding_mask": ~keys}
+        return self.decoder(x, memory, **hidden, tgt_is_causal=True)[queries]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states `[..., D]` to logits `[..., V]`."""

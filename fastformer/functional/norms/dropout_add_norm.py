@@ -18,6 +18,7 @@ from fastformer.functional.norms.layer_norm import (
     as_row,
     as_rows,
     as_shape,
+    as_wide,
     fits,
     gradient,
     gradient_dtypes,
@@ -117,7 +118,7 @@ def _step(
     takes_kernel = runs_fused(op, x, lambda: norm_limit(op, residual, *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):
         s = residual + drop(x, dropout_p)
-        y = plain(s, shape, *parameters)
+        y = plain(s, shape, *as_wide(s, *parameters))
         return (y if dtype is None else y.to(dtype)), s
     formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
     tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)

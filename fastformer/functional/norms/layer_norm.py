@@ -33,8 +33,8 @@ def layer_norm(
     Args:
         x: `[..., *normalized_shape]`, floating point.
         normalized_shape: the trailing dimensions; a number stands for one.
-        weight: `normalized_shape`, or None for ones.
-        bias: `normalized_shape`, or None for zeros.
+        weight: `normalized_shape`, or None for ones; of a narrower dtype than x, too.
+        bias: `normalized_shape`, or None for zeros; likewise.
         eps: added to the variance.
         dtype: of the result, which is rounded once; None: torch's.
 
@@ -47,7 +47,7 @@ def layer_norm(
     shape = as_shape(normalized_shape)
     takes_kernel = runs_fused("layer_norm", x, lambda: norm_limit("layer_norm", *parameters))
     if not (takes_kernel and fits(x, shape, *parameters)):  # what does not fit raises in torch
-        y = F.layer_norm(x, shape, *parameters, eps)
+        y = F.layer_norm(x, shape, *as_wide(x, *parameters), eps)
         return y if dtype is None else y.to(dtype)
     plain: Any = partial(F.layer_norm, eps=eps)
     formula = eager_formula(lambda rows, *parameters: plain(rows, rows.shape[-1:], *parameters))
@@ -151,6 +151,11 @@ def as_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def as_row(*parameters: Tensor | None) -> list[Tensor | None]:
     """View weights of the normalised shape as contiguous `[N]`."""
     return [x if x is None or (x.dim() == 1 and x.is_contiguous()) else x.reshape(-1).contiguous() for x in parameters]
+
+
+def as_wide(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Widen parameters of a narrower dtype than x, which kernels take as they are, and torch not at all."""
+    return [p if p is None or torch.promote_types(x.dtype, p.dtype) != x.dtype else p.to(x.dtype) for p in parameters]
 
 
 def gradient(like: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:

@@ -48,8 +48,9 @@ def assert_same_run(one: Path, other: Path) -> None:
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-7, atol=1e-10)
 
 
-def spawn(folder: Path, name: str, seconds: float = 120) -> list[dict[str, Any]]:
-    running = start_processes(work, (str(folder), name), WORLD, join=False)
+def spawn(folder: Path, *names: str, task: Any = work, seconds: float = 120) -> list[dict[str, Any]]:
+    """What two processes saw that do a task's scenarios of these names."""
+    running = start_processes(task, (str(folder), *names), WORLD, join=False)
     until = time.monotonic() + seconds
     while not running.join(1):
         if time.monotonic() > until:

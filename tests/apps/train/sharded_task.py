@@ -1,0 +1,279 @@
+"""What two processes do in the tests of layers that are sharded one by one; each leaves what it saw as a JSON file."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier, sequence_classification_loss
+from fastformer.apps.language.model import LanguageModel, language_model_loss
+from fastformer.apps.text import LabelledBatch
+from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.apps.train.parallel import gathered
+from fastformer.apps.train.update import Update
+from fastformer.apps.translation.model import TranslationModel, translation_loss
+from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.packing import unpack
+from tests.support import language_task, translation_task
+from tests.support.train_task import config as train_config
+from tests.support.train_task import trainer
+
+WORLD, LAYERS = 2, 3
+COUNTS = [3, 1, 2, 1, 4]  # sentences of batches; of one, a process has none
+
+
+def language_model(**changes: Any) -> LanguageModel:
+    torch.manual_seed(1)
+    return LanguageModel(language_task.config(layers=LAYERS, **changes))
+
+
+def translation_model() -> TranslationModel:
+    torch.manual_seed(1)
+    return TranslationModel(translation_task.config(norm_first=False, embeddings="shared"))
+
+
+def classifier() -> SequenceClassifier:
+    torch.manual_seed(1)
+    return SequenceClassifier(ClassifierConfig(17, 3, d_model=12, heads=3, layers=2, feed_forward=20, dropout=0.0))
+
+
+def lengths(index: int) -> list[int]:
+    return [2 + (3 * index + i) % 5 for i in range(COUNTS[index % len(COUNTS)])]
+
+
+def language_batch(index: int) -> Any:
+    return language_task.random_batch(lengths(index), index)
+
+
+def translation_batch(index: int) -> Any:
+    return translation_task.random_batch([(n, n % 4 + 1) for n in lengths(index)], index)
+
+
+def labelled_batch(index: int) -> LabelledBatch:
+    read = language_batch(index)
+    return LabelledBatch(read.ids_in, torch.arange(len(read.lengths)) % 3, read.lengths)
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor], Callable[[int], Any]]] = {
+    "language": (language_model, language_model_loss, language_batch),
+    "translation": (translation_model, translation_loss, translation_batch),
+    "classification": (classifier, sequence_classification_loss, labelled_batch),
+}
+
+
+class Batches:
+    """The batches of a family."""
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self.batch = batch
+
+    def batches_in(self, epoch: int) -> int:
+        return 7
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return (self.batch(7 * epoch + index) for index in range(start, 7))
+
+
+@torch.no_grad()
+def decoded(model: Any, batch: Any) -> float:
+    """What a decoder says of a batch, token by token."""
+    if isinstance(model, TranslationModel):
+        memory, layout = model.encode(batch.source, batch.source_lengths)
+        hidden = ~layout.mask()
+        cache = model.decoder.new_cache(unpack(memory, layout), memory_key_padding_mask=hidden)
+        embedding = model.target_embedding
+    else:
+        cache, embedding = model.decoder.new_cache(rows=1), model.embedding
+    total = 0.0
+    for position in range(3):
+        ids = torch.full((cache.rows, 1), 5 + position)
+        x = embedding(ids, torch.full_like(ids, position), position + 1)
+        total += float(model.decoder.step(x, cache).abs().sum())
+    return total
+
+
+def family_trainer(folder: Path, name: str, **changes: Any) -> Trainer:
+    """A run in fp64, whose validation calls the layers and decodes with a cache."""
+    make, loss, batch = FAMILIES[name]
+
+    def validate(model: Any) -> dict[str, float]:
+        batches = [batch(100 + i) for i in range(3)]
+        found = {"loss": float(sum(loss(model, b) for b in batches)) / sum(b.tokens for b in batches)}
+        return found if name == "classification" else {**found, "decoded": decoded(model, batches[0])}
+
+    given = {"steps": 9, "accumulate": 2, "log_every": 1, "validate_every": 2, "average": 2, "clip_norm": 0.3}
+    settings = TrainConfig(**{"lr": 0.01, "warmup_steps": 2, "batch_tokens": 64, **given, **changes})
+    model = make().double()
+    with torch.no_grad():  # the parameters of process 0 count
+        for parameter in model.parameters():
+            parameter.add_(Processes.current().rank)
+    return trainer(folder, settings, Batches(batch), model=model, loss=loss, validate=validate)
+
+
+def families(rank: int, folder: Path) -> Any:
+    """Runs from the start, and ones that one process began and another ends."""
+    torch.set_default_dtype(torch.float64)  # tables of positions, too
+    obstacles = []
+    for name in FAMILIES:
+        model = family_trainer(folder / name, name, parallel="fsdp")
+        model.fit()
+        parts = family_trainer(folder / f"{name}-parts", name, parallel="fsdp", steps=6, sharded_checkpoints=True)
+        parts.resume()
+        parts.fit()
+        again = family_trainer(
+            folder / f"{name}-again", name, parallel="fsdp", checkpoint_activations=True, sharded_checkpoints=True
+        )
+        again.fit()
+        stacks = [each for each in model.model.modules() if hasattr(each, "obstacle")]
+        obstacles.append([stack.obstacle() for stack in stacks])
+    torch.set_default_dtype(torch.float32)
+    return obstacles
+
+
+class Events:
+    """The collectives of a step, by the unit whose parameters they are of, and when layers compute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: list[Any] = []
+        layers: Any = model.decoder.layers
+        self.names = dict(zip(layers, range(LAYERS), strict=True))
+
+    def sizes(self, model: nn.Module) -> None:
+        """Learn how many numbers each unit's collectives are of: FSDP2 has all processes hold equal parts, padded."""
+        self.units: dict[int, str] = {}
+        units: Any = {f"{i}": list(layer.parameters()) for layer, i in self.names.items()}
+        inside = {id(p) for parameters in units.values() for p in parameters}
+        units["rest"] = [p for p in model.parameters() if id(p) not in inside]
+        for name, parameters in units.items():
+            self.units[sum(-(-len(p) // WORLD) * p[:1].numel() for p in parameters)] = name
+        assert len(self.units) == LAYERS + 1
+
+    def noted(self, what: str, run: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            tensors = [x for x in (*given, *options.values()) if isinstance(x, Tensor)]
+            unit = self.units[min(x.numel() for x in tensors)]  # a part, and all parts
+            self.seen.append(f"{what} {unit} {tensors[0].dtype}".replace("torch.", ""))
+            return run(*given, **options)
+
+        return call
+
+    def computing(self, run: Any) -> Any:
+        def packed(layer: Any, tokens: Tensor, *more: Any, **options: Any) -> Tensor:
+            name = self.names[layer]
+            self.seen.append(f"compute {name} {tokens.dtype} {layer.linear1.weight.dtype}".replace("torch.", ""))
+            if tokens.requires_grad:
+                tokens.register_hook(lambda _: self.seen.append(f"computed back {name}"))
+            return run(layer, tokens, *more, **options)  # type: ignore[no-any-return]
+
+        return packed
+
+
+def collectives(rank: int, folder: Path) -> Any:
+    """The order of collectives in a step; layers differ in width, so that sizes tell them apart."""
+    seen = {}
+    for precision in ("fp32", "bf16"):
+        model = language_model(positions="learned")
+        for i, layer in enumerate(model.decoder.layers):
+            model.decoder.layers[i] = TransformerEncoderLayer(
+                layer.self_attn.embed_dim, 3, 8 * (i + 1), 0.0, batch_first=True, norm_first=True
+            )
+        events = Events(model)
+        events.sizes(model)
+        settings = train_config(precision=precision, parallel="fsdp")
+        update = Update(model, language_model_loss, settings, Processes.current())
+        # torch 2.13's names, and what they were before.
+        names = {"all_gather_single": "gather", "reduce_scatter_single": "scatter"}
+        if not hasattr(torch.distributed, "all_gather_single"):
+            names = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
+        calls = {name: events.noted(what, getattr(torch.distributed, name)) for name, what in names.items()}
+        computing = events.computing(TransformerEncoderLayer.packed)
+        with (
+            mock.patch.object(TransformerEncoderLayer, "packed", computing),
+            mock.patch.multiple(torch.distributed, **calls),
+        ):
+            for step in range(2):
+                # One process validates before the first step, and between the two.
+                with gathered(update.module, Processes.current()), torch.no_grad(), update.autocast():
+                    if rank == 0:
+                        language_model_loss(model, language_batch(2))
+                events.seen = seen[f"{precision}, step {step}"] = []
+                update.gradients([language_batch(0)])
+                update.optimizer.zero_grad()
+                events.seen = []
+    return seen
+
+
+def precise(rank: int, folder: Path) -> Any:
+    """Gradients of a step in bf16, for the test to compare."""
+    for name, (make, loss, batch) in FAMILIES.items():
+        model = make()
+        update = Update(model, loss, train_config(precision="bf16", parallel="fsdp"), Processes.current())
+        total, norm, _ = update.gradients([batch(0), batch(1)])
+        grads = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
+        dtypes = {str(p.dtype) for p in model.parameters()} | {str(p.grad.dtype) for p in model.parameters()}
+        if rank == 0:
+            torch.save({"loss": total, "norm": norm, "grads": grads, "dtypes": dtypes}, folder / f"{name}.pt")
+    return None
+
+
+def shared(rank: int, folder: Path) -> Any:
+    """Layers that share parameters: which ones are units of their own, and what becomes of the others."""
+    from torch.distributed.fsdp import FSDPModule
+
+    torch.manual_seed(0)
+    model = language_model().double()
+    layers: Any = model.decoder.layers
+    layers[2].linear1.weight = layers[0].linear1.weight
+    update = Update(model, language_model_loss, train_config(parallel="fsdp"), Processes.current())
+    update.gradients([language_batch(0)])
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    if rank == 0:
+        torch.save(grads, folder / "shared.pt")
+    return {
+        "units": [isinstance(layer, FSDPModule) for layer in layers],
+        "tied": layers[2].linear1.weight is layers[0].linear1.weight,
+    }
+
+
+def caches(rank: int, folder: Path) -> Any:
+    """Decoding needs gathered layers, with their hooks, too."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = language_model().double()
+    plain = decoded(model, language_batch(0))
+    layers: Any = model.decoder.layers
+    for layer in layers:
+        fully_shard(layer)
+    said = None
+    try:
+        decoded(model, language_batch(0))
+    except RuntimeError as error:
+        said = str(error)
+    for layer in layers:
+        layer.unshard()
+    found = decoded(model, language_batch(0))
+    layers[1].register_forward_hook(lambda module, given, out: None)
+    hooked = None
+    try:
+        decoded(model, language_batch(0))
+    except RuntimeError as error:
+        hooked = str(error)
+    return {"plain": plain, "found": found, "said": said, "hooked": hooked}
+
+
+def work(rank: int, folder: str, *names: str) -> None:
+    """What a process of `processes.start_processes` does."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    seen = {}
+    for scenario in (collectives, precise, shared, caches, families):
+        if scenario.__name__ in names:
+            seen[scenario.__name__] = scenario(rank, Path(folder))
+            torch.distributed.barrier()
+    (Path(folder) / f"seen-{rank}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()

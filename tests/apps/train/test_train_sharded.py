@@ -1,0 +1,133 @@
+"""Two processes whose layers are sharded one by one train what one process trains, and gather while they compute."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from fastformer.apps.train import CheckpointFolder
+from tests.apps.train.sharded_task import FAMILIES, LAYERS, family_trainer, language_model, work
+from tests.apps.train.test_train_distributed import assert_same_run, spawn
+from tests.support.closeness import assert_close
+from tests.support.noise import DEVIATIONS, noise
+
+pytestmark = pytest.mark.slow  # importing DTensor alone takes seconds
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What needs no whole run, started once."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, spawn(folder, "collectives", "precise", "shared", "caches", task=work)
+
+
+def expected_order(dtype: str) -> list[str]:
+    """Layer i + 1 is gathered before layer i computes, layer i - 1 before i has computed backward.
+
+    The last layer stays gathered in between, and the rest from the first to the last; gradients are added up in fp32.
+    """
+    forward = ["gather rest float32", f"gather 0 {dtype}"]
+    for i in range(LAYERS):
+        forward += [f"gather {i + 1} {dtype}"] if i + 1 < LAYERS else []
+        forward.append(f"compute {i} float32 {dtype}")
+    backward = []
+    for i in reversed(range(LAYERS)):
+        backward += [f"gather {i - 1} {dtype}"] if i else []
+        backward += [f"computed back {i}", f"scatter {i} float32"]
+    return [*forward, *backward, "scatter rest float32"]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_the_next_layer_is_gathered_while_one_computes(steps, precision, dtype):
+    """Sums of layers are fp32 in either precision, and matrices what autocast reads."""
+    _, seen = steps
+    for each in seen:
+        for step in range(2):
+            assert each["collectives"][f"{precision}, step {step}"] == expected_order(dtype)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_in_bf16_are_as_exact_as_bf16(steps, name):
+    """Within the noise of a formula all of whose numbers are rounded to bf16."""
+    folder, _ = steps
+    make, loss, batch = FAMILIES[name]
+    batches = [batch(0), batch(1)]
+    tokens = sum(each.tokens for each in batches)
+
+    def wide() -> list[torch.Tensor]:
+        model = make().double()
+        total = sum(loss(model, each) for each in batches)
+        return [total.detach().double(), *torch.autograd.grad(total / tokens, list(model.parameters()))]
+
+    exact = wide()
+    found = torch.load(folder / f"{name}.pt")
+    assert found["dtypes"] == {"torch.float32"}
+    names = ["loss", *found["grads"]]
+    allowed = dict(zip(names, noise(wide, exact, torch.bfloat16), strict=True))
+    ours = dict(zip(names, [found["loss"], *found["grads"].values()], strict=True))
+    for key, wanted in zip(names, exact, strict=True):
+        error = float((ours[key].double() - wanted).abs().max())
+        assert error <= DEVIATIONS * allowed[key], f"{key}: {error:.3g}, allowed {DEVIATIONS * allowed[key]:.3g}"
+    norm = math.sqrt(sum(float(x.double().square().sum()) for x in found["grads"].values()))
+    assert float(found["norm"]) == pytest.approx(norm, rel=1e-5)
+
+
+def test_layers_that_share_parameters_are_gathered_with_the_rest(steps):
+    folder, seen = steps
+    for each in seen:
+        assert each["shared"] == {"units": [False, True, False], "tied": True}
+    model = language_model().double()
+    layers: Any = model.decoder.layers
+    layers[2].linear1.weight = layers[0].linear1.weight
+    _, loss, batch = FAMILIES["language"]
+    given = batch(0)
+    grads = torch.autograd.grad(loss(model, given) / given.tokens, list(model.parameters()))
+    for ours, wanted in zip(torch.load(folder / "shared.pt"), grads, strict=True):
+        assert_close(ours, wanted, roundings=1e3)
+
+
+def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(steps):
+    _, seen = steps
+    for each in seen:
+        caches = each["caches"]
+        assert caches["found"] == caches["plain"] > 1
+        assert caches["said"] == (
+            "layers.0 holds a part of its parameters, and decoding with a cache gathers none: unshard() it"
+        )
+        assert caches["hooked"].startswith("layers.1 has hooks, which decoding with a cache does not call")
+
+
+def test_every_family_trains_and_resumes_as_one_process_does(tmp_path):
+    """In fp64; with batches of one sentence, of which a process has none, and validation by one process."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in FAMILIES:
+            family_trainer(tmp_path / f"{name}-one", name).fit()
+            family_trainer(tmp_path / f"{name}-parts", name, steps=4).fit()
+        seen = spawn(tmp_path, "families", task=work, seconds=400)
+        for name in FAMILIES:
+            parts = family_trainer(tmp_path / f"{name}-parts", name)
+            assert parts.resume().is_sharded
+            parts.fit()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen[0]["families"] == [[None], [None, None], [None]]  # stacks ran without padding
+    for name in FAMILIES:
+        for kind in ("", "-parts", "-again"):
+            assert_same_run(tmp_path / f"{name}{kind}", tmp_path / f"{name}-one")
+        averages = [
+            CheckpointFolder(tmp_path / f"{name}{kind}" / "checkpoints").open(
+                tmp_path / f"{name}{kind}/checkpoints/average"
+            )
+            for kind in ("", "-again", "-one")
+        ]
+        wanted = averages[-1].weights()
+        for average in averages[:-1]:
+            for key, tensor in average.weights().items():
+                torch.testing.assert_close(tensor, wanted[key], rtol=1e-7, atol=1e-10)

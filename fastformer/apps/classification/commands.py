@@ -28,6 +28,7 @@ from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 
+_ROWS = 200  # of a table
 RUN = Path("runs") / APPLICATION.kind
 Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
@@ -73,16 +74,20 @@ def evaluate_run(
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[Path | None, typer.Option(help="file of labelled text, instead of --split")] = None,
 ) -> None:
-    """accuracy, macro-F1, and precision, recall and F1 of each label."""
+    """accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent."""
     part: Any = evaluation.split_of(split, source)
     corpus, found = evaluate_folder(run, source or part, checkpoint, device)
     console.print(f"{corpus}; checkpoint {checkpoint}")
+    # rich lays out some 700 rows a second, so that 100,000 labels would take minutes.
+    most = sorted(found.each, key=lambda each: -each.texts)[:_ROWS] if len(found.each) > _ROWS else found.each
     table = Table(box=None, pad_edge=False)
     for name in ("label", "texts", "precision", "recall", "F1"):
         table.add_column(name, justify="left" if name == "label" else "right", overflow="fold")
-    for each in found.each:
+    for each in most:
         table.add_row(each.label, f"{each.texts:,}", *(f"{x:.4f}" for x in (each.precision, each.recall, each.f1)))
     console.print(table)
+    if len(most) < len(found.labels):
+        console.print(f"these are the {len(most)} labels with the most texts, of {len(found.labels):,}")
     console.print(str(found))
 
 

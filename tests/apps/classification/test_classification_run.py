@@ -18,6 +18,7 @@ from fastformer.apps.classification import (
     Classifier,
     ClassifierConfig,
     SequenceClassifier,
+    commands,
     complete_run,
     encode_texts,
     evaluate,
@@ -79,6 +80,16 @@ def test_the_run_folder_describes_itself(folder: Path) -> None:
     assert len(validations) == 6
     assert {"loss", "accuracy", "macro_f1"} <= validations[0].keys()
     assert "run: classification run, " in command(folder, "info --run run")
+
+
+def test_of_many_labels_the_most_frequent_are_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "most.tsv").write_text("\n".join(x for x in LINES if not x.startswith("animal\tthe")) + "\n")
+    whole = command(folder, "evaluate --run run --source most.tsv").splitlines()
+    monkeypatch.setattr(commands, "_ROWS", 2)
+    out = command(folder, "evaluate --run run --source most.tsv").splitlines()
+    assert [line.split()[:2] for line in out[2:4]] == [["plant", "36"], ["tool", "36"]]
+    assert out[4] == "these are the 2 labels with the most texts, of 3"
+    assert out[5] == whole[-1]
 
 
 def test_it_learns_and_evaluate_prints_accuracy_and_a_row_a_label(folder: Path) -> None:

@@ -1,0 +1,258 @@
+"""Layers with options that torch's have not: padded, packed, with a cache and with weights, the same numbers.
+
+Rounding: everything is in fp64, where the ways differ by the order of sums over at most 64 numbers in a few layers:
+1e-12 leaves a factor of a hundred.
+"""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer
+from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
+from fastformer.packing import Layout, pack
+
+D, H, B, L = 32, 4, 3, 9
+LENGTHS = torch.tensor([9, 4, 6])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kv_heads": {"kv_heads": 2},
+    "head_size": {"head_size": 12},
+    "rotary": {"rotary": Rotary()},
+    "rotary of a share": {"rotary": Rotary(theta=500.0, share=0.5, interleaved=True), "kv_heads": 1, "head_size": 16},
+    "qk_norm": {"qk_norm": True, "rotary": Rotary(scaling=Llama3Scaling(original=8))},
+    "window": {"window": (2, None)},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"position_bias": ALiBi(H)},
+    "relative bias": {"position_bias": RelativeBias(H, 8, 6, dtype=torch.float64)},
+    "sinks": {"sinks": True},
+    "rms": {"norm": "rms"},
+}
+OPTIONS["all"] = {name: value for options in OPTIONS.values() for name, value in options.items()}
+each = pytest.mark.parametrize("name", OPTIONS)
+
+
+def fill(module: nn.Module) -> None:
+    """Draw all parameters, so that none is a 0 or a 1 that hides what becomes of it."""
+    torch.manual_seed(1)
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+
+
+def encoder(name: str, norm_first: bool = True, dropout: float = 0.0) -> fastformer.TransformerEncoder:
+    layer = fastformer.TransformerEncoderLayer(
+        D, H, 48, dropout, "swiglu", batch_first=True, norm_first=norm_first, dtype=torch.float64, **OPTIONS[name]
+    )
+    stack = fastformer.TransformerEncoder(layer, 2)
+    fill(stack)
+    return stack.eval()
+
+
+def decoder(name: str) -> fastformer.TransformerDecoder:
+    layer = fastformer.TransformerDecoderLayer(
+        D, H, 48, 0.0, "geglu", batch_first=True, norm_first=True, dtype=torch.float64, **OPTIONS[name]
+    )
+    stack = fastformer.TransformerDecoder(layer, 2, fastformer.RMSNorm(D, dtype=torch.float64))
+    fill(stack)
+    return stack.eval()
+
+
+def batch(length: int = L) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(B, length, D, dtype=torch.float64)
+
+
+def hidden(side: str) -> Tensor:
+    padding = torch.arange(L) >= LENGTHS[:, None]
+    if side == "gaps":
+        padding[0, 3] = padding[2, 1] = True
+    return padding.flip(1) if side == "left" else padding
+
+
+def ahead(length: int = L) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@each
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("side", ["right", "left", "gaps"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_changes_nothing(name, norm_first, side, causal):
+    stack, x, padding = encoder(name, norm_first), batch(), hidden(side)
+    assert stack.obstacle() is None
+    mask = ahead() if causal else None
+    real = (~padding)[:, :, None]
+    x.requires_grad_()
+    outs = [stack(x, mask, padding, is_causal=causal, padding_free=free) for free in (True, False)]
+    close(outs[0], outs[1].masked_fill(~real, 0))
+    weighed, weights = stack(x, mask, padding, is_causal=causal, need_weights=True)
+    close(weighed, outs[0])
+    assert weights.shape == (2, B, H, L, L)
+    grads = [torch.autograd.grad((out * real).square().sum(), [x, *stack.parameters()]) for out in outs]
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max() + 1))
+        assert expected.abs().max() > 0  # every parameter matters
+
+
+@each
+@pytest.mark.parametrize("capacity", [None, L])
+def test_steps_equal_the_whole(name, capacity):
+    stack, x = encoder(name), batch()
+    whole = stack(x, ahead(), is_causal=True)
+    cache = stack.new_cache(B, capacity=capacity)
+    read = torch.zeros(B, dtype=torch.int64)
+    for counts in ([3, 1, 0], [2, 2, 3], [1, 1, 1], [1, 1, 1], [2, 4, 4]):
+        new, longest = torch.tensor(counts), max(counts)
+        tokens = torch.zeros(B, longest, D, dtype=torch.float64)
+        for b, (first, n) in enumerate(zip(read.tolist(), counts, strict=True)):
+            tokens[b, :n] = x[b, first : first + n]
+        out = stack.step(tokens, cache, new)
+        for b, (first, n) in enumerate(zip(read.tolist(), counts, strict=True)):
+            close(out[b, :n], whole[b, first : first + n])
+        read += new
+    together = stack.new_cache(B, capacity=capacity)
+    parts = [stack.step(part, together) for part in x.split([1, 1, 4, 1, 2], 1)]
+    close(torch.cat(parts, 1), whole)
+
+
+@each
+def test_a_decoder_reads_its_memory_packed_and_in_steps(name):
+    stack, x, memory = decoder(name), batch(), batch(7).flip(0)
+    padding = torch.arange(7) >= torch.tensor([[5], [7], [2]])
+    given = {"tgt_mask": ahead(), "tgt_is_causal": True, "memory_key_padding_mask": padding}
+    whole = stack(x, memory, **given, padding_free=False)
+    close(stack(x, memory, **given), whole)
+    cache = stack.new_cache(memory, padding)
+    close(torch.cat([stack.step(part, cache) for part in x.split([4, 1, 1, 3], 1)], 1), whole)
+    assert stack.layers[0].multihead_attn.by_distance is False
+
+
+@each
+def test_packed_sequences_are_those_of_each(name):
+    stack, x = encoder(name), batch()
+    layout = Layout.from_lengths(LENGTHS, columns=L)
+    out = stack.packed(pack(x, layout), layout, causal=True)
+    for found, one, n in zip(out.split(LENGTHS.tolist()), x, LENGTHS.tolist(), strict=True):
+        close(found, stack(one[None, :n], ahead(n), is_causal=True)[0])
+
+
+def test_packed_sequences_with_gaps_are_refused_where_positions_count():
+    layout = Layout.from_mask(hidden("gaps"))
+    x = torch.randn(layout.total, D, dtype=torch.float64)
+    with pytest.raises(ValueError, match="layout must have no padding between"):
+        encoder("rotary").packed(x, layout)
+    encoder("kv_heads").packed(x, layout)
+    left = Layout.from_mask(hidden("left"))
+    encoder("rotary").packed(torch.randn(left.total, D, dtype=torch.float64), left)
+
+
+@each
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_in_both_orders_and_of_one_sequence(name, batch_first):
+    options = {key: value for key, value in OPTIONS[name].items() if key != "norm"}
+    attention = fastformer.MultiheadAttention(D, H, batch_first=batch_first, dtype=torch.float64, **options)
+    fill(attention)
+    x = batch()
+    order = x if batch_first else x.transpose(0, 1)
+    out, weights = attention(order, order, order, attn_mask=ahead())
+    out = out if batch_first else out.transpose(0, 1)
+    for found, one, its in zip(out, x, weights, strict=True):
+        alone, expected = attention(one, one, one, attn_mask=ahead())
+        close(found, alone)
+        close(its, expected)
+
+
+@each
+def test_pickles_copies_and_state_dicts(name):
+    stack, x = encoder(name), batch()
+    other = encoder(name)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1)
+    other.load_state_dict(stack.state_dict())
+    for twin in (pickle.loads(pickle.dumps(stack)), copy.deepcopy(stack), other):
+        assert torch.equal(twin(x), stack(x))
+
+
+def test_nothing_new_is_torchs():
+    ours = fastformer.TransformerEncoderLayer(D, H, kv_heads=None, rotary=None, norm="layer")
+    plain = fastformer.TransformerEncoderLayer(D, H)
+    theirs = nn.TransformerEncoderLayer(D, H)
+    assert list(plain.state_dict()) == list(theirs.state_dict()) == list(ours.state_dict())
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    assert set(vars(plain.self_attn)) == set(vars(theirs.self_attn))
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(5, 2, D)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_transformer_of_such_layers(norm):
+    torch.manual_seed(0)
+    options = {"kv_heads": 2, "rotary": Rotary(), "norm": norm}
+    model = fastformer.Transformer(D, H, 2, 2, 48, 0.0, "reglu", batch_first=True, dtype=torch.float64, **options)
+    kinds = {type(part) for name, part in model.named_modules() if "norm" in name}
+    assert kinds == {fastformer.RMSNorm if norm == "rms" else fastformer.LayerNorm}
+    source, target, padding = batch(), batch(6), hidden("right")
+    given = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding, "tgt_is_causal": True}
+    out = model(source, target, tgt_mask=ahead(6), **given)
+    model.encoder.padding_free = model.decoder.padding_free = False
+    close(out, model(source, target, tgt_mask=ahead(6), **given))
+    assert out.shape == target.shape
+
+
+def test_a_new_activation_alone():
+    model = fastformer.Transformer(D, H, 1, 1, 48, activation="swiglu")
+    assert model.encoder.layers[0].linear1.out_features == 96
+    assert model.decoder.layers[0].linear1.out_features == 96
+    layer = fastformer.TransformerEncoderLayer(D, H, 48, activation="silu")
+    assert layer.linear1.out_features == 48
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"kv_heads": 3}, ValueError, "kv_heads must divide num_heads, 4, not 3"),
+        ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1"),
+        ({"head_size": 7, "rotary": Rotary()}, ValueError, "rotary must turn an even number"),
+        ({"rotary": True}, ValueError, "rotary must be a fastformer.nn.Rotary"),
+        ({"norm": "batch"}, ValueError, "norm must be one of layer, rms"),
+        ({"qk_norm": 1}, ValueError, "qk_norm must be true or false"),
+        ({"position_bias": "alibi"}, ValueError, "position_bias must be a module"),
+        ({"key_heads": 2}, TypeError, "unexpected keyword argument 'key_heads'"),
+    ],
+)
+def test_what_does_not_fit(options, error, said):
+    with pytest.raises(error, match=said):
+        fastformer.TransformerEncoderLayer(D, H, **options)
+
+
+def test_what_does_not_fit_the_op():
+    layer = fastformer.TransformerEncoderLayer(D, H, window=(-1, 0))
+    with pytest.raises(ValueError, match="window must not hold negative numbers"):
+        layer(torch.randn(3, 2, D))
+    layer = fastformer.TransformerEncoderLayer(D, H, position_bias=ALiBi(2))
+    with pytest.raises(ValueError, match="distance_bias"):
+        layer(torch.randn(3, 2, D))
+    with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn must be False with kv_heads"):
+        fastformer.MultiheadAttention(D, H, add_bias_kv=True, kv_heads=2)
+    with pytest.raises(RuntimeError, match="activation should be relu/gelu/silu"):
+        fastformer.TransformerEncoderLayer(D, H, activation="swish")
+    with pytest.raises(ValueError, match="must not be given with stacks of your own"):
+        fastformer.Transformer(D, H, custom_encoder=nn.Identity(), custom_decoder=nn.Identity(), norm="rms")
+
+
+def test_revert_leaves_them():
+    model = nn.ModuleDict({"theirs": nn.TransformerEncoderLayer(D, H), "ours": encoder("all")})
+    fastformer.convert(model)
+    before = model["ours"](batch())
+    fastformer.revert(model)
+    assert type(model["theirs"]) is nn.TransformerEncoderLayer
+    assert torch.equal(model["ours"](batch()), before)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
-    ModelSettings,
     exported,
     layouts_of,
     packed_ids,
@@ -27,12 +26,12 @@ from fastformer.apps.models.common import (
     sequences_of,
     summed_cross_entropy,
 )
-from fastformer.apps.models.embeddings import Embedding, Positions
+from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size, numbers_in_layers
+from fastformer.apps.models.settings import ModelSettings
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
-from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.row_map import RowMap
@@ -61,7 +60,7 @@ class ClassifierConfig(ModelSettings):
     def matrix_numbers(self) -> int:
         """How many numbers the weight matrices have: all parameters but biases and norms."""
         rows = self.vocabulary + self.classes + (self.max_positions if self.positions == "learned" else 0)
-        return rows * self.d_model + numbers_in_layers(self, self.layers)
+        return rows * self.d_model + self.numbers_in_layers(self.layers)
 
 
 class _Classifier(nn.Module):
@@ -71,11 +70,12 @@ class _Classifier(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        positions: Positions = c.positions  # type: ignore[assignment]
-        layer = (c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias)
-        norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
-        self.embedding = Embedding(c.vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, c.dropout)
-        self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.layers, norm)
+        self.embedding = Embedding(
+            c.vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, c.dropout
+        )
+        self.encoder = TransformerEncoder(
+            TransformerEncoderLayer(*c.layer, **c.options(causal=False)), c.layers, c.final()
+        )
         self.dropout = nn.Dropout(c.dropout)
         self.output = nn.Linear(c.d_model, c.classes)
         initialise(self, c, output_is_over_vocabulary=False)

@@ -56,6 +56,9 @@ def export_ctranslate2(
     check_value("positions", positions, int, at_least=1)
     c = model.config
     activations = {"relu": specs.common_spec.Activation.RELU, "gelu": specs.common_spec.Activation.GELU}
+    beyond = [*c.options(causal=True), *([] if c.activation in activations else [f"activation {c.activation}"])]
+    if beyond or c.embedded_positions == "none":
+        raise ValueError(f"export to CTranslate2 knows no models with {', '.join(beyond) or 'no positions'}")
     # A final norm goes with pre-norm layers only, so the kind of layers is said afterwards.
     settings = {"activation": activations[c.activation], "no_final_norm": not c.final_norm}
     spec = application.ctranslate2(model, tokenizers, settings, positions)

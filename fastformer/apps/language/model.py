@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.common import (
-    ModelSettings,
     exported,
     layouts_of,
     packed_ids,
@@ -25,12 +24,12 @@ from fastformer.apps.models.common import (
     summed_cross_entropy,
     tie,
 )
-from fastformer.apps.models.embeddings import Embedding, Positions
+from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size, numbers_in_layers
+from fastformer.apps.models.settings import ModelSettings
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
 from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
-from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.settings import inherited, setting
@@ -68,7 +67,7 @@ class LanguageConfig(ModelSettings):
         """How many numbers the weight matrices have: all parameters but biases and norms."""
         positions = self.max_positions if self.positions == "learned" else 0
         rows = self.vocabulary * (1 if self.embeddings == "tied" else 2) + positions
-        return rows * self.d_model + numbers_in_layers(self, self.layers)
+        return rows * self.d_model + self.numbers_in_layers(self.layers)
 
 
 class LanguageModel(nn.Module):
@@ -81,18 +80,14 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         c = config
-        positions: Positions = c.positions  # type: ignore[assignment]
         embedding_dropout = c.dropout if c.embedding_dropout is None else c.embedding_dropout
         self.embedding = Embedding(
-            c.vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, embedding_dropout
+            c.vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, embedding_dropout
         )
-        layer = TransformerEncoderLayer(
-            c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias
-        )
+        layer = TransformerEncoderLayer(*c.layer, **c.options(causal=True))
         if c.attention_dropout is not None:  # torch's layer has one rate for itself and for its attention
             layer.self_attn.dropout = c.attention_dropout
-        norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
-        self.decoder = TransformerEncoder(layer, c.layers, norm)
+        self.decoder = TransformerEncoder(layer, c.layers, c.final())
         self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
         initialise(self, c)
         tie(self)

@@ -1,75 +1,21 @@
-"""What the models share: settings, ids in packed form, losses, attention maps.
+"""What the models share: ids in packed form, losses, attention maps.
 
 Letters: B batch, H heads, L layers, T packed positions, S positions attended to, D model width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.apps.models.embeddings import Positions
-from fastformer.apps.models.initialisation import RANGES, Initialisation
-from fastformer.apps.models.sizes import LARGEST
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
 from fastformer.nn.modules import plain
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout, pack, unpack
-from fastformer.settings import Settings, refuse_idle, setting
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
-    """The settings that all models have; a base of the models' own, which are stored with every checkpoint."""
-
-    d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
-    heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
-    feed_forward: int = setting(2048, "width of the feed-forward layers", at_least=1, at_most=LARGEST)
-    dropout: float = setting(0.1, "dropout everywhere", at_least=0, below=1)
-    activation: str = setting("relu", "activation", choices=("relu", "gelu"))
-    norm_first: bool = setting(True, "pre-norm layers (else post-norm)")
-    final_norm: bool = setting(True, "a norm after the last layer")
-    norm_eps: float = setting(1e-5, "epsilon of the layer norms", above=0)
-    bias: bool = setting(True, "biases in linear layers and norms")
-    positions: str = setting("sinusoidal", "position encoding", choices=get_args(Positions))
-    max_positions: int = setting(512, "longest sequence", at_least=1, at_most=LARGEST, only={"positions": "learned"})
-    scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
-    initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
-    initialisation_range: float | None = setting(
-        None,
-        "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
-        above=0,
-        only={"initialisation": tuple(RANGES)},
-    )
-    embedding_initialisation: str | None = setting(
-        None,
-        "of the embeddings, and of an output projection over the vocabulary that is not tied; unset: "
-        "embeddings with deviation 1/sqrt(d_model), the projection as the other matrices",
-        choices=get_args(Initialisation),
-    )
-    embedding_range: float | None = setting(
-        None,
-        "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)",
-        above=0,
-        only={"embedding_initialisation": tuple(RANGES)},
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.d_model % self.heads:
-            raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
-        ranges = {name: getattr(self, name) for name in ("initialisation_range", "embedding_range")}
-        refuse_idle({"": {name: width for name, width in ranges.items() if width is not None}}, {"": self})
-
-    @property
-    def longest(self) -> int | None:
-        """The most tokens of a sequence: learned positions end somewhere, sinusoidal ones do not."""
-        return self.max_positions if self.positions == "learned" else None
 
 
 def tie(model: Any, _keys: object = None) -> None:

@@ -16,7 +16,7 @@ from fastformer.modes import compiling
 from fastformer.nn.modules import plain
 from fastformer.settings import check_value
 
-Positions = Literal["sinusoidal", "learned"]
+Positions = Literal["sinusoidal", "learned", "none"]
 _FIRST = 4096
 
 
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
     Args:
         vocabulary: V.
         width: D.
-        positions: "sinusoidal" (any length; the table grows) or "learned" (up to max_length).
+        positions: "sinusoidal" (any length; the table grows), "learned" (up to max_length) or "none".
         max_length: most positions of learned encodings, first size of the sinusoidal table, which begins with at most
             4,096 and grows.
         scale: multiply the token embedding by sqrt(D), as Vaswani et al. (section 3.4); without it positions drown
@@ -58,6 +58,7 @@ class Embedding(nn.Module):
     """
 
     table: Tensor
+    adds_positions: bool = True
 
     def __init__(
         self,
@@ -76,12 +77,12 @@ class Embedding(nn.Module):
         check_value("dropout", dropout, float, at_least=0, below=1)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(max_length, width) if positions == "learned" else None
-        self.width = width
+        self.width, self.adds_positions = width, positions != "none"
         self.scale = math.sqrt(width) if scale else 1.0
         self.dropout = nn.Dropout(dropout)
         # Not part of the checkpoint: it follows from the width.
         table = (
-            torch.empty(0, width) if positions == "learned" else sinusoidal_positions(min(max_length, _FIRST), width)
+            sinusoidal_positions(min(max_length, _FIRST), width) if positions == "sinusoidal" else torch.empty(0, width)
         )
         self.register_buffer("table", table, persistent=False)
 
@@ -92,6 +93,8 @@ class Embedding(nn.Module):
             ValueError: length is beyond what learned positions hold.
         """
         if not (_looks_up(self.tokens) and _looks_up(self.positions) and plain(self.dropout, nn.Dropout)):
+            if not self.adds_positions:
+                return self.dropout(self.tokens(ids) * self.scale)  # type: ignore[no-any-return]
             if self.positions is None:
                 encoded = F.embedding(positions, self.encodings(length))
             else:
@@ -99,8 +102,8 @@ class Embedding(nn.Module):
                 encoded = self.positions(positions)
             return self.dropout(self.tokens(ids) * self.scale + encoded)  # type: ignore[no-any-return]
         p = self.dropout.p if self.dropout.training else 0.0
-        table = self.encodings(length)
-        return functional.embedding(ids, self.tokens.weight, table, positions, scale=self.scale, dropout_p=p)
+        added = (self.encodings(length), positions) if self.adds_positions else ()
+        return functional.embedding(ids, self.tokens.weight, *added, scale=self.scale, dropout_p=p)
 
     def padded(self, ids: Tensor) -> Tensor:
         """Embed ids `[B, length]` at positions from 0: `[B, length, D]`."""
@@ -111,8 +114,10 @@ class Embedding(nn.Module):
         """The encodings of the first `length` positions or more: `[length or more, D]`.
 
         Raises:
-            ValueError: length is beyond what learned positions hold.
+            ValueError: there are none, or length is beyond what learned positions hold.
         """
+        if not self.adds_positions:
+            raise ValueError("positions are not added to these embeddings: attention is told of them, if anything is")
         if self.positions is not None:
             self._check_length(length)
             return self.positions.weight

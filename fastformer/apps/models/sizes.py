@@ -19,12 +19,6 @@ _ROOT = Path("/")
 MOST_LAYERS = 10_000  # of one stack; each takes a millisecond and tens of kilobytes to make, however narrow it is
 
 
-def numbers_in_layers(settings: Any, layers: int, cross_attention: bool = False) -> int:
-    """The numbers in the weight matrices of a stack: attention has 4 D x D, the feed-forward part 2 D x F a layer."""
-    D, F = settings.d_model, settings.feed_forward
-    return int(layers * (4 * D * D * (2 if cross_attention else 1) + 2 * D * F))
-
-
 def describe_size(network: Callable[[Any], nn.Module], config: Any) -> str:
     """Distinct parameters and their bytes in words, of the model that is made of a configuration."""
     with torch.device("meta"):

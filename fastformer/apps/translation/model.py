@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
-    ModelSettings,
     exported,
     layouts_of,
     maps_of_each,
@@ -24,12 +23,12 @@ from fastformer.apps.models.common import (
     summed_cross_entropy,
     tie,
 )
-from fastformer.apps.models.embeddings import Embedding, Positions
+from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size, numbers_in_layers
+from fastformer.apps.models.settings import ModelSettings
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
 from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import LayerNorm
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout, unpack
 from fastformer.settings import inherited, setting
@@ -80,8 +79,8 @@ class TranslationConfig(ModelSettings):
         positions = 2 * self.max_positions if self.positions == "learned" else 0
         rows = source[self.embeddings] + self.target_vocabulary + positions
         encoder, decoder = (
-            numbers_in_layers(self, self.encoder_layers),
-            numbers_in_layers(self, self.decoder_layers, True),
+            self.numbers_in_layers(self.encoder_layers),
+            self.numbers_in_layers(self.decoder_layers, True),
         )
         return rows * self.d_model + encoder + decoder
 
@@ -95,14 +94,18 @@ class TranslationModel(nn.Module):
         c = config
 
         def embedding(vocabulary: int) -> Embedding:
-            positions: Positions = c.positions  # type: ignore[assignment]
-            return Embedding(vocabulary, c.d_model, positions, c.max_positions, c.scale_embeddings, c.dropout)
+            return Embedding(
+                vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, c.dropout
+            )
 
-        layer = (c.d_model, c.heads, c.feed_forward, c.dropout, c.activation, c.norm_eps, True, c.norm_first, c.bias)
+        layers = (
+            TransformerEncoderLayer(*c.layer, **c.options(causal=False)),
+            TransformerDecoderLayer(*c.layer, **c.options(causal=True)),
+        )
         self.source_embedding = embedding(c.source_vocabulary)
         self.target_embedding = embedding(c.target_vocabulary)
-        self.encoder = TransformerEncoder(TransformerEncoderLayer(*layer), c.encoder_layers, self._final_norm())
-        self.decoder = TransformerDecoder(TransformerDecoderLayer(*layer), c.decoder_layers, self._final_norm())
+        self.encoder = TransformerEncoder(layers[0], c.encoder_layers, c.final())
+        self.decoder = TransformerDecoder(layers[1], c.decoder_layers, c.final())
         self.output = nn.Linear(c.d_model, c.target_vocabulary, bias=c.output_bias)
         initialise(self, c)
         tie(self)
@@ -117,10 +120,6 @@ class TranslationModel(nn.Module):
             "shared": [self.source_embedding.tokens, self.output],
         }
         return [(taker, owner) for taker in takers[self.config.embeddings]]
-
-    def _final_norm(self) -> LayerNorm | None:
-        c = self.config
-        return LayerNorm(c.d_model, eps=c.norm_eps, bias=c.bias) if c.final_norm else None
 
     def encode(self, source: Tensor, source_lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
         """Encode source ids, packed `[S]` or padded `[B, S]`: packed memory `[S, D]` and its layout."""

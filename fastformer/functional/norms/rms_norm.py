@@ -47,7 +47,7 @@ def rms_norm(
     check_tensors(("x", "weight"), x, (), (weight,))
     shape = as_shape(normalized_shape)
     if not (runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", weight)) and fits(x, shape, weight)):
-        y = F.rms_norm(x, shape, *as_wide(x, weight), eps)
+        y = F.rms_norm(x, shape, as_wide(x, weight)[0], eps)
         return y if dtype is None else y.to(dtype)
     formula = eager_formula(lambda rows, weight: F.rms_norm(rows, rows.shape[-1:], weight, eps))
     y, _ = call(_RMSNorm, as_rows(x, shape), *as_row(weight), epsilon(eps), dtype or output_dtype(x), formula)

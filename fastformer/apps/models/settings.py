@@ -1,0 +1,160 @@
+"""The settings that all models have, and the layers that they ask for.
+
+Letters: D model width, F feed-forward width.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from torch import nn
+
+from fastformer.apps.models.embeddings import Positions
+from fastformer.apps.models.initialisation import RANGES, Initialisation
+from fastformer.apps.models.sizes import LARGEST
+from fastformer.nn.activations import FUNCTIONS, is_gated
+from fastformer.nn.options import NORMS, LayerOptions, make_norm
+from fastformer.nn.position_bias import ALiBi, RelativeBias
+from fastformer.nn.rotary import Llama3Scaling, Rotary
+from fastformer.settings import SET, Settings, refuse_idle, setting
+
+_IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention is told of, and embeddings are not
+_ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """The settings that all models have; a base of the models' own, which are stored with every checkpoint."""
+
+    d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
+    heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
+    feed_forward: int = setting(2048, "width of the feed-forward layers", at_least=1, at_most=LARGEST)
+    dropout: float = setting(0.1, "dropout everywhere", at_least=0, below=1)
+    activation: str = setting("relu", "activation", choices=tuple(FUNCTIONS))
+    norm: str = setting("layer", "layer norms, or rms: RMS norms", choices=NORMS)
+    norm_first: bool = setting(True, "pre-norm layers (else post-norm)")
+    final_norm: bool = setting(True, "a norm after the last layer")
+    norm_eps: float = setting(1e-5, "epsilon of the norms", above=0)
+    bias: bool = setting(True, "biases in linear layers and norms")
+    kv_heads: int | None = setting(
+        None,
+        "heads of keys and values, for grouped queries; must divide heads; unset: as many",
+        at_least=1,
+        at_most="heads",
+    )
+    head_size: int | None = setting(None, "numbers of a head; unset: d_model / heads", at_least=1, at_most=LARGEST)
+    qk_norm: bool = setting(False, "RMS norms of each head of queries and keys")
+    softcap: float | None = setting(None, "scores are capped smoothly at this", above=0)
+    window: int | None = setting(
+        None, "self-attention sees so many tokens on either side; unset: all", at_least=0, at_most=LARGEST
+    )
+    sinks: bool = setting(False, "a trained logit of each head of self-attention that takes weight and gives nothing")
+    positions: str = setting("sinusoidal", "position encoding", choices=(*get_args(Positions), *_IN_ATTENTION))
+    max_positions: int = setting(512, "longest sequence", at_least=1, at_most=LARGEST, only={"positions": "learned"})
+    rotary_theta: float = setting(10_000.0, "base of the frequencies", above=0, only=_ROTARY)
+    rotary_share: float = setting(1.0, "share of a head that is turned", above=0, at_most=1, only=_ROTARY)
+    rotary_scaling: float | None = setting(None, "positions are divided by this", above=0, only=_ROTARY)
+    rotary_original: int | None = setting(
+        None,
+        "length trained with before rotary_scaling, which then slows slow frequencies alone, as in Llama 3",
+        at_least=1,
+        only={"rotary_scaling": SET},
+    )
+    relative_buckets: int = setting(32, "buckets of distances", at_least=4, at_most=LARGEST, only=_RELATIVE)
+    relative_distance: int = setting(128, "distances from here on share a bucket", at_least=1, only=_RELATIVE)
+    scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
+    initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
+    initialisation_range: float | None = setting(
+        None,
+        "uniform: from -range to range, unset: 0.1; normal: deviation, unset: 0.02",
+        above=0,
+        only={"initialisation": tuple(RANGES)},
+    )
+    embedding_initialisation: str | None = setting(
+        None,
+        "of the embeddings, and of an output projection over the vocabulary that is not tied; unset: "
+        "embeddings with deviation 1/sqrt(d_model), the projection as the other matrices",
+        choices=get_args(Initialisation),
+    )
+    embedding_range: float | None = setting(
+        None,
+        "as initialisation_range, of the embeddings; normal, unset: 1/sqrt(d_model)",
+        above=0,
+        only={"embedding_initialisation": tuple(RANGES)},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_size is None and self.d_model % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide d_model ({self.d_model})")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
+        if self.positions == "rotary":
+            self._rotary().turned(self.head_width)
+        if self.positions == "relative" and (
+            self.relative_buckets % 2 or self.relative_distance <= self.relative_buckets // 2
+        ):
+            raise ValueError(
+                f"relative_buckets must be even, and half of them below relative_distance, not {self.relative_buckets} "
+                f"and {self.relative_distance}"
+            )
+        ranges = {name: getattr(self, name) for name in ("initialisation_range", "embedding_range")}
+        refuse_idle({"": {name: width for name, width in ranges.items() if width is not None}}, {"": self})
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence: learned positions end somewhere, others do not."""
+        return self.max_positions if self.positions == "learned" else None
+
+    @property
+    def embedded_positions(self) -> Positions:
+        """The encoding that is added to the embeddings."""
+        return "none" if self.positions in _IN_ATTENTION else self.positions  # type: ignore[return-value]
+
+    @property
+    def layer(self) -> tuple[Any, ...]:
+        """The arguments of a layer's constructor that are torch's."""
+        shape = self.d_model, self.heads, self.feed_forward, self.dropout, self.activation
+        return *shape, self.norm_eps, True, self.norm_first, self.bias
+
+    def options(self, causal: bool) -> LayerOptions:
+        """The keywords of a layer's constructor, none where nothing is other than torch's.
+
+        causal: whether self-attention sees what came before alone.
+        """
+        names = "norm", "kv_heads", "head_size", "qk_norm", "softcap", "sinks"
+        defaults = {f.name: f.default for f in fields(self)}
+        found: Any = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+        if self.window is not None:
+            found["window"] = (self.window, self.window)
+        if self.positions == "rotary":
+            found["rotary"] = self._rotary()
+        elif self.positions == "alibi":
+            found["position_bias"] = ALiBi(self.heads)
+        elif self.positions == "relative":
+            found["position_bias"] = RelativeBias(
+                self.heads, self.relative_buckets, self.relative_distance, bidirectional=not causal
+            )
+        return found  # type: ignore[no-any-return]
+
+    def _rotary(self) -> Rotary:
+        factor, original = self.rotary_scaling, self.rotary_original
+        llama = factor is not None and original is not None
+        scaling = Llama3Scaling(factor, original=original) if llama else factor  # type: ignore[arg-type]
+        return Rotary(self.rotary_theta, self.rotary_share, scaling)
+
+    @property
+    def head_width(self) -> int:
+        """Numbers of a head."""
+        return self.d_model // self.heads if self.head_size is None else self.head_size
+
+    def final(self) -> nn.Module | None:
+        """Make the norm after the last layer of a stack, if there is to be one."""
+        return make_norm(self.norm, self.d_model, self.norm_eps, self.bias, {}) if self.final_norm else None
+
+    def numbers_in_layers(self, layers: int, cross_attention: bool = False) -> int:
+        """The numbers in the weight matrices of a stack."""
+        D, F, kv_heads = self.d_model, self.feed_forward, self.kv_heads or self.heads
+        attention = 2 * D * self.head_width * (self.heads + kv_heads)
+        bias = self.heads * self.relative_buckets if self.positions == "relative" else 0
+        widths = 3 if is_gated(self.activation) else 2
+        return int(layers * (attention * (2 if cross_attention else 1) + bias + widths * D * F))

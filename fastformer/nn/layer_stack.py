@@ -192,7 +192,8 @@ class Stack(nn.Module):
         Raises:
             ValueError: x or lengths do not fit the cache, or the cache the stack, or a row would be longer than its
                 `longest`. The cache is as it was.
-            RuntimeError: a layer, or attention in it, has come to have hooks, a forward or a block of its own.
+            RuntimeError: a layer, or attention in it, has come to have hooks, a forward or a block of its own. At all
+                other parts `new_cache` alone looks: one that is replaced later must see each token alone.
         """
         if len(cache.layers) != len(self.layers):  # type: ignore[arg-type]
             raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")

@@ -9,9 +9,10 @@ form is an error; Europarl is used in parts, so there it is a warning in the rep
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.foreign_files import same_file
@@ -72,9 +73,9 @@ class DatasetReport:
 def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetReport:
     """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
 
-    Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name or
-    equal folders, ``FileNotFoundError`` when a file is missing, ``TextError`` when one is not what was published, and
-    ``RunLockedError`` while something else writes to the folder.
+    Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name,
+    equal folders, or files of somebody's own that would be replaced, ``FileNotFoundError`` when a file is missing,
+    ``TextError`` when one is not what was published, and ``RunLockedError`` while something else writes to the folder.
     """
     if name not in DATASETS:
         raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
@@ -106,11 +107,20 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):  # of two at once, each would say of the other's files that they are its own
-        (folder / "dataset.json").unlink(missing_ok=True)
+        if not (folder / "dataset.json").is_file():
+            _refuse_replacing(folder, files)
+        write_atomic(folder / "dataset.json", b"{}")  # what follows is half a dataset, and ours to replace
         for file, lines in files.items():
             write_lines(folder / file, lines)
         write_atomic(folder / "dataset.json", json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
     return report
+
+
+def _refuse_replacing(folder: Path, files: Iterable[str]) -> None:
+    """Raise ValueError where a file to be written is there, in a folder that no dataset was prepared in."""
+    for file in files:
+        if os.path.lexists(folder / file):
+            raise ValueError(f"{folder / file} is there, and of no prepared dataset; choose another folder")
 
 
 def open_dataset(
@@ -178,6 +188,7 @@ def _read_report(folder: Path) -> DatasetReport:
     path = folder / "dataset.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
+    content: Any = None
     try:
         content = read_json(path)
         return DatasetReport(
@@ -190,7 +201,8 @@ def _read_report(folder: Path) -> DatasetReport:
             warnings=list(content["warnings"]),
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise TextError(f"{path}: damaged ({error!r}); prepare the dataset again") from error
+        what = "its preparation did not end" if content == {} else f"damaged ({error!r})"
+        raise TextError(f"{path}: {what}; prepare the dataset again") from error
 
 
 def _open_split(source: Path, target: Path, expected: dict[str, int], limit: int | None) -> ParallelCorpus:

@@ -119,20 +119,25 @@ def test_missing_files_and_folders(tmp_path, monkeypatch):
         prepare("europarl", tmp_path / "europarl", tmp_path / "to")
 
 
-def test_an_interrupted_preparation_is_not_opened(tmp_path, monkeypatch):
+@pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
+def test_an_interrupted_preparation_is_not_opened_and_may_be_repeated(tmp_path, monkeypatch, before):
     folder = small_multi30k(tmp_path / "from", monkeypatch)
-    prepare("multi30k", folder, tmp_path / "to")
+    if before:
+        prepare("multi30k", folder, tmp_path / "to")
 
     def full_disk(path, lines):
         if path.name == "valid.en":
             raise OSError(28, "No space left on device")
         write_lines(path, lines)
 
-    monkeypatch.setattr(datasets, "write_lines", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        prepare("multi30k", folder, tmp_path / "to")
-    with pytest.raises(FileNotFoundError, match=r"dataset\.json: no such file; make the folder with"):
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "write_lines", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            prepare("multi30k", folder, tmp_path / "to")
+    with pytest.raises(TextError, match=r"dataset\.json: its preparation did not end; prepare the dataset again"):
         open_dataset(tmp_path / "to", "en", "de")
+    prepare("multi30k", folder, tmp_path / "to")
+    assert len(open_dataset(tmp_path / "to", "en", "de")[0]) == 30
 
 
 def test_of_two_into_one_place_at_once_the_second_is_refused(tmp_path, monkeypatch):
@@ -173,3 +178,12 @@ def test_damaged_folders(tmp_path, monkeypatch):
 def test_every_dataset_has_a_notice():
     assert DATASETS == ("multi30k", "europarl", "wikitext2")
     assert all("Cite" in datasets._NOTICES[name] for name in DATASETS)
+
+
+def test_files_of_somebodys_own_are_not_replaced(tmp_path, monkeypatch):
+    origin, folder = small_multi30k(tmp_path / "from", monkeypatch), tmp_path / "to"
+    folder.mkdir()
+    (folder / "valid.en").write_text("mine\n")
+    with pytest.raises(ValueError, match=r"valid\.en is there, and of no prepared dataset"):
+        prepare("multi30k", origin, folder)
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("valid.en", "mine\n")]

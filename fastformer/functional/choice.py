@@ -21,6 +21,7 @@ OPS = (
     "dropout_add_layer_norm",
     "feed_forward",
     "embedding",
+    "rotary",
     "linear_cross_entropy",
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -47,10 +47,10 @@ def faults() -> Iterator[Fault]:
     )
     yield at(
         file,
-        values("half", masked),
-        "rotary: a tile that is wider than a half is not masked",
-        "inside = real & (pairs < PAIRS)",
-        "inside = real & (pairs < BLOCK_R)",
+        values("half", partial),
+        "rotary: strides are taken for whole vectors",
+        "math.gcd(16 // x.element_size(), *of_x)",
+        "16 // x.element_size()",
     )
     yield at(
         file,

@@ -62,7 +62,13 @@ def _calls() -> list[tuple[str, list[Tensor], Callable[..., Tensor], Callable[..
     x, r, w, b = _parameters((8, D), (8, D), (D,), (D,))
     w1, b1, w2, b2 = _parameters((64, D), (64,), (D, 64), (D,))
     vocabulary, bias = _parameters((50, D), (50,))
+    (projected,), (cos, sin) = _parameters((8, 2 * H, 16)), torch.randn(2, 8, 8)
     norm = (D,)
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        cos, sin = torch.cat([cos, cos], -1)[:, None], torch.cat([sin, sin], -1)[:, None]
+        return x * cos + torch.cat([-b, a], -1) * sin
 
     def padded(x: Tensor) -> Tensor:
         return x.view(2, 4, H, 16).transpose(1, 2)
@@ -88,6 +94,8 @@ def _calls() -> list[tuple[str, list[Tensor], Callable[..., Tensor], Callable[..
         ("embedding", [vocabulary],
          lambda w: functional.embedding(ids, w, table, positions, scale=5.0, dropout_p=P),
          lambda w: F.dropout(F.embedding(ids, w) * 5.0 + table[positions], P)),
+        ("rotary", [projected], lambda x: functional.rotary(x[:, :H], positions, cos, sin),
+         lambda x: turn(x[:, :H], cos[positions], sin[positions])),
         ("linear_cross_entropy", [x, vocabulary, bias],
          lambda x, w, b: functional.linear_cross_entropy(x, w, target, b, label_smoothing=0.1),
          lambda x, w, b: F.cross_entropy(F.linear(x, w, b), target, label_smoothing=0.1)),

@@ -101,7 +101,7 @@ def install() -> None:
     stand_in(NullDriver())
     # As on a GPU: torch's own dropout, one kernel, no look at values, and norms in fp32 under autocast.
     setattr(sys.modules["fastformer.functional.dropout"], "drop", _native_dropout)  # noqa: B010
-    for op in ("attention", "embedding", "linear_cross_entropy"):
+    for op in ("attention", "embedding", "rotary", "linear_cross_entropy"):
         setattr(sys.modules[f"fastformer.functional.{op}.op"], "readable", lambda _: False)  # noqa: B010
     sys.modules["fastformer.functional.norms.layer_norm"].IN_FLOAT32.add("cpu")
 

@@ -21,6 +21,7 @@ from fastformer_kernels.embedding import kernels as embedding
 from fastformer_kernels.feed_forward import kernels as feed_forward
 from fastformer_kernels.linear_cross_entropy import kernels as linear_cross_entropy
 from fastformer_kernels.norms import dropout_add_norm, layer_norm, rms_norm
+from fastformer_kernels.rotary import kernels as rotary
 
 Config = dict[str, int]
 Kernel = Callable[..., Sequence[Tensor]]
@@ -306,9 +307,21 @@ def _embedding_cases(tiny: bool) -> Iterator[Tuned]:
         yield Tuned(name, f"{M:,} x {N}", prepare, Site(embedding, "tile"), axes)
 
 
+def _rotary_cases(tiny: bool) -> Iterator[Tuned]:
+    M, heads, K, P = (10, 8, 16, 5) if tiny else (16384, 40, 64, 2048)
+
+    def prepare(device: torch.device) -> Kernel:
+        x, positions = _randn(device, M, heads + 8, K)[:, :heads], torch.arange(M, device=device) % P
+        cos, sin = (torch.randn(P, K // 2, device=device) for _ in range(2))
+        return lambda: [rotary.rotary(x, positions, cos, sin, False, 1.0)]
+
+    axes = (Axis("BLOCK_M", 1, 128), Axis("BLOCK_H", 1, 8), WARPS)
+    yield Tuned("rotary", f"{M:,} x {heads} x {K}", prepare, Site(rotary, "tile"), axes)
+
+
 def find_cases(tiny: bool = False) -> list[Tuned]:
     """All cases, what is worth most first; `tiny` for the interpreter."""
-    makers = (_norm_cases, _loss_cases, _feed_forward_cases, _embedding_cases, _decode_cases)
+    makers = (_norm_cases, _loss_cases, _feed_forward_cases, _embedding_cases, _rotary_cases, _decode_cases)
     rest = [case for maker in makers for case in maker(tiny)]
     if tiny:
         return [*_attention_cases(1, 2, 20, 16, _INTERPRETED), *rest]

@@ -22,6 +22,7 @@ OPS = (
     "dropout_add_rms_norm",
     "feed_forward",
     "embedding",
+    "rotary",
     "linear_cross_entropy",
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

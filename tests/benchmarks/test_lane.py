@@ -115,7 +115,11 @@ def test_the_dry_run_of_the_facts(tmp_path, capsys):
     [
         (["--minutes", "0"], "0123456", "--minutes is 0; allowed is more than 0"),
         (["--minutes", "nan"], "0123456", "--minutes is nan"),
-        (["--only", "fact"], "0123456", "unknown 'fact'; known runs: tests, ops, training, models, compiled; known st"),
+        (
+            ["--only", "fact"],
+            "0123456",
+            "unknown 'fact'; known runs: tests, ops, positions, training, models, compiled",
+        ),
         (["--out", __file__], "0123456", "is not an empty folder"),
         ([], "", f"{COMMIT}: the commit is ''"),
     ],
@@ -139,7 +143,14 @@ def test_every_benchmark_is_in_a_run_and_every_run_fits_into_its_time(tmp_path):
     assert left_to("not (compile or flex)") == {f"benchmarks/{path.name}" for path in files.values()}
     compiled = {p for p in files.values() if re.search(r'"(torch\.nn-)?compile"|"flex"', p.read_text(encoding="utf-8"))}
     assert left_to("compile or flex") == {f"benchmarks/{path.name}" for path in compiled}
-    for run, minutes in {"tests": 5.0, "ops": 9.0, "training": 9.0, "models": 9.0, "compiled": 9.0}.items():
+    for run, minutes in {
+        "tests": 5.0,
+        "ops": 9.0,
+        "positions": 2.0,
+        "training": 9.0,
+        "models": 9.0,
+        "compiled": 9.0,
+    }.items():
         asked = plan.chosen(run, dry=False)
         assert list(asked) == ["facts", *plan.PLAN[run]]
         assert sum(asked.values()) <= lane._without_summary(60 * minutes)

@@ -76,6 +76,11 @@ def embed(D: int, dtype: torch.dtype) -> Tensor:
     return functional.embedding(ids, leaf(50, D, dtype=dtype), leaf(64, D, dtype=dtype), ids, dropout_p=0.1)
 
 
+def turn(K: int, dtype: torch.dtype) -> Tensor:
+    cos, sin = torch.randn(2, 64, K // 2)
+    return functional.rotary(leaf(64, 12, K, dtype=dtype)[:, :8], torch.arange(64), cos, sin)
+
+
 def loss(V: int, dtype: torch.dtype) -> Tensor:
     target = torch.arange(16) * 7 % V
     given = leaf(16, 64, dtype=dtype), leaf(V, 64, dtype=dtype), target, leaf(V, dtype=dtype)
@@ -98,6 +103,7 @@ def _cases() -> Iterator[tuple[str, Call]]:
         yield f"feed_forward {activation} {F} bf16", partial(feed_forward, activation, F, bf16)
     for dtype, name in ((bf16, "bf16"), (fp32, "fp32")):
         yield f"embedding 512 {name}", partial(embed, 512, dtype)
+        yield f"rotary 64 {name}", partial(turn, 64, dtype)
         yield f"linear_cross_entropy 4096 {name}", partial(loss, 4096, dtype)
     yield "feed_forward gelu 2048 fp32", partial(feed_forward, "gelu", 2048, fp32)
     yield "linear_cross_entropy 1001 bf16", partial(loss, 1001, bf16)

@@ -143,7 +143,14 @@ def test_denormals_are_numbers_like_others() -> None:
 
 
 # Ops whose output row i depends on row i of their first inputs, so many of them, and on what all rows share.
-BY_ROW = {"layer_norm": 1, "rms_norm": 1, "dropout_add_layer_norm": 2, "dropout_add_rms_norm": 2, "feed_forward": 1}
+BY_ROW = {
+    "layer_norm": 1,
+    "rms_norm": 1,
+    "dropout_add_layer_norm": 2,
+    "dropout_add_rms_norm": 2,
+    "feed_forward": 1,
+    "rotary": 1,
+}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

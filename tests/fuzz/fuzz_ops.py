@@ -248,6 +248,36 @@ def embedding(random: Random) -> Call:
     return Call(functional.embedding, given, formula)
 
 
+def rotary(random: Random) -> Call:
+    """Part of a head or all of it, positions of every shape that fits, in bounds or not."""
+    dtype = random.choice(DTYPES)
+    P, K = random.choice((1, 9)), random.choice((2, 5, 8))
+    tokens = random.choice(((4,), (2, 3), (0,), (), (2, 1, 3)))
+    R = 2 * random.randint(0, K // 2)
+    positions = torch.randint(0, P, [n if random.random() < 0.7 else 1 for n in tokens][random.randrange(2) :])
+    if random.random() < 0.1:
+        positions = positions + random.choice((-P - 1, P))
+    table = random.choice((torch.float32, torch.float64))
+    given: Arguments = {
+        "x": numbers(random, *tokens, random.choice((1, 3)), K, dtype=dtype),
+        "positions": positions,
+        "cos": numbers(random, P, R // 2, dtype=table).detach(),
+        "sin": numbers(random, P, R // 2, dtype=table).detach(),
+        "interleaved": random.random() < 0.5,
+    }
+
+    def formula(x, positions, cos, sin, interleaved) -> Tensor:
+        R = 2 * cos.shape[1]
+        first, second = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
+        angle = torch.complex(cos[positions], sin[positions])[..., None, :]
+        turned = torch.complex(x[..., first], x[..., second]) * angle
+        out = x.clone()
+        out[..., first], out[..., second] = turned.real, turned.imag
+        return out
+
+    return Call(functional.rotary, given, formula)
+
+
 def linear_cross_entropy(random: Random) -> Call:
     """With targets that count for nothing, or are none."""
     dtype = random.choice(DTYPES)
@@ -272,4 +302,4 @@ def linear_cross_entropy(random: Random) -> Call:
     return Call(functional.linear_cross_entropy, given, formula)
 
 
-OPS = (attention, attention, attention, packed_attention, norm, feed_forward, embedding, linear_cross_entropy)
+OPS = (attention, attention, attention, packed_attention, norm, feed_forward, embedding, rotary, linear_cross_entropy)

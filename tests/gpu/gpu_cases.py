@@ -95,6 +95,16 @@ def embedding(device: str, p: float) -> GpuCase:
     return lambda w, t: functional.embedding(ids, w, t, positions, scale=D**0.5, dropout_p=p), inputs
 
 
+def rotary(device: str, interleaved: bool) -> GpuCase:
+    angles = torch.arange(T)[:, None] * 10000.0 ** -(torch.arange(K // 2) * 2 / K)
+    positions, cos, sin = (x.to(device) for x in (torch.arange(M) % T, angles.cos(), angles.sin()))
+
+    def op(x: Tensor) -> Tensor:  # queries and keys of a projection
+        return functional.rotary(x[:, : H + 2], positions, cos, sin, interleaved=interleaved)
+
+    return op, [normal(M, H + 4, K + 16)]
+
+
 def linear_cross_entropy(device: str, reduction: str) -> GpuCase:
     target = torch.randint(V, (M,), device=device)
     target[::7] = -100
@@ -121,6 +131,8 @@ CASES: dict[str, Callable[[str, float], GpuCase]] = {
     "feed_forward": lambda device, p: feed_forward("gelu", 1, p),
     "feed_forward, gated": lambda device, p: feed_forward("swiglu", 2, p),
     "embedding": embedding,
+    "rotary": lambda device, p: rotary(device, False),
+    "rotary, interleaved": lambda device, p: rotary(device, True),
     "linear_cross_entropy": lambda device, p: linear_cross_entropy(device, "mean"),
     "linear_cross_entropy, rows": lambda device, p: linear_cross_entropy(device, "none"),
 }

@@ -94,6 +94,7 @@ CALLS = {
     "dropout_add_rms_norm": lambda: functional.dropout_add_rms_norm(X, X, 3),
     "feed_forward": lambda: functional.feed_forward(X, X, None, X.T, None),
     "embedding": lambda: functional.embedding(torch.tensor([0, 1]), X),
+    "rotary": lambda: functional.rotary(X, torch.tensor(0), torch.ones(1, 1), torch.zeros(1, 1)),
     "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, X, torch.tensor([0, 1])),
 }
 

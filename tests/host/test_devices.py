@@ -38,6 +38,9 @@ CALLS = {
     },
     functional.linear_cross_entropy: {"x": x, "weight": torch.randn(V, D), "target": ids, "bias": torch.zeros(V)},
     functional.embedding: {"ids": ids, "weight": torch.randn(V, D), "table": x, "positions": ids},
+    functional.rotary: {
+        "x": heads, "positions": torch.arange(T), "cos": torch.randn(T, D // 2), "sin": torch.randn(T, D // 2),
+    },
     functional.dropout: {"x": x, "p": 0.5},
     pack: {"padded": torch.randn(2, 3, D), "layout": layout},
     unpack: {"tokens": x, "layout": layout},
@@ -45,7 +48,7 @@ CALLS = {
     from_nested: {"nested": to_nested(x, layout)},
 }  # fmt: skip
 OPTIONAL = {"mask", "key_mask", "query_lengths", "key_lengths", "key_layout", "bias", "bias1", "bias2"}
-EITHER = {"table", "positions"}  # both or none
+EITHER = [(functional.embedding, "table"), (functional.embedding, "positions")]  # both or none
 GIVEN = [(op, name) for op, given in CALLS.items() for name, a in given.items() if isinstance(a, Tensor | Layout)]
 MIXABLE = [(op, name) for op, name in GIVEN if sum(o is op for o, _ in GIVEN) > 1]
 IDS = "{0.__name__}-{1}".format
@@ -103,7 +106,7 @@ def test_nothing_ran_before_the_refusal():
 def test_what_is_no_tensor_is_refused_by_name(op, name, wrong):
     if wrong is None and (name in OPTIONAL or (name == "weight" and "normalized_shape" in CALLS[op])):
         pytest.skip("None is allowed")
-    error = ValueError if wrong is None and name in EITHER else TypeError
+    error = ValueError if wrong is None and (op, name) in EITHER else TypeError
     with pytest.raises(error, match=rf"^{name} (must be a (Tensor|Layout), not {type(wrong).__name__}|is None)"):
         op(**CALLS[op] | {name: wrong})
 

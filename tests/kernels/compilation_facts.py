@@ -139,6 +139,14 @@ def sliced(n: int, dtype: torch.dtype) -> None:
     differentiate(functional.linear_cross_entropy(x, w, ids, label_smoothing=0.1), [x, w])
 
 
+def turned(n: int, dtype: torch.dtype) -> None:
+    """Queries and keys of one projection, dense and packed, and of a step."""
+    x, (cos, sin) = random(2, n, 4, K, dtype=dtype), torch.randn(2, 600, K // 2)
+    differentiate(functional.rotary(x[:, :, :3], torch.arange(n + 1)[1:], cos, sin), [x])
+    differentiate(functional.rotary(x[0, :, :3], torch.arange(n + 1)[1:], cos, sin), [x])
+    functional.rotary(x[:, -1:, :3], torch.full((2, 1), n), cos, sin)
+
+
 def trained(n: int, dtype: torch.dtype, model: TranslationModel) -> None:
     """A training step of a translation model: packed by autocast in 16 bits, padded in fp32."""
     bf16 = dtype == torch.bfloat16
@@ -169,7 +177,7 @@ def main() -> None:
     )
     model = TranslationModel(config)
     forms: dict[str, Callable[[int, torch.dtype], None]] = {name: partial(op, name) for name in CALLS}
-    forms |= {run.__name__: run for run in (projected, crossed, masked, allowed, packed, decoded, rows, sliced)}
+    forms |= {run.__name__: run for run in (projected, crossed, masked, allowed, packed, decoded, rows, sliced, turned)}
     forms["trained"] = partial(trained, model=model)
     for name, run in forms.items():
         before = NotCompiled.launches

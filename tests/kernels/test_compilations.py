@@ -18,9 +18,9 @@ def facts():
 
 
 def test_every_form_is_launched_at_every_length(facts):
-    assert len(facts["launches"]) == 18
+    assert len(facts["launches"]) == 20
     assert all(launches >= 2 * 100 for launches in facts["launches"].values()), facts["launches"]
-    assert len(facts["kernels"]) == 23
+    assert len(facts["kernels"]) == 24
 
 
 def test_one_variant_for_a_hundred_lengths(facts):

@@ -52,6 +52,13 @@ def test_layer_norm():
     assert len(files) <= 8, files
 
 
+def test_rotary():
+    x, positions, (cos, sin) = torch.randn(8, 2, 32), torch.arange(8), torch.randn(2, 8, 16)
+    files = files_to("rotary_kernel", lambda: fastformer.functional.rotary(x, positions, cos, sin))
+    assert files[0] == "fastformer/functional/rotary/op.py"
+    assert len(files) <= 7, files
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("form", ["padding", "causal and padding", "additive and padding"])
 def test_masked_attention(form, grad):

@@ -33,6 +33,12 @@ def ids(n: int, device: str) -> Tensor:
     return torch.arange(n, device=device) % V
 
 
+def turned(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions that do not grow, and tables for a part of each head."""
+    angles = torch.arange(V, device=device)[:, None] / (1.0 + torch.arange(D // 2 - 2, device=device))
+    return 7 * ids(n, device) % V, angles.cos(), angles.sin()
+
+
 CALLS = {
     "attention": Call(
         lambda n: [(1, 2, n, D)] * 3,
@@ -70,6 +76,12 @@ CALLS = {
         lambda n: [(V, D), (V, D)],
         lambda i, p, weight, table: functional.embedding(i, weight, table, i, scale=2.0, dropout_p=p),
         ids,
+    ),
+    "rotary": Call(
+        lambda n: [(n, 4, D)],
+        lambda tables, _, x: functional.rotary(x, *tables),
+        turned,
+        dropout=False,
     ),
     "linear_cross_entropy": Call(
         lambda n: [(n, D), (V, D), (V,)],

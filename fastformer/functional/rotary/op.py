@@ -1,14 +1,23 @@
-"""Rotary position embeddings (Su et al. 2021, RoFormer, equation 34): op, checks, reference.
+"""Rotary position embeddings (Su et al. 2021, equation 34): op, checks, reference, registration, autograd Function.
+
+The gradient is turned back, by the same op with the negative angle, which has one in turn: x is not kept for backward,
+and gradients may be differentiated as often as one likes.
 
 Letters: H heads, K head size, R the first numbers of a head that are turned, P positions.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.functional.choice import runs_fused
+from fastformer.host.autograd_function import call, define
 from fastformer.host.devices import check_tensors
 from fastformer.modes import readable
+
+_LARGEST_HEAD = 1024  # a tile of the kernel has whole heads
 
 
 def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -35,7 +44,17 @@ def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleave
     """
     check_tensors(("x", "positions", "cos", "sin"), x, (positions, cos, sin))
     _check(x, positions, cos, sin)
-    return _plain(x, positions, cos, sin, interleaved)
+
+    def limit() -> str | None:
+        K = x.shape[-1]
+        return f"rotary takes heads of at most {_LARGEST_HEAD} numbers, not {K}" if K > _LARGEST_HEAD else None
+
+    if not runs_fused("rotary", x, limit):
+        return _plain(x, positions, cos, sin, interleaved)
+    if x.dim() > 4:  # the kernel knows two dimensions of tokens
+        positions = positions.expand(x.shape[:-2]).flatten(0, -2)
+        return call(_Rotary, x.flatten(0, -4), positions, cos, sin, interleaved, 1.0).view(x.shape)  # type: ignore[no-any-return]
+    return call(_Rotary, x, positions, cos, sin, interleaved, 1.0)  # type: ignore[no-any-return]
 
 
 def _check(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -81,3 +100,27 @@ def _plain(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     turned = torch.addcmul(a * c, b, s, value=-1), torch.addcmul(b * c, a, s)
     out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return torch.cat([out.to(x.dtype), x[..., R:]], -1) if x.shape[-1] > R else out.to(x.dtype)
+
+
+_rotary = define(
+    "rotary(Tensor x, Tensor positions, Tensor cos, Tensor sin, bool interleaved, float sign) -> Tensor",
+    "rotary.kernels.rotary",
+    lambda x: x.new_empty(x.shape),
+)
+
+
+class _Rotary(torch.autograd.Function):
+    """x of 2 to 4 dimensions, positions, cos, sin, interleaved, the sign of the angle -> what `rotary` returns."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        return _rotary(*inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *tables, ctx.interleaved, ctx.sign = inputs
+        ctx.save_for_backward(*tables)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return call(_Rotary, dout, *ctx.saved_tensors, ctx.interleaved, -ctx.sign), *(None,) * 5

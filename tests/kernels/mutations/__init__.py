@@ -19,6 +19,7 @@ from tests.kernels.mutations import (
     feed_forward,
     linear_cross_entropy,
     norms,
+    rotary,
 )
 
 FAULTS = [
@@ -31,4 +32,5 @@ FAULTS = [
     *feed_forward.faults(),
     *linear_cross_entropy.faults(),
     *embedding.faults(),
+    *rotary.faults(),
 ]

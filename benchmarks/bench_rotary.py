@@ -1,0 +1,96 @@
+"""Rotary positions of queries and keys in bf16, on a GPU.
+
+No matrix product. Bytes counted: each direction reads and writes every number once, reads a position a token (8), and
+the tables once. The other side is the formula of Hugging Face's models, `x * cos + rotate_half(x) * sin`, in its dtype,
+with tables that were gathered, doubled and rounded beforehand, as these models do once a pass, for all layers.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.comparisons.ops import leaves, race_functions, with_cpu
+from benchmarks.harness.floors import Work
+from benchmarks.harness.race import Direction, Race
+from fastformer import functional
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-2  # bf16 rounds to 4e-3, and their tables are rounded, too; a wrong angle is off by more than 1e-1
+
+
+class RotaryShape(NamedTuple):
+    """Packed tokens, heads of queries and keys, and the numbers of each."""
+
+    tokens: int
+    heads: int
+    head_size: int
+    interleaved: bool = False
+
+
+CASES = {
+    "quick-64": RotaryShape(16384, 16, 64),
+    "full-128": RotaryShape(8192, 40, 128),  # Llama 3 8B: 32 and 8
+    "full-128-interleaved": RotaryShape(8192, 40, 128, True),
+    "quick-cpu": RotaryShape(2048, 8, 64),
+}
+TINY = RotaryShape(6, 3, 8)
+POSITIONS = 2048
+RUNS = with_cpu(
+    [
+        *((name, "eager", direction) for name in CASES if "cpu" not in name for direction in ("forward", "both")),
+        ("quick-64", "compile", "both"),
+    ],
+    ("quick-cpu", "eager", "both"),
+)
+
+
+def work(case: RotaryShape) -> dict[Direction, Work]:
+    """What each direction must do at least; see the module."""
+    once = 4.0 * case.tokens * case.heads * case.head_size + 8.0 * case.tokens
+    once += 4.0 * case.head_size * min(POSITIONS, case.tokens)
+    return {"forward": Work(0.0, once), "backward": Work(0.0, once), "both": Work(0.0, 2 * once)}
+
+
+def rotate_half(x: Tensor, interleaved: bool) -> Tensor:
+    """(a, b) -> (-b, a)."""
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+@pytest.mark.parametrize(("case", "competitor", "direction"), RUNS)
+def bench_rotary(race: Race, case: str, competitor: str, direction: Direction) -> None:
+    chosen = CASES[case]
+    if race.tiny:
+        chosen = TINY._replace(interleaved=chosen.interleaved)
+    T, H, K, interleaved = chosen
+    positions = torch.arange(T, device=race.device) % POSITIONS
+    rows = torch.arange(POSITIONS, dtype=torch.float64, device=race.device)
+    angles = rows[:, None] * 10000.0 ** -(torch.arange(0, K, 2, dtype=torch.float64, device=race.device) / K)
+    cos, sin = angles.cos().float(), angles.sin().float()
+
+    def of_heads(table: Tensor, dtype: torch.dtype) -> Tensor:
+        doubled = table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1)
+        return doubled[positions][:, None].to(dtype)
+
+    wide = {dtype: (of_heads(cos, dtype), of_heads(sin, dtype)) for dtype in (race.dtype, torch.float64)}
+
+    def eager(x: Tensor) -> Tensor:
+        c, s = wide[x.dtype]
+        return x * c + rotate_half(x, interleaved) * s
+
+    race_functions(
+        race,
+        f"rotary {T:,} x {H} x {K}" + (", interleaved" if interleaved else ""),
+        competitor,
+        {"ours": lambda x: functional.rotary(x, positions, cos, sin, interleaved=interleaved), "eager": eager},
+        leaves(race, (T, H, K)),
+        direction=direction,
+        work=work(chosen),
+        tolerance=TOLERANCE,
+        at={"tokens": T, "width": H * K},
+    )

@@ -171,7 +171,11 @@ LOSS = {"fused_linear_cross_entropy": (range(3), {"label_smoothing": 0.1, "accum
 
 @pytest.mark.parametrize(
     ("op", "given"),
-    ({"layer_norm": (range(4), {}), "rms_norm": (range(3), {}), "swiglu": (range(2), {})} | LOSS).items(),
+    (
+        {"layer_norm": (range(4), {}), "rms_norm": (range(3), {}), "swiglu": (range(2), {})}
+        | {"fused_add_rms_norm": (range(4), {})}
+        | LOSS
+    ).items(),
 )
 def test_liger_has_the_ops_by_the_names_and_arguments_that_are_used(op, given):
     """Triton's can be looked at here; of CuTe's, which cannot be imported, the registration."""

@@ -62,6 +62,8 @@ def norm(op: str, N: int, dtype: torch.dtype) -> Tensor:
     x, w, b = leaf(ROWS, N, dtype=dtype), leaf(N, dtype=dtype), leaf(N, dtype=dtype)
     if op == "dropout_add_layer_norm":
         return functional.dropout_add_layer_norm(x, leaf(ROWS, N, dtype=dtype), N, w, b, dropout_p=0.1)[0]
+    if op == "dropout_add_rms_norm":
+        return functional.dropout_add_rms_norm(x, leaf(ROWS, N, dtype=dtype), N, w, dropout_p=0.1)[0]
     return functional.rms_norm(x, N, w) if op == "rms_norm" else functional.layer_norm(x, N, w, b)
 
 
@@ -94,7 +96,7 @@ def _cases() -> Iterator[tuple[str, Call]]:
         yield f"attention {K} fp32", partial(attend, K, fp32, 64)
     yield "attention 64 bf16 dropout", partial(attend, 64, bf16, 512, dropout_p=0.1)
     yield "attention 64 bf16 decoding", decode
-    for op in ("layer_norm", "rms_norm", "dropout_add_layer_norm"):
+    for op in ("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"):
         yield f"{op} 512 bf16", partial(norm, op, 512, bf16)
         yield f"{op} 512 fp32", partial(norm, op, 512, fp32)
     for N in (1000, 4096, 8200):  # masked, long, in two passes

@@ -119,7 +119,7 @@ def faults() -> Iterator[Fault]:
         "inputs = list(inputs)",
     )
 
-    file = f"{KERNELS}/norms/rms_norm"
+    file = f"{KERNELS}/norms/rows"
     values = "rms_norm.py::test_values_and_gradients[None-True-shape1-torch.float32]"
     yield at(
         file, values, "RMS norm: eps missing", "tl.rsqrt(tl.sum(x * x, 1) / N + eps)", "tl.rsqrt(tl.sum(x * x, 1) / N)"
@@ -128,7 +128,7 @@ def faults() -> Iterator[Fault]:
         file,
         values,
         "RMS norm: own mean missing in dx",
-        "(g - normal * mean[:, None]) * rstd",
+        "(g - normal * mean_gx[:, None]) * rstd",
         "g * rstd",
     )
     yield at(
@@ -168,6 +168,50 @@ def faults() -> Iterator[Fault]:
         "dropout, add, norm: dx taken for dresidual",
         "one = seed is None and x_dtype == residual_dtype",
         "one = x_dtype == residual_dtype",
+    )
+    divided = "dropout_add_norm.py::test_values_and_gradients[RMS norm-both-weight-shape1-torch.float32]"
+    yield at(
+        file,
+        divided,
+        "dropout, add, RMS norm: layer norm in its place",
+        "normal, rstd = divide_by_root_mean_square(s, eps, N)",
+        "normal, _, rstd = standardise(s, cols, eps, N)",
+    )
+    yield at(
+        file,
+        divided,
+        "dropout, add, RMS norm: a sum in the place of a mean in dx",
+        "tl.sum(g * normal, 1) / N, rstd)",
+        "tl.sum(g * normal, 1), rstd)",
+    )
+    yield at(
+        f"{KERNELS}/norms/rows",
+        "dropout_add_norm.py::test_values_and_gradients[layer norm-both-weight and bias-shape1-torch.float32]",
+        "norms: mean not subtracted in backward",
+        "x -= tl.load(mean_ptr",
+        "x -= 0.0 * tl.load(mean_ptr",
+    )
+    wide = "dropout_add_norm.py::test_long_rows[RMS norm-4100-torch.float32]"
+    yield at(
+        file,
+        wide,
+        "dropout, add, RMS norm: long rows without their weight",
+        "rms_norm.forward(s, weight, eps, dtype)",
+        "rms_norm.forward(s, None, eps, dtype)",
+    )
+    yield at(
+        file,
+        wide,
+        "dropout, add, RMS norm: long rows without their weight in backward",
+        "rms_norm.backward(dy, s, weight, rstd, wanted, dw)",
+        "rms_norm.backward(dy, s, None, rstd, wanted, dw)",
+    )
+    yield at(
+        f"{OPS}/norms/dropout_add_norm",
+        "dropout_add_norm.py::test_the_epsilon_of_rms_norm_is_fp32s_unless_given[torch.float32]",
+        "dropout, add, RMS norm: no epsilon unless given",
+        "False, plain, epsilon(eps)",
+        "False, plain, eps or 0.0",
     )
     yield at(
         f"{KERNELS}/norms/layer_norm",

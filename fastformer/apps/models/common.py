@@ -5,7 +5,7 @@ Letters: B batch, H heads, L layers, T packed positions, S positions attended to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +109,7 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
     return ids, layout
 
 
-def exported(lengths: Any) -> bool:
+def exported(lengths: Tensor | Layout) -> TypeGuard[Tensor]:
     """Whether torch.export writes a model down that was given lengths: a program has no numbers to make a layout of.
 
     The models then run padded, and return what they return otherwise.

@@ -15,6 +15,7 @@ from fastformer.functional.norms.layer_norm import (
     as_row,
     as_rows,
     as_shape,
+    as_wide,
     fits,
     gradient,
     gradient_dtypes,
@@ -37,13 +38,13 @@ def rms_norm(
     Args:
         x: `[..., *normalized_shape]`, floating point.
         normalized_shape: the trailing dimensions; a number stands for one.
-        weight: `normalized_shape`, or None for ones.
+        weight: `normalized_shape`, or None for ones; of a narrower dtype than x, too.
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
     """
     check_tensors(("x", "weight"), x, (), (weight,))
     shape = as_shape(normalized_shape)
     if not (runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", weight)) and fits(x, shape, weight)):
-        return F.rms_norm(x, shape, weight, eps)
+        return F.rms_norm(x, shape, as_wide(x, weight, None)[0], eps)
     formula = eager_formula(lambda rows, weight: F.rms_norm(rows, rows.shape[-1:], weight, eps))
     # Half precision is normalised in fp32, and torch takes the machine epsilon of that.
     added = torch.finfo(torch.float32).eps if eps is None else eps

@@ -59,12 +59,12 @@ class LayerCache:
         return q, k, v
 
     @torch.inference_mode(False)
-    def keep(self, rows: Tensor, sentences: Tensor) -> None:
-        """Go on with these rows, and the memory of these sentences."""
-        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-        if self.memory is not None:
-            keys, values = self.memory
-            self.memory = keys.index_select(0, sentences), values.index_select(0, sentences)
+    def of(self, rows: Tensor, sentences: Tensor) -> "LayerCache":
+        """Return that of these rows, and the memory of these sentences."""
+        memory = self.memory
+        if memory is not None:
+            memory = memory[0].index_select(0, sentences), memory[1].index_select(0, sentences)
+        return LayerCache(self.keys.index_select(0, rows), self.values.index_select(0, rows), memory)
 
 
 def _grown(old: Tensor, capacity: int) -> Tensor:
@@ -334,6 +334,8 @@ class KVCache:
 
         Raises:
             ValueError: rows are not R rows of the cache, or leave their sentence.
+
+        Where memory does not suffice, the cache is as it was; Ctrl-C while rows are written leaves some moved.
         """
         sources = _indices("rows", rows, self.rows)
         if sources.numel() != self.rows:
@@ -346,13 +348,16 @@ class KVCache:
         moved = (sources != here).nonzero().squeeze(1)
         to, parents = send(self.device, moved, sources[moved])
         filled = self._filled()
-        for kept in self.layers:
-            memory = (kept.memory or ()) if away else ()
-            for x in (kept.keys[:, :, :filled], kept.values[:, :, :filled], *memory):
-                x.index_copy_(0, to, x.index_select(0, parents))
-        self._set_lengths(self.lengths[sources.to(self.lengths.device)])
-        if away and self.memory_lengths is not None:
-            self.memory_lengths.copy_(self.memory_lengths[sources.to(self.device)])
+        written = [x[:, :, :filled] for kept in self.layers for x in (kept.keys, kept.values)]
+        if away:
+            written += [x for kept in self.layers for x in kept.memory or ()]
+            written += [] if self.memory_lengths is None else [self.memory_lengths]
+        lengths = self.lengths[sources.to(self.lengths.device)]
+        # All before the first is written: memory may not suffice (32 rows, 28 steps, 6 layers: 3.1 ms, not 2.7).
+        found = [x.index_select(0, parents) for x in written]
+        for x, moves in zip(written, found, strict=True):
+            x.index_copy_(0, to, moves)
+        self._set_lengths(lengths)
 
     @torch.inference_mode(False)
     def keep(self, sentences: Tensor) -> None:
@@ -363,12 +368,13 @@ class KVCache:
         """
         chosen = _indices("sentences", sentences, self.rows // self.hypotheses)
         rows = (chosen[:, None] * self.hypotheses + torch.arange(self.hypotheses)).flatten()
-        self.lengths = self.lengths[rows.to(self.lengths.device)]
+        lengths, memory_lengths = self.lengths[rows.to(self.lengths.device)], self.memory_lengths
         rows, chosen = send(self.device, rows, chosen)
-        for kept in self.layers:
-            kept.keep(rows, chosen)
-        if self.memory_lengths is not None:
-            self.memory_lengths = self.memory_lengths.index_select(0, chosen)
+        layers = [kept.of(rows, chosen) for kept in self.layers]
+        if memory_lengths is not None:
+            memory_lengths = memory_lengths.index_select(0, chosen)
+        # At once: what comes in between, memory that does not suffice or Ctrl-C, leaves the cache as it was.
+        self.layers, self.lengths, self.memory_lengths = layers, lengths, memory_lengths
 
     def crop(self, lengths: Tensor | int) -> None:
         """Forget all but the first tokens of each row: `lengths` of them, int64 `[R]`, or as many of each.

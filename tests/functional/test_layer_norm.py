@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import fastformer
-from fastformer.functional import layer_norm
+from fastformer.functional import dropout_add_layer_norm, layer_norm, rms_norm
 from tests.support.closeness import assert_close, gradients, random
 
 # One number; odd sizes; several normalised dimensions; no rows.
@@ -57,6 +57,29 @@ def test_the_module_is_torchs(settings):
     assert list(ours.state_dict()) == list(torchs.state_dict())
     assert_close(ours(x), torchs(x))
     assert_close(ours(input=x), torchs(input=x))
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["layer_norm", "dropout_add_layer_norm", "rms_norm"])
+def test_parameters_of_a_narrower_dtype_are_widened(op, narrow):
+    """As kernels take them, and as FSDP2 gathers them in 16 bits; their gradients have their dtype."""
+    x, weight, bias = random(5, 7, dtype=torch.float32), random(7, dtype=narrow), random(7, dtype=narrow)
+
+    def run(weight, bias):
+        if op == "rms_norm":
+            return rms_norm(x, 7, weight)
+        if op == "layer_norm":
+            return layer_norm(x, 7, weight, bias)
+        return dropout_add_layer_norm(x, x, 7, weight, bias)[0]
+
+    parameters = [weight] if op == "rms_norm" else [weight, bias]
+    wide = [p.detach().float().requires_grad_() for p in (weight, bias)]
+    out, expected = run(weight, bias), run(*wide)
+    assert torch.equal(out, expected)
+    for actual, wanted in zip(gradients(out, [x, *parameters]), gradients(expected, [x, *wide]), strict=False):
+        assert torch.equal(actual, wanted.to(actual.dtype))
+    with pytest.raises(RuntimeError, match="dtype"):  # what torch says of wider ones
+        layer_norm(x, 7, weight.double(), bias.double())
 
 
 def test_a_wrong_shape_raises_what_torch_raises():

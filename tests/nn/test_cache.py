@@ -543,6 +543,44 @@ def test_a_step_that_failed_can_be_repeated(kind: str, capacity: int | None, mon
             assert_reads(stack, cache, uncached, new, how)
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("capacity", [None, 80])
+def test_rows_move_all_or_none(kind: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may not suffice for any one of the copies that it takes; the call may then be repeated."""
+    take = Tensor.index_select
+    for stack, cache, uncached in caches(kind, [3, 2], capacity=capacity):
+        assert_reads(stack, cache, uncached, drawn(3, 2), "padded")
+        for move, chosen in (("reorder", [1, 0]), ("keep", [1, 1])):
+            for enough in itertools.count():
+                left = itertools.count(enough, -1)
+
+                def short(x: Tensor, *given: Any, left: Iterator[int] = left) -> Tensor:
+                    if next(left) == 0:
+                        raise MemoryError
+                    return take(x, *given)
+
+                before = copy.deepcopy(cache)
+                with monkeypatch.context() as patch, contextlib.suppress(MemoryError):
+                    patch.setattr(Tensor, "index_select", short)
+                    getattr(cache, move)(torch.tensor(chosen))
+                    break
+                assert_same_cache(cache, before)
+            assert enough >= 4  # keys and values of two layers
+            uncached.choose(chosen)
+            assert_reads(stack, cache, uncached, drawn(1, 1), "equal")
+
+
+def assert_same_cache(cache: KVCache, other: KVCache) -> None:
+    assert torch.equal(cache.lengths, other.lengths)
+    lengths = [each.memory_lengths for each in (cache, other) if each.memory_lengths is not None]
+    assert not lengths or torch.equal(*lengths)
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        for x, y in zip(
+            (one.keys, one.values, *(one.memory or ())), (two.keys, two.values, *(two.memory or ())), strict=True
+        ):
+            assert torch.equal(x, y)
+
+
 def test_what_is_put_in_the_way_later_is_refused_by_the_step() -> None:
     for name in ("", "layers.1", "layers.0.self_attn", "layers.1.multihead_attn"):
         _, ours = both("decoder")

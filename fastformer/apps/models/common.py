@@ -4,7 +4,7 @@ Letters: B batch, H heads, L layers, T packed positions, S positions attended to
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor
     return ids, layout
 
 
-def exported(lengths: Any) -> bool:
+def exported(lengths: Tensor | Layout) -> TypeGuard[Tensor]:
     """Whether torch.export writes a model down that was given lengths: a program has no numbers to make a layout of.
 
     The models then run padded, and return what they return otherwise.

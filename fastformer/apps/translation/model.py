@@ -139,7 +139,7 @@ class TranslationModel(nn.Module):
             target_in: int64 ids that begin with bos, packed `[T]` or padded `[B, T]`.
             target_lengths: likewise.
         """
-        if exported(source_lengths):
+        if exported(source_lengths) and exported(target_lengths):
             return self._padded(source, real_of("source", source, source_lengths), target_in, target_lengths)
         memory, source_layout = self.encode(source, source_lengths)
         ids, layout = packed_ids("target_in", target_in, target_lengths)

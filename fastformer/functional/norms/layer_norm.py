@@ -153,9 +153,15 @@ def as_row(*parameters: Tensor | None) -> list[Tensor | None]:
     return [x if x is None or (x.dim() == 1 and x.is_contiguous()) else x.reshape(-1).contiguous() for x in parameters]
 
 
-def as_wide(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+def as_wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Widen parameters of a narrower dtype than x, which kernels take as they are, and torch not at all."""
-    return [p if p is None or torch.promote_types(x.dtype, p.dtype) != x.dtype else p.to(x.dtype) for p in parameters]
+
+    def wide(parameter: Tensor | None) -> Tensor | None:
+        if parameter is None or parameter.dtype == x.dtype:
+            return parameter
+        return parameter.to(x.dtype) if torch.promote_types(x.dtype, parameter.dtype) == x.dtype else parameter
+
+    return wide(weight), wide(bias)
 
 
 def gradient(like: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:

@@ -40,14 +40,14 @@ def rms_norm(
     Args:
         x: `[..., *normalized_shape]`, floating point.
         normalized_shape: the trailing dimensions; a number stands for one.
-        weight: `normalized_shape`, or None for ones.
+        weight: `normalized_shape`, or None for ones; of a narrower dtype than x, too.
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
         dtype: of the result, which is rounded once; None: torch's.
     """
     check_tensors(("x", "weight"), x, (), (weight,))
     shape = as_shape(normalized_shape)
     if not (runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", weight)) and fits(x, shape, weight)):
-        y = F.rms_norm(x, shape, as_wide(x, weight)[0], eps)
+        y = F.rms_norm(x, shape, as_wide(x, weight, None)[0], eps)
         return y if dtype is None else y.to(dtype)
     formula = eager_formula(lambda rows, weight: F.rms_norm(rows, rows.shape[-1:], weight, eps))
     y, _ = call(_RMSNorm, as_rows(x, shape), *as_row(weight), epsilon(eps), dtype or output_dtype(x), formula)

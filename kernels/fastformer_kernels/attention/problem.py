@@ -98,12 +98,14 @@ class Problem(Arguments):
 
     @classmethod
     def of(cls, *arguments: Any) -> "Problem":
-        """Return the problem of a kernel that reads the mask and the bias."""
+        """Return the problem of a kernel that reads the mask, and what each head has of its own."""
         problem = cls(*arguments)
-        if problem.mask is not None:
-            problem = problem._replace(mask=lined_up(problem.mask))
-        if problem.distance_bias is not None:
-            problem = problem._replace(distance_bias=problem.distance_bias.contiguous())
+        mask, bias, sinks = problem.mask, problem.distance_bias, problem.sinks
+        if mask is not None:
+            problem = problem._replace(mask=lined_up(mask))
+        if bias is not None or sinks is not None:
+            bias, sinks = (None if x is None else x.contiguous() for x in (bias, sinks))
+            problem = problem._replace(distance_bias=bias, sinks=sinks)
         return problem
 
     def sizes(self, q: Tensor) -> tuple[int, int, int, int]:

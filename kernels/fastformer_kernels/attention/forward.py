@@ -154,18 +154,16 @@ def _attention(
     peak *= factor
     # A NaN is alive, and shows; so does a peak that only the factor made infinite, under which all weights are 0.
     alive = ((total != 0.0) | (peak == float("inf"))) & (rows < last_query)
-    total = tl.where(alive, total, 1.0)
-    fade = keep_scale
     if HAS_SINKS:
-        total, peak, shrunk = sink(total, peak, sinks_ptr, h)
-        fade *= shrunk
-    scaled = tl.where(alive, fade / total, 0.0)
+        total, peak, fade = sink(total, peak, sinks_ptr, h)
+        acc *= fade[:, None]
+    scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
     out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
     written = (rows < end_row)[:, None] & in_value
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * stride_out_t * ALIGN + v_dims[None, :], out, mask=written)
     lse_ptr += offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
-    logarithm = tl.log2(total)
+    logarithm = tl.log2(tl.where(alive, total, 1.0))
     highest = tl.where(alive, peak, float("inf"))
     if MASK >= 2:
         tl.store(lse_ptr + rows, highest, mask=rows < end_row)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastformer_kernels.attention import backward as attention_backward
+from fastformer_kernels.attention import bias_gradient as attention_bias_gradient
 from fastformer_kernels.attention import decode as attention_decode
 from fastformer_kernels.attention import forward as attention
 from fastformer_kernels.attention import mask_gradient as attention_mask_gradient
@@ -50,8 +51,14 @@ def heavy(T: int) -> Arguments:
     return dropped(T)._replace(mask=meta(B, 1, T, T), softcap=30.0)
 
 
+def by_distance(T: int) -> Arguments:
+    """The first, with a bias by distance and sinks: ALiBi, T5's relative bias."""
+    return light(T)._replace(distance_bias=meta(H, 2 * T - 1), sinks=meta(H))
+
+
 def lse_of(arguments: Arguments, T: int) -> Tensor:
-    return meta(B, H, T) if arguments.mask is None else meta(2, B, H, T)
+    added = arguments.mask is not None or arguments.distance_bias is not None
+    return meta(2, B, H, T) if added else meta(B, H, T)
 
 
 def forward_case(
@@ -94,6 +101,18 @@ def smaller_case(name: str, K: int, dtype: torch.dtype, V: int | None = None) ->
                 return attention_mask_gradient.mask_gradient(v, q, k, v, lse, meta(B, H, T), None, *arguments)
         arguments = heavy(T)._replace(queries=1, mask=None, seed=None, dropout_p=0.0)
         return attention_decode.decode(q[:, :, :1], k, v, *arguments)
+
+    return run
+
+
+def distance_case(name: str, K: int, dtype: torch.dtype) -> Callable[[], object]:
+    def run() -> object:
+        T = 1024
+        q, k, v = heads(T, K, dtype)
+        arguments = by_distance(T)
+        if name == "decode":
+            return attention_decode.decode(q[:, :, :1], k, v, *arguments._replace(queries=1))
+        return attention_bias_gradient.bias_gradient(v, q, k, v, lse_of(arguments, T), meta(B, H, T), None, *arguments)
 
     return run
 
@@ -154,6 +173,15 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"forward K 64 V 128 {kind}", case(forward_case(1024, 64, torch.float32, light, 128))
         yield f"backward K 64 V 128 {kind}", case(backward_case(1024, 64, torch.float32, light, V=128))
     yield "backward K 64 V 128 fast", backward_case(1024, 64, torch.bfloat16, light, fast=True, V=128)
+    for K in (64, 128, 256):
+        yield f"forward K {K} by distance", forward_case(1024, K, torch.bfloat16, by_distance)
+        yield f"backward K {K} by distance", backward_case(1024, K, torch.bfloat16, by_distance)
+        yield f"bias gradient K {K}", distance_case("bias gradient", K, torch.bfloat16)
+        yield f"decode K {K} by distance", distance_case("decode", K, torch.bfloat16)
+    for kind, case in (("float32", lambda each: each), ("tf32", in_tf32)):
+        yield f"forward K 64 by distance {kind}", case(forward_case(1024, 64, torch.float32, by_distance))
+        yield f"backward K 64 by distance {kind}", case(backward_case(1024, 64, torch.float32, by_distance))
+        yield f"bias gradient K 64 {kind}", case(distance_case("bias gradient", 64, torch.float32))
     yield "forward K 72, no power of two", forward_case(400, 72, torch.bfloat16, light)
     each = meta(B, dtype=torch.int64)
     yield (

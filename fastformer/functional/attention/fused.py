@@ -5,6 +5,7 @@ q, k, v, the output and the log-sum-exp of each row, no scores; the weights only
 kernel is told besides is one record, `Arguments`: its fields are in every schema, and the fakes take them by name.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ LARGEST_HEAD = 256
 # Queries times query heads a key head: one tile of rows. More fill the matrix units in the kernel for training, too.
 LARGEST_DECODED_ROWS = 16
 _UNLIMITED = -1  # a side of the window, in the kernels
+_LOG2E = math.log2(math.e)
 
 
 def _like(x: Tensor, v: Tensor | None = None) -> Tensor:
@@ -32,9 +34,13 @@ def _like(x: Tensor, v: Tensor | None = None) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], K)).transpose(1, 2)
 
 
-def _forward_fake(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    additive = mask is not None and mask.dtype != torch.bool
-    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (2, *q.shape[:3]) if additive else q.shape[:3]
+def _rows(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else tuple(q.shape[:3])
+
+
+def _forward_fake(q: Tensor, v: Tensor, mask: Tensor | None, distance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    added = distance_bias is not None or (mask is not None and mask.dtype != torch.bool)
+    rows = (2, *_rows(q)) if added else _rows(q)
     return _like(q, v), q.new_empty(rows, dtype=torch.float32)
 
 
@@ -44,12 +50,16 @@ def _weights_fake(q: Tensor, k: Tensor) -> Tensor:
 
 def _backward_fake(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, wants_q: bool, wants_keys: bool) -> tuple[Tensor, ...]:
     keys = (_like(k), _like(v)) if wants_keys else (q.new_empty(0), q.new_empty(0))
-    return _like(q) if wants_q else q.new_empty(0), *keys, lse.new_empty(lse.shape[-3:])
+    return _like(q) if wants_q else q.new_empty(0), *keys, lse.new_empty(_rows(q))
 
 
 def _mask_gradient_fake(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     B, H = (1, 1, *mask.shape)[-4:][:2] if mask.dim() < 4 else mask.shape[:2]
     return q.new_empty((B, H, q.shape[2], -(-k.shape[2] // 16) * 16), dtype=torch.float32)
+
+
+def _bias_gradient_fake(q: Tensor, distance_bias: Tensor) -> Tensor:
+    return q.new_empty(distance_bias.shape, dtype=torch.float32)
 
 
 def _bounds_fake(batch: int, like: Tensor) -> Tensor:
@@ -76,6 +86,11 @@ _mask_gradient = define(
     "attention.mask_gradient.mask_gradient",
     _mask_gradient_fake,
 )
+_bias_gradient = define(
+    f"attention_bias_gradient(Tensor dout, {_HEADS}, Tensor lse, Tensor delta, Tensor? dweights, {SCHEMA}) -> Tensor",
+    "attention.bias_gradient.bias_gradient",
+    _bias_gradient_fake,
+)
 _bounds = define(
     "attention_bounds(Tensor? query_lengths, Tensor? key_lengths, Tensor? key_mask, SymInt batch, SymInt queries, "
     "SymInt keys, bool packed, bool bottom_right, Tensor like) -> Tensor",
@@ -87,7 +102,8 @@ _bounds = define(
 class _Attention(torch.autograd.Function):
     """q, k, v, the tensors of the arguments, their numbers, whether weights are wanted, fast, formula.
 
-    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the arguments the mask alone is.
+    -> (output, weights or None, log-sum-exp); the last is not differentiable, and of the arguments mask, distance_bias
+    and sinks alone are.
     """
 
     @staticmethod
@@ -109,13 +125,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, *tensors, out, weights, lse = ctx.saved_tensors
         arguments = Arguments(*ctx.numbers, *tensors)
-        mask = arguments.mask
-        wants_q, wants_k, wants_v, wants_mask = wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_MASK])
+        mask, bias, sinks = arguments.mask, arguments.distance_bias, arguments.sinks
+        needed = ctx.needs_input_grad
+        wants_q, wants_k, wants_v, wants_mask, wants_bias, wants_sinks = wanted = (*needed[:3], *needed[_MASK:_NUMBERS])
         if dout is None and dweights is None:
-            return _placed(None, None, None, None)
+            return _placed(*[None] * 6)
         if twice("attention", ctx.formula, arguments.seed):
             grads = (dout,) if weights is None else (dout, dweights)
-            return _placed(*plain_gradients(ctx.formula, (q, k, v, mask), wanted, grads))
+            return _placed(*plain_gradients(ctx.formula, (q, k, v, mask, bias, sinks), wanted, grads))
         if dout is None:
             dout = out.new_zeros(out.shape)
         added = None if dweights is None else (weights * dweights).sum(-1, dtype=torch.float32)
@@ -130,24 +147,42 @@ class _Attention(torch.autograd.Function):
                 .reshape(mask.shape)
                 .to(mask.dtype)
             )
-        return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask)
+        dbias = dsinks = None
+        if wants_bias and bias is not None:
+            dbias = _bias_gradient(dout, q, k, v, lse, delta, dweights, *arguments).to(bias.dtype)
+        if wants_sinks and sinks is not None:
+            dsinks = _sink_gradient(lse, delta, sinks)
+        return _placed(dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dmask, dbias, dsinks)
+
+
+def _sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """Return minus the sum of weight * delta over the rows of each head: what a key without a value would get.
+
+    Args:
+        lse: in units of log2, with the sinks in it, `[B, H, T]` or packed `[H, T]`, in one part or in two; +inf for a
+            row that sees nothing, whose weight is 0 so.
+        delta: of one part's shape.
+    """
+    exponents = sinks.float()[:, None] * _LOG2E
+    for part in lse.unbind() if lse.dim() > delta.dim() else (lse,):
+        exponents = exponents - part
+    products = exponents.exp2() * delta
+    return -products.sum([d for d in range(delta.dim()) if d != delta.dim() - 2]).to(sinks.dtype)
 
 
 _TENSORS = Arguments._fields[NUMBERS:]
-_MASK = 3 + _TENSORS.index("mask")  # its place among the inputs of the Function
-_BEFORE, _AFTER = (None,) * (_MASK - 3), (None,) * (3 + len(_TENSORS) - _MASK - 1 + 4)
+_MASK = 3 + _TENSORS.index("mask")  # its place among the inputs of the Function; bias and sinks are the next
+_NUMBERS = 3 + len(_TENSORS)  # that of the numbers
+_BEFORE, _AFTER = (None,) * (_MASK - 3), (None,) * 4
 
 
 def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Those of q, k, v and mask at the places of the Function's inputs."""
-    *heads, dmask = gradients
-    return *heads, *_BEFORE, dmask, *_AFTER
+    """Those of q, k, v, mask, distance_bias and sinks at the places of the Function's inputs."""
+    return *gradients[:3], *_BEFORE, *gradients[3:], *_AFTER
 
 
-def limit(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules | None = None) -> str | None:
-    """Return why the kernels cannot take these heads by these rules, or None."""
-    if rules is not None and (rules.distance_bias is not None or rules.sinks is not None):
-        return "attention has no kernels for distance_bias and sinks"
+def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why the kernels cannot take these heads, or None."""
     if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
         return f"attention takes q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
     for x in (q, v):
@@ -156,9 +191,11 @@ def limit(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules | None = None) 
     return None
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this is a step of decoding: few queries on many keys, and no gradient."""
+def _decodes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+    """Whether this is a step of decoding: few queries on many keys, and no gradient, of others neither."""
     if q.dim() == 3 or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return False
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in others):
         return False
     return 0 < q.shape[2] * (q.shape[1] // k.shape[1]) <= LARGEST_DECODED_ROWS and q.shape[2] < k.shape[2]
 
@@ -185,12 +222,13 @@ def _apply(
     softcap, dropout_p = rules.softcap or 0.0, rules.dropout_p
     seed = dropout_seed(q) if dropout_p > 0.0 else None
     # By position, which takes a quarter of the time of names: a test holds these to the fields.
-    arguments = Arguments(queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, mask, seed)
-    if mask is None and seed is None and not wants_weights and _decodes(q, k, v):
+    bias, sinks = rules.distance_bias, rules.sinks
+    tensors = bounds, key_mask, seed, mask, bias, sinks
+    arguments = Arguments(queries, keys, scale, shift, left, right, softcap, dropout_p, *tensors)
+    if mask is None and seed is None and not wants_weights and _decodes(q, k, v, bias, sinks):
         return _decode(q, k, v, *arguments), None
     fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
-    numbers, tensors = arguments[:NUMBERS], arguments[NUMBERS:]
-    out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
+    out, weights, _ = call(_Attention, q, k, v, *tensors, arguments[:NUMBERS], wants_weights, fast, formula)
     return out, weights
 
 
@@ -212,7 +250,7 @@ def attention(
 
     Args:
         q, k, v, rules: as `check_attention` left them.
-        formula: the op in plain PyTorch, a function of q, k, v and the mask, for second derivatives.
+        formula: the op in plain PyTorch, a function of q, k, v, mask, bias and sinks, for second derivatives.
         wants_weights: also return the weights `[B, H, T, S]`.
     """
     (B, _, T, _), S = q.shape, k.shape[2]
@@ -232,7 +270,7 @@ def packed_attention(
 
     Args:
         q, k, v, layout, key_layout, rules: as `check_packed_attention` left them.
-        formula: the op in plain PyTorch, a function of q, k, v and None, for second derivatives.
+        formula: the op in plain PyTorch, a function of q, k, v, None, bias and sinks, for second derivatives.
     """
     T, S, batch = layout.max_length, key_layout.max_length, layout.batch
     bottom_right = rules.alignment == "bottom_right"

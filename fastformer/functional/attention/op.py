@@ -86,7 +86,7 @@ def attention(
         sinks,
     )
     rules = check_attention(q, k, v, rules)
-    if runs_fused("attention", q, lambda: fused.limit(q, k, v, rules)):
+    if runs_fused("attention", q, lambda: fused.limit(q, k, v)):
         return fused.attention(q, k, v, rules, _formula(reference.attention, rules))[0]
     return reference.attention(q, k, v, rules)
 
@@ -128,7 +128,7 @@ def attention_with_weights(
         sinks,
     )
     rules = check_attention(q, k, v, rules)
-    if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v, rules)):
+    if runs_fused("attention_with_weights", q, lambda: fused.limit(q, k, v)):
         formula = _formula(reference.attention_with_weights, rules)
         out, weights = fused.attention(q, k, v, rules, formula, wants_weights=True)
         assert weights is not None
@@ -180,18 +180,21 @@ def packed_attention(
         sinks=sinks,
     )
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
-    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v, rules)):
-        formula = eager_formula(
-            lambda q, k, v, _: packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
+    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v)):
+        formula = _formula(
+            lambda q, k, v, its: packed_reference.packed_attention(q, k, v, layout, key_layout, its), rules
         )
         return fused.packed_attention(q, k, v, layout, key_layout, rules, formula)
     return packed_reference.packed_attention(q, k, v, layout, key_layout, rules)
 
 
 def _formula(plain: Formula, rules: AttentionRules) -> Formula | None:
-    """Hand over a reference as a function of q, k, v and the mask."""
+    """Hand over a reference as a function of q, k, v, mask, bias and sinks."""
     others = rules.query_lengths, rules.key_lengths, rules.key_mask
-    return eager_formula(lambda q, k, v, mask: plain(q, k, v, replace(rules, mask=mask)), *others)
+    return eager_formula(
+        lambda q, k, v, mask, bias, sinks: plain(q, k, v, replace(rules, mask=mask, distance_bias=bias, sinks=sinks)),
+        *others,
+    )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -22,8 +22,10 @@ class Arguments(NamedTuple):
     dropout_p: float = 0.0
     bounds: Tensor | None = None  # int32 [B, 8] of `problem.bounds`
     key_mask: Tensor | None = None  # bool [B, S]; needed where the bounds say that there are gaps
-    mask: Tensor | None = None  # bool or additive, broadcastable to [B, H, T, S]
     seed: Tensor | None = None  # int64 [1]; dropout if given
+    mask: Tensor | None = None  # bool or additive, broadcastable to [B, H, T, S]
+    distance_bias: Tensor | None = None  # [H, 2 * P - 1]
+    sinks: Tensor | None = None  # [H]
 
 
 _TYPES = {Tensor | None: "Tensor?", int: "SymInt", float: "float"}

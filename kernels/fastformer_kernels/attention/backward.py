@@ -26,11 +26,13 @@ from fastformer_kernels.attention.problem import (
     is_exact,
     lined_up,
     row_strides,
+    rows_of,
     side_by_side,
     views,
     wider,
 )
 from fastformer_kernels.attention.scores import (
+    bias_of_head,
     key_tiles,
     load_bounds,
     load_lse,
@@ -50,12 +52,12 @@ from fastformer_kernels.random import row_keys
 @attends
 def _attention_keys_values(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, dweights_ptr,
-    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_dq_b, stride_dq_h, stride_dq_t,
     stride_dk_b, stride_dk_h, stride_dk_s, stride_dv_b, stride_dv_h, stride_dv_s,
     stride_dweights_b, stride_dweights_h, stride_dweights_t,
-    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s, stride_bias_h,
     second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -68,6 +70,7 @@ def _attention_keys_values(
     tile, head = place(tiles, together)  # with causality the first tiles of keys are the longest
     b, hk = head // heads, head % heads
     q_base, last_query, k_base, first_key, last_key, shift, gaps = load_bounds(bounds_ptr, b, T, S, shift, HAS_BOUNDS)
+    masked_rows = T if MASK < 3 else last_query
     first = tile * BLOCK_S
     end_column = last_key if PACKED else S
     if first >= end_column:
@@ -115,6 +118,7 @@ def _attention_keys_values(
         delta_head = delta_ptr + offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
         dweights_head = dweights_ptr + offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
         mask_head = mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+        bias_head = bias_of_head(bias_ptr, h, stride_bias_h, shift)
         for j in tl.range(begin, end):
             rows = j * BLOCK_T + steps
             wide_rows = rows.to(tl.int64)[:, None]
@@ -133,8 +137,8 @@ def _attention_keys_values(
             kept, ds = score_gradient(
                 dots, dp, lse[None, :], logarithm[None, :], delta[None, :], rows[None, :], low[:, None], high[:, None],
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
-                keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, T, last_key, scale, softcap,
-                threshold, keep_scale,
+                keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, bias_head, masked_rows,
+                last_key, scale, softcap, threshold, keep_scale,
                 HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (spread and not STRAIGHT),
                 ADD_DQ or spread, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
@@ -159,11 +163,11 @@ def _attention_keys_values(
 @attends
 def _attention_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, out_ptr, added_ptr, dq_ptr, dweights_ptr,
-    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h, stride_out_b, stride_out_h, stride_out_t,
     stride_dq_b, stride_dq_h, stride_dq_t, stride_dweights_b, stride_dweights_h, stride_dweights_t,
-    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s, stride_bias_h,
     second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -191,6 +195,8 @@ def _attention_queries(
     row_base = offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
     mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+    bias_ptr = bias_of_head(bias_ptr, h, stride_bias_h, shift)
+    masked_rows = T if MASK < 3 else last_query
     dweights_ptr += offset(b, 1, stride_dweights_b) + offset(h, 1, stride_dweights_h)
     q = tl.load(q_ptr + wide * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
     dout = tl.load(dout_ptr + wide * stride_dout_t * ALIGN + v_dims[None, :], mask=real & in_value, other=0.0)
@@ -223,7 +229,8 @@ def _attention_queries(
         _kept, ds = score_gradient(
             dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None], high[:, None],
             (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
-            key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
+            key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr, masked_rows, last_key, scale, softcap,
+            threshold, keep_scale,
             HAS_LEFT, True, False, STRAIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
@@ -346,7 +353,7 @@ def backward(
     )
     if fast:  # added to, so it begins with zeros: no plan can repeat this
         dq = torch.zeros_like(dq, dtype=torch.float32)
-    delta = noted(lse.new_empty(lse.shape[-3:]))
+    delta = noted(lse.new_empty(rows_of(q)))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_().to(q.dtype), dk.zero_(), dv.zero_(), delta.zero_()
     made = [x for x, wanted in ((dq, wants_q), (dk, wants_keys), (dv, wants_keys)) if wanted]
@@ -361,12 +368,12 @@ def backward(
     dweights = None if dweights is None else lined_up(dweights.float())
     inputs = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta)
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
-    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))
+    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse, q))
     mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     constants["STRAIGHT"] = is_exact(wide)
-    heavy = problem.mask is not None or problem.softcap > 0.0 or dweights is not None
+    heavy = problem.looked_up or problem.softcap > 0.0 or dweights is not None
     row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
         # fp32 on plain cores has no registers left for it.
@@ -377,7 +384,7 @@ def backward(
             tile = _tiles_of_queries(wide, problem, heavy)
             tiles = -(-T // tile["BLOCK_T"])
             together = side_by_side(q, problem, B * H, S * row * k.shape[1] // H)
-            grid, sizes = (B * H * tiles,), (B * H * T, T, S, tiles, together)
+            grid, sizes = (B * H * tiles,), (lse.numel() // 2, T, S, tiles, together)
             tensors = (*inputs, out_view.data, lse if added is None else added.contiguous(), dq, *looked_up)
             strides = (*input_strides, *out_view.strides, *dq_strides, *mask_strides)
             # Behind a branch, Triton 3.7 puts no fence before tf32's third product, whose keys a store has turned.
@@ -387,7 +394,7 @@ def backward(
             tile = _tiles_of_keys(wide, problem, heavy, fast)
             tiles = -(-S // tile["BLOCK_S"])
             together = side_by_side(q, problem, B * k.shape[1], T * row * H // k.shape[1])
-            grid, sizes = (B * k.shape[1] * tiles,), (B * H * T, T, S, tiles, together)
+            grid, sizes = (B * k.shape[1] * tiles,), (lse.numel() // 2, T, S, tiles, together)
             tensors = (*inputs, dq, dk, dv, *looked_up)
             strides = (*input_strides, *dq_strides, *others[-2].strides, *others[-1].strides, *mask_strides)
             launch(_attention_keys_values, grid, *tensors, *strides, *sizes, *scalars, **constants, ADD_DQ=fast, **tile)

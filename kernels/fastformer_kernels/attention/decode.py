@@ -3,7 +3,7 @@
 One program a (sequence, key head) would leave a GPU empty at small batches. So each takes a share of the keys and
 writes its unnormalised sum, maximum and weight; a second kernel combines the shares (Flash-Decoding, Dao et al. 2023).
 All query heads that share a key head, and all T queries, are rows of one tile, so that keys and values are read once.
-Inference only; no mask other than bounds, key mask, causality and window; no dropout.
+Inference only; no mask other than bounds, key mask, causality, window and a bias by distance; no dropout.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, attends, head_size, head_width, is_exact, views, wider
 from fastformer_kernels.attention.scores import (
+    bias_of_head,
     fold,
     hide,
     key_tiles,
@@ -21,6 +22,7 @@ from fastformer_kernels.attention.scores import (
     offset,
     real_columns,
     scores,
+    sink,
     visible,
 )
 from fastformer_kernels.host.launch import device_of, guard, launch, noted, power_of_two
@@ -28,12 +30,12 @@ from fastformer_kernels.host.launch import device_of, guard, launch, noted, powe
 
 @attends
 def _attention_split(
-    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr,
+    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, total_ptr, bounds_ptr, key_mask_ptr, bias_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
-    stride_key_mask_b, T, S, splits, shift, left, right, scale, softcap,
+    stride_key_mask_b, stride_bias_h, T, S, splits, shift, left, right, scale, softcap,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend from all T * GROUP rows of one key head to one share of the keys."""
@@ -50,6 +52,7 @@ def _attention_split(
     k_ptr += offset(b, ALIGN, stride_k_b) + offset(hk, ALIGN, stride_k_h)
     v_ptr += offset(b, ALIGN, stride_v_b) + offset(hk, ALIGN, stride_v_h)
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
+    bias_ptrs = bias_of_head(bias_ptr, hk * GROUP + r % GROUP, stride_bias_h, shift)[:, None]
     begin, _full, _whole, end = key_tiles(
         0,
         tl.minimum(T, last_query) - 1,
@@ -79,8 +82,9 @@ def _attention_split(
         s = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=tl.float32), scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], columns[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
         s = hide(
-            s, seen, rows[:, None], columns[None, :], key_mask_ptr, key_mask_ptr, 0, 0, T, last_key, HAS_KEY_MASK, 0
-        )
+            s, seen, rows[:, None], columns[None, :], key_mask_ptr, key_mask_ptr, 0, 0, bias_ptrs, last_query, last_key,
+            HAS_KEY_MASK, MASK,
+        )  # fmt: skip
         acc, total, peak = fold(acc, total, peak, s, 1.0, v, rows, columns, 0, False, PRECISION)
     # [B * Hkv, splits, T * GROUP, V] and without V
     row = (head * splits + split).to(tl.int64) * (T * GROUP) + r
@@ -92,8 +96,8 @@ def _attention_split(
 
 @attends
 def _attention_combine(
-    part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, stride_out_b, stride_out_h, stride_out_t, T, splits,
-    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    part_ptr, peak_ptr, total_ptr, out_ptr, bounds_ptr, sinks_ptr, stride_out_b, stride_out_h, stride_out_t, T, splits,
+    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_SINKS: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Combine the shares of one row: sum of part * 2^(peak - highest) over sum of total * 2^(peak - highest)."""
@@ -113,8 +117,12 @@ def _attention_combine(
         total = total * fade + tl.load(total_ptr + row) * weight
         peak = new_peak
     alive = (total != 0.0) & (r // GROUP < last_query)
-    out = tl.where(alive, acc / tl.where(alive, total, 1.0), 0.0)
+    total = tl.where(alive, total, 1.0)
     h = hk * GROUP + r % GROUP
+    if HAS_SINKS:
+        total, _peak, fade = sink(total, peak, sinks_ptr, h)
+        acc *= fade
+    out = tl.where(alive, acc / total, 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(r // GROUP, ALIGN, stride_out_t)
     tl.store(out_ptr + dims, out, mask=dims < V)
 
@@ -145,7 +153,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
         k, v: `[B, Hkv, S, K]` and `[B, Hkv, S, V]`, such as the filled part of a cache.
         arguments: the fields of `Problem`; no mask, no dropout.
     """
-    problem = Problem(*arguments)
+    problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
     out = noted(q.new_empty((B, T, H, v.shape[-1])).transpose(1, 2))
     if q.numel() == 0 or k.numel() == 0:
@@ -156,19 +164,22 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     part = noted(q.new_empty((B * heads, splits, T * group, v.shape[-1]), dtype=torch.float32))
     peak, total = (noted(q.new_empty((B * heads, splits, T * group), dtype=torch.float32)) for _ in range(2))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
-    bounds, key_mask, _, _ = problem.pointers(q)
+    bounds, key_mask, _, bias, _ = problem.pointers(q)
     shares = (part, peak, total)
-    tensors = (q_view.data, k_view.data, v_view.data, *shares, bounds, key_mask)
-    strides = (*q_view.strides, *k_view.strides, *v_view.strides, problem.mask_strides((B, H, T, S))[0])
+    tensors = (q_view.data, k_view.data, v_view.data, *shares, bounds, key_mask, bias)
+    mask_strides = problem.mask_strides((B, H, T, S))
+    strides = (*q_view.strides, *k_view.strides, *v_view.strides, mask_strides[0], mask_strides[-1])
     sizes = (T, S, splits)
     scalars = problem.scalars()[:5]  # all but dropout's
     shared = {**problem.head_switches(q), "GROUP": group, "ALIGN": align}
     # Tiles of one width: of 192 and 128, sm_80 spilled 8 bytes. What is not there is not loaded.
     sizes_of_heads = {**head_size("K", q, wide), **head_size("V", v, wide)}
     constants = {**shared, **sizes_of_heads, **problem.score_switches(wide), "BLOCK_R": power_of_two(T * group, 16)}
+    constants["MASK"] = problem.mask_kind
     with guard(q):
         launch(_attention_split, (B * heads * splits,), *tensors, *strides, *sizes, *scalars, **constants, **tile)
         grid = (B * heads * T * group,)
-        shared |= head_size("V", v, v)
-        launch(_attention_combine, grid, *shares, out, bounds, *out_view.strides, T, splits, **shared, num_warps=1)
+        shared |= {**head_size("V", v, v), "HAS_SINKS": problem.sinks is not None}
+        tensors = (*shares, out, bounds, q if problem.sinks is None else problem.sinks)
+        launch(_attention_combine, grid, *tensors, *out_view.strides, T, splits, **shared, num_warps=1)
     return out

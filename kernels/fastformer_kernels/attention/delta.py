@@ -46,7 +46,7 @@ def launch_delta(
     tiles = -(-T // tile["BLOCK_T"])
     rows = (delta, delta if added is None else added.contiguous())
     tensors = (out.data, dout.data, *rows, q if problem.bounds is None else problem.bounds)
-    strides = (*out.strides, *dout.strides, *row_strides(delta))
+    strides = (*out.strides, *dout.strides, *row_strides(delta, q))
     constants = {**problem.head_switches(q), **head_size("V", out.data, out.data), "ALIGN": align}
     constants |= {"PACKED": q.dim() == 3, "HAS_ADDED": added is not None}
     launch(_attention_delta, (B * H * tiles,), *tensors, *strides, T, tiles, **constants, **tile)

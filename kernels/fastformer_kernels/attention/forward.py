@@ -27,6 +27,7 @@ from fastformer_kernels.attention.problem import (
     wider,
 )
 from fastformer_kernels.attention.scores import (
+    bias_of_head,
     fold,
     hide,
     key_tiles,
@@ -35,6 +36,7 @@ from fastformer_kernels.attention.scores import (
     place,
     real_columns,
     scores,
+    sink,
     visible,
 )
 from fastformer_kernels.constants import LOG2E
@@ -60,15 +62,16 @@ def _dots(
 
 @attends
 def _attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr,
+    seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_out_b, stride_out_h, stride_out_t, stride_lse_b, stride_lse_h,
-    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s, stride_bias_h,
     second_part, T, S, tiles, together, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, RAW: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr, ALIGN: tl.constexpr, RAW: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries `[BLOCK_T]` of one head of one sequence."""
@@ -86,6 +89,8 @@ def _attention(
     v_ptr += offset(b, ALIGN, stride_v_b) + offset(h // GROUP, ALIGN, stride_v_h) + offset(k_base, ALIGN, stride_v_s)
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
     mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
+    bias_ptr = bias_of_head(bias_ptr, h, stride_bias_h, shift)
+    masked_rows = T if MASK < 3 else last_query
     in_head, in_value = dims[None, :] < K, v_dims[None, :] < V
     real = (rows < last_query)[:, None]
     q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * stride_q_t * ALIGN + dims[None, :], mask=real & in_head, other=0.0)
@@ -142,13 +147,16 @@ def _attention(
         v = tl.load(v_ptrs + offset(j, BLOCK_S * ALIGN, stride_v_s), mask=real_keys & in_value, other=0.0)
         s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         seen = visible(rows[:, None], at[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
-        s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
-                 HAS_KEY_MASK, MASK)  # fmt: skip
+        s = hide(s, seen, rows[:, None], at[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr,
+                 masked_rows, last_key, HAS_KEY_MASK, MASK)  # fmt: skip
         acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
 
     peak *= factor
     # A NaN is alive, and shows; so does a peak that only the factor made infinite, under which all weights are 0.
     alive = ((total != 0.0) | (peak == float("inf"))) & (rows < last_query)
+    if HAS_SINKS:
+        total, peak, fade = sink(total, peak, sinks_ptr, h)
+        acc *= fade[:, None]
     scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
     out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)
@@ -157,7 +165,7 @@ def _attention(
     lse_ptr += offset(b, 1, stride_lse_b) + offset(h, 1, stride_lse_h) + q_base
     logarithm = tl.log2(tl.where(alive, total, 1.0))
     highest = tl.where(alive, peak, float("inf"))
-    if MASK == 2:
+    if MASK >= 2:
         tl.store(lse_ptr + rows, highest, mask=rows < end_row)
         tl.store(lse_ptr + second_part + rows, logarithm, mask=rows < end_row)
     else:
@@ -178,7 +186,7 @@ def _tiles(wide: Tensor, problem: Problem) -> dict[str, Any]:
     small, capability = has_small_memory(wide), device_of(wide).capability
     ampere, blackwell, halves = capability < 90, capability >= 100, wide.element_size() == 2
     hopper = capability == 90 and halves
-    heavy = problem.mask is not None or problem.softcap > 0.0
+    heavy = problem.looked_up or problem.softcap > 0.0
     if is_exact(wide):
         tile = (32, 32, 4 if K == 64 and not heavy else 8, 1) if K <= 128 else (16, 32, 8, 1)
     elif K <= 32:
@@ -213,8 +221,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
 
     Returns:
         The output, `[B, H, T, V]` (laid out as `[B, T, H, V]`) or packed `[T, H, V]`, and the log-sum-exp of each row
-        in units of log2, fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask `[2, B, H, T]`, maximum and
-        logarithm of the sum.
+        in units of log2, fp32 `[B, H, T]` or packed `[H, T]`; with an additive mask or a bias `[2, ...]`, maximum
+        and logarithm of the sum. A sink is in it as if it were a key.
     """
     problem = Problem.of(*arguments)
     B, H, T, S = problem.sizes(q)
@@ -229,14 +237,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     tiles = -(-T // tile["BLOCK_T"])
     grid = (B * H * tiles,)
     together = side_by_side(q, problem, B * H, S * (q.shape[-1] + V) * q.element_size() * k.shape[1] // H)
-    tensors = (q_view.data, k_view.data, v_view.data, out, lse, *problem.pointers(q))
-    strides = (*q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse))
+    tensors = (
+        q_view.data,
+        k_view.data,
+        v_view.data,
+        out,
+        lse,
+        q if problem.sinks is None else problem.sinks,
+        *problem.pointers(q),
+    )
+    strides = (*q_view.strides, *k_view.strides, *v_view.strides, *out_view.strides, *row_strides(lse, q))
     mask_strides = problem.mask_strides((B, H, T, S))
-    sizes = (B * H * T, T, S, tiles, together)
+    sizes = (lse.numel() // 2, T, S, tiles, together)
     scalars = problem.scalars()
-    constants = {**problem.switches(q, k, v), "ALIGN": align}
+    constants = {**problem.switches(q, k, v), "HAS_SINKS": problem.sinks is not None, "ALIGN": align}
     # The highest of the raw scores is the highest of the scaled ones, and scaling them is a part of the exponent then.
-    constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.additive
+    constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.added
     with guard(q):
         launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)
     return out, lse

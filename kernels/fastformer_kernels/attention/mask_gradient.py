@@ -22,6 +22,7 @@ from fastformer_kernels.attention.problem import (
     wider,
 )
 from fastformer_kernels.attention.scores import (
+    bias_of_head,
     load_bounds,
     load_lse,
     offset,
@@ -37,11 +38,11 @@ from fastformer_kernels.random import row_keys
 @attends
 def _attention_mask_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dmask_ptr, dweights_ptr,
-    bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h,
     stride_dmask_b, stride_dmask_h, stride_dmask_t, stride_dweights_b, stride_dweights_h, stride_dweights_t,
-    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s, stride_bias_h,
     second_part, T, S, tiles, key_tiles, B, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -93,7 +94,8 @@ def _attention_mask_gradient(
                 dots, dp, lse[:, None], logarithm[:, None], delta[:, None], columns[None, :], low[:, None],
                 high[:, None], True, rows[:, None], columns[None, :], keys[:, None], its_key_mask,
                 mask_ptr + offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h), stride_mask_t, stride_mask_s,
-                T, last_key, scale, softcap, threshold, keep_scale, True, True, False, False,
+                bias_of_head(bias_ptr, h, stride_bias_h, moved), T if MASK < 3 else last_query, last_key,
+                scale, softcap, threshold, keep_scale, True, True, False, False,
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             total += ds
@@ -139,10 +141,10 @@ def mask_gradient(
     grid = (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
     tensors = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, dmask, *looked_up)
-    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse))
+    input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse, q))
     mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
     strides = (*input_strides, *dmask.stride()[:3], *mask_strides)
-    sizes = (B * H * T, T, S, tiles, key_tiles, B)
+    sizes = (lse.numel() // 2, T, S, tiles, key_tiles, B)
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     constants |= {"SUM_B": sum_b, "SUM_H": sum_h}

@@ -32,7 +32,7 @@ attends = kernel(
     *("stride_mask_b", "stride_mask_h", "stride_mask_t", "stride_mask_s"),
     *("stride_dmask_b", "stride_dmask_h", "stride_dmask_t"),
     *("stride_dweights_b", "stride_dweights_h", "stride_dweights_t"),
-    anywhere=["bounds_ptr", "key_mask_ptr", "seed_ptr"],
+    anywhere=["bounds_ptr", "key_mask_ptr", "bias_ptr", "seed_ptr", "sinks_ptr"],
 )
 _LINE = 16  # elements
 _BLOCK = tl.constexpr(1024)  # keys that one row of the bounds looks at, at a time
@@ -83,9 +83,14 @@ def whole_lines(columns: int) -> int:
     return -(-columns // _LINE) * _LINE
 
 
-def row_strides(x: Tensor) -> tuple[int, int]:
-    """Return the strides of batch (0 where packed) and head of `[H, T]`, `[B, H, T]` or `[2, B, H, T]`."""
-    return (0, x.stride(0)) if x.dim() == 2 else (x.stride(-3), x.stride(-2))
+def row_strides(x: Tensor, q: Tensor) -> tuple[int, int]:
+    """Return the strides of batch (0 where q is packed) and head of `[H, T]` or `[B, H, T]`, of one part or of two."""
+    return (0 if q.dim() == 3 else x.stride(-3), x.stride(-2))
+
+
+def rows_of(q: Tensor) -> tuple[int, ...]:
+    """Return the shape of a number for each query of each head: `[B, H, T]`, packed `[H, T]`."""
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else tuple(q.shape[:3])
 
 
 class Problem(Arguments):
@@ -93,9 +98,15 @@ class Problem(Arguments):
 
     @classmethod
     def of(cls, *arguments: Any) -> "Problem":
-        """Return the problem of a kernel that reads the mask."""
+        """Return the problem of a kernel that reads the mask, and what each head has of its own."""
         problem = cls(*arguments)
-        return problem if problem.mask is None else problem._replace(mask=lined_up(problem.mask))
+        mask, bias, sinks = problem.mask, problem.distance_bias, problem.sinks
+        if mask is not None:
+            problem = problem._replace(mask=lined_up(mask))
+        if bias is not None or sinks is not None:
+            bias, sinks = (None if x is None else x.contiguous() for x in (bias, sinks))
+            problem = problem._replace(distance_bias=bias, sinks=sinks)
+        return problem
 
     def sizes(self, q: Tensor) -> tuple[int, int, int, int]:
         """Return (B, H, T, S)."""
@@ -105,32 +116,35 @@ class Problem(Arguments):
         return q.shape[0], q.shape[1], self.queries, self.keys
 
     def rows(self, q: Tensor) -> tuple[int, ...]:
-        """Return the shape of the log-sum-exp: `[B, H, T]`, packed `[H, T]`, and in two parts with an additive mask.
+        """Return the shape of the log-sum-exp: `[B, H, T]`, packed `[H, T]`; two where scores are added to.
 
         A mask of the lowest number, as some libraries add, leaves no bits for the logarithm of the sum beside the
         maximum; backward must have both.
         """
-        B, H, T, _ = self.sizes(q)
-        if q.dim() == 3:
-            return H, q.shape[0]
-        return (2, B, H, T) if self.additive else (B, H, T)
+        return (2, *rows_of(q)) if self.added else rows_of(q)
 
     @property
-    def additive(self) -> bool:
-        """Whether there is a mask to add."""
-        return self.mask is not None and self.mask.dtype != torch.bool
+    def added(self) -> bool:
+        """Whether there is something to add to scores: a mask, or a bias."""
+        return self.distance_bias is not None or (self.mask is not None and self.mask.dtype != torch.bool)
 
-    def pointers(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds, key mask, mask and seed; q stands for what is not given, and is never read there."""
+    @property
+    def looked_up(self) -> bool:
+        """Whether each score has something to look up in a mask or a bias."""
+        return self.mask is not None or self.distance_bias is not None
+
+    def pointers(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return bounds, key mask, mask, bias and seed; q stands for what is not given, and is never read there."""
         return (
             q if self.bounds is None else self.bounds,
             q if self.key_mask is None else as_bytes(self.key_mask.contiguous()),
             q if self.mask is None else as_bytes(self.mask) if self.mask.dtype == torch.bool else self.mask,
+            q if self.distance_bias is None else self.distance_bias,
             q if self.seed is None else self.seed,
         )
 
     def mask_strides(self, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
-        """Return the stride of the key mask's rows, and the mask's of B, H, T and S, 0 where it is broadcast."""
+        """Return the strides of the key mask's rows, the mask's B, H, T, S (0 where broadcast), and the bias' H."""
         mask = [0, 0, 0, 0]
         if self.mask is not None:
             given = [
@@ -140,7 +154,8 @@ class Problem(Arguments):
             mask[3] = (
                 1 if sizes[3] == 1 else mask[3]
             )  # of one key it means nothing, but the kernels are compiled for it
-        return (0 if self.key_mask is None else self.key_mask.shape[1], *mask)
+        key_mask = 0 if self.key_mask is None else self.key_mask.shape[1]
+        return (key_mask, *mask, 0 if self.distance_bias is None else self.distance_bias.shape[1])
 
     def scalars(self) -> tuple[int | float, ...]:
         """Return shift, left, right, scale, softcap, dropout threshold and scale of what is kept."""
@@ -161,6 +176,12 @@ class Problem(Arguments):
             "PRECISION": "ieee" if is_exact(wide) else precision(wide),
         }
 
+    @property
+    def mask_kind(self) -> int:
+        """Return what kernels know as MASK (`scores.hide`)."""
+        kind = 0 if self.mask is None else 1 if self.mask.dtype == torch.bool else 2
+        return kind if self.distance_bias is None else 3 + kind
+
     def switches(self, q: Tensor, k: Tensor, v: Tensor | None) -> dict[str, int | bool | str]:
         """Return those of a kernel that takes the whole problem; v is None where it reads no values."""
         wide = q if v is None else wider(q, v)
@@ -171,7 +192,7 @@ class Problem(Arguments):
             **self.score_switches(wide),
             "GROUP": q.shape[1] // k.shape[1],
             "PACKED": q.dim() == 3,
-            "MASK": 0 if self.mask is None else 2 if self.additive else 1,
+            "MASK": self.mask_kind,
             "HAS_DROPOUT": self.seed is not None,
         }
 

@@ -144,6 +144,22 @@ def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def bias_of_head(bias_ptr, h, stride_bias_h, shift):
+    """Return where the bias of head h is for distance 0 of key from query, so that column - row is all to add."""
+    return bias_ptr + offset(h, 1, stride_bias_h) + (stride_bias_h // 2 - shift)
+
+
+@triton.jit
+def _in_log2(value):
+    """Return what is added to scores, in units of log2.
+
+    The lowest finite number must stay finite: a row of nothing else is a mean over all keys in torch.
+    """
+    value = value.to(tl.float32)
+    return tl.where(value == float("-inf"), value, tl.maximum(value, LOWEST / LOG2E) * LOG2E)
+
+
+@triton.jit
 def hide(
     s,
     seen,
@@ -153,26 +169,28 @@ def hide(
     mask_ptr,
     stride_mask_t,
     stride_mask_s,
+    bias_ptr,
     T,
     last_key,
     HAS_KEY_MASK: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Apply all masks to a tile of scores: -inf where a query may not attend, plus the additive mask.
+    """Apply all masks to a tile of scores: -inf where a query may not attend, plus the additive mask and the bias.
 
-    MASK: 0 none, 1 bool (True = may attend), 2 additive. The pointers are those of this sequence and head.
+    MASK: 0 none, 1 bool (True = may attend), 2 additive; 3, 4, 5 the same, and the bias. The pointers are those of this
+    sequence and head, that of the bias `bias_of_head`. Rows from T on have no mask: from the last query, with a bias.
     """
     if HAS_KEY_MASK:
         seen = seen & (tl.load(key_mask_ptr + columns, mask=columns < last_key, other=0) != 0)
-    if MASK != 0:
+    if MASK % 3 != 0:
         where = mask_ptr + rows.to(tl.int64) * stride_mask_t + columns.to(tl.int64) * stride_mask_s
         value = tl.load(where, mask=seen & (rows < T), other=0)
-        if MASK == 1:
+        if MASK % 3 == 1:
             seen = seen & (value != 0)
         else:
-            value = value.to(tl.float32)
-            # The lowest finite number must stay finite: a row of nothing else is a mean over all keys in torch.
-            s += tl.where(value == float("-inf"), value, tl.maximum(value, LOWEST / LOG2E) * LOG2E)
+            s += _in_log2(value)
+    if MASK >= 3:
+        s += _in_log2(tl.load(bias_ptr + (columns - rows), mask=seen & (rows < T), other=0))
     return tl.where(seen, s, float("-inf"))
 
 
@@ -195,11 +213,23 @@ def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: 
 
 
 @triton.jit
+def sink(total, peak, sinks_ptr, h):
+    """Add the sink of head h to the running sum of rows that have seen something: (total, peak, what both shrink by).
+
+    It attends to nothing, so that nothing is added to the values, which shrink as the sum did.
+    """
+    score = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+    new_peak = tl.maximum(peak, score)
+    fade = tl.exp2(peak - new_peak)
+    return total * fade + tl.exp2(score - new_peak), new_peak, fade
+
+
+@triton.jit
 def load_lse(lse_ptr, second_part, rows, last_query, MASK: tl.constexpr):
-    """Return the log-sum-exp of rows, +inf beyond the last query, and its second part, which counts for MASK 2 only."""
+    """Return the log-sum-exp of rows, +inf beyond the last query, and its second part, which counts from MASK 2 on."""
     high = tl.load(lse_ptr + rows, mask=rows < last_query, other=float("inf"))
     low = high
-    if MASK == 2:
+    if MASK >= 2:
         low = tl.load(lse_ptr + second_part + rows, mask=rows < last_query, other=0.0)
     return high, low
 
@@ -207,7 +237,7 @@ def load_lse(lse_ptr, second_part, rows, last_query, MASK: tl.constexpr):
 @triton.jit
 def exponentials(s, lse, logarithm, MASK: tl.constexpr):
     """Return exp2(s - lse), the weights before dropout."""
-    if MASK == 2:
+    if MASK >= 2:
         return tl.exp2(s - lse - logarithm)
     else:
         return tl.exp2(s - lse)
@@ -253,7 +283,7 @@ def within(at, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
 @triton.jit
 def score_gradient(
     dots, dp, lse, logarithm, delta, at, low, high, masked, rows, columns, keys, key_mask_ptr, mask_ptr,
-    stride_mask_t, stride_mask_s, T, last_key, scale, softcap, threshold, keep_scale,
+    stride_mask_t, stride_mask_s, bias_ptr, T, last_key, scale, softcap, threshold, keep_scale,
     HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SPREAD: tl.constexpr, STRAIGHT: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -274,8 +304,8 @@ def score_gradient(
     if MASK != 0 or STRAIGHT:
         seen = within(at, low, high, HAS_LOW, HAS_HIGH)
         s = hide(
-            s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key, HAS_KEY_MASK,
-            MASK,
+            s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr, T, last_key,
+            HAS_KEY_MASK, MASK,
         )  # fmt: skip
     p = exponentials(s, lse, logarithm, MASK)
     if MASK == 0 and not STRAIGHT and (HAS_LOW or HAS_HIGH):

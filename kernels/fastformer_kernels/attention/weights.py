@@ -9,17 +9,26 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer_kernels.attention.problem import Problem, attends, row_strides, score_tile, views
-from fastformer_kernels.attention.scores import exponentials, hide, load_bounds, load_lse, offset, scores, visible
+from fastformer_kernels.attention.scores import (
+    bias_of_head,
+    exponentials,
+    hide,
+    load_bounds,
+    load_lse,
+    offset,
+    scores,
+    visible,
+)
 from fastformer_kernels.host.launch import guard, launch, noted
 from fastformer_kernels.random import keep, row_keys
 
 
 @attends
 def _attention_weights(
-    q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, seed_ptr,
+    q_ptr, k_ptr, lse_ptr, weights_ptr, bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_lse_b, stride_lse_h,
     stride_weights_b, stride_weights_h, stride_weights_t,
-    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s,
+    stride_key_mask_b, stride_mask_b, stride_mask_h, stride_mask_t, stride_mask_s, stride_bias_h,
     second_part, T, S, tiles, key_tiles, shift, left, right, scale, softcap, threshold, keep_scale,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
@@ -47,8 +56,9 @@ def _attention_weights(
     seen = visible(rows[:, None], columns[None, :], first_key, last_key, shift, left, right, HAS_LEFT, HAS_RIGHT)
     key_mask_ptr += offset(b, 1, stride_key_mask_b)
     mask_ptr += offset(b, 1, stride_mask_b) + offset(h, 1, stride_mask_h)
-    s = hide(s, seen, rows[:, None], columns[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T,
-             last_key, HAS_KEY_MASK, MASK)  # fmt: skip
+    bias_ptr = bias_of_head(bias_ptr, h, stride_bias_h, shift)
+    s = hide(s, seen, rows[:, None], columns[None, :], key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr,
+             T if MASK < 3 else last_query, last_key, HAS_KEY_MASK, MASK)  # fmt: skip
     p = exponentials(s, lse[:, None], logarithm[:, None], MASK)
     if HAS_DROPOUT:
         keys = row_keys(tl.load(seed_ptr), rows, b * H + h)
@@ -75,9 +85,9 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *arguments: Any) -> Tensor:
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     grid = (B * H * tiles * key_tiles,)
     tensors = (q_view.data, k_view.data, lse, result, *problem.pointers(q))
-    strides = (*q_view.strides, *k_view.strides, *row_strides(lse), *result.stride()[:3])
+    strides = (*q_view.strides, *k_view.strides, *row_strides(lse, q), *result.stride()[:3])
     mask_strides = problem.mask_strides((B, H, T, S))
-    sizes = (B * H * T, T, S, tiles, key_tiles)
+    sizes = (lse.numel() // 2, T, S, tiles, key_tiles)
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, None), "ALIGN": align}
     with guard(q):

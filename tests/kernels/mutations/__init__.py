@@ -12,6 +12,7 @@ in the interpreter with the fault.
 from tests.kernels.mutations import (
     attention_backward,
     attention_call,
+    attention_distances,
     attention_forward,
     attention_scores,
     attention_values,
@@ -28,6 +29,7 @@ FAULTS = [
     *attention_backward.faults(),
     *attention_call.faults(),
     *attention_values.faults(),
+    *attention_distances.faults(),
     *norms.faults(),
     *feed_forward.faults(),
     *linear_cross_entropy.faults(),

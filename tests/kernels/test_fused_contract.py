@@ -309,7 +309,7 @@ def test_copies_of_modules(name):
 
 
 def facts(*arguments: str) -> dict[str, list[str]]:
-    ran = python(TESTS / "kernel_facts.py", *arguments, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    ran = python(TESTS / "facts/kernel_facts.py", *arguments, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
     found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
     return found

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(scope="module")
 def facts():
-    ran = python("tests/kernels/plan_facts.py", str(CASES), TRITON_INTERPRET="0")
+    ran = python("tests/kernels/facts/plan_facts.py", str(CASES), TRITON_INTERPRET="0")
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 

@@ -1,6 +1,6 @@
 """Facts about the compiler's view of the kernels, found without a GPU; a program, as the interpreter must be off.
 
-python tests/kernels/kernel_facts.py [CASES]   # products of indices in 32 bits that end up in an address; JSON
+python tests/kernels/facts/kernel_facts.py [CASES]   # products of indices in 32 bits that end up in an address; JSON
 
 **Offsets.** A tensor may have 2^31 elements and more, so an index times a stride needs 64 bits. In the first form of a
 kernel that Triton keeps (ttir, helpers inlined, constants folded) the rule is: in 32 bits, nothing that an address
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

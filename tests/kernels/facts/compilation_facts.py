@@ -1,6 +1,6 @@
 """What would be compiled over a hundred lengths, found without a GPU; a program, as the interpreter must be off.
 
-python tests/kernels/compilation_facts.py
+python tests/kernels/facts/compilation_facts.py
 
 prints as JSON: kernel -> configuration -> where its variants came up; launches of forms.
 
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -29,7 +29,7 @@ PLAN: dict[str, dict[str, float]] = {
         "gpu-tests": 120.0,  # 170 of them, some of a hundred training steps
         "fused-tests": 150.0,  # 1,000
     },
-    "ops": {  # 8.3 minutes
+    "ops": {  # 8.2 minutes
         "layer_norm": _kept(54, 0.4, kernels=36),  # 9 shapes, forward and backward, ours and Liger-Kernel's
         "dropout_add_layer_norm": _kept(13, 0.4, kernels=16),  # of layer norm and RMS norm, and Liger-Kernel's
         "feed_forward": _kept(23, 1.5, kernels=6),  # up to 13 TFLOP in fp64

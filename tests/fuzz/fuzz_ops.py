@@ -257,25 +257,25 @@ def rotary(random: Random) -> Call:
     positions = torch.randint(0, P, [n if random.random() < 0.7 else 1 for n in tokens][random.randrange(2) :])
     if random.random() < 0.1:
         positions = positions + random.choice((-P - 1, P))
-    table = random.choice((torch.float32, torch.float64))
+    tables = torch.randn(2, P, R // 2, dtype=random.choice((torch.float32, torch.float64)))
     given: Arguments = {
         "x": numbers(random, *tokens, random.choice((1, 3)), K, dtype=dtype),
         "positions": positions,
-        "cos": numbers(random, P, R // 2, dtype=table).detach(),
-        "sin": numbers(random, P, R // 2, dtype=table).detach(),
+        "tables": tuple(tables),  # constants, without gradients
         "interleaved": random.random() < 0.5,
     }
 
-    def formula(x, positions, cos, sin, interleaved) -> Tensor:
-        R = 2 * cos.shape[1]
+    def formula(x, positions, tables, interleaved) -> Tensor:
+        cos, sin = (F.embedding(positions, table.double())[..., None, :] for table in tables)
         first, second = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
-        angle = torch.complex(cos[positions], sin[positions])[..., None, :]
-        turned = torch.complex(x[..., first], x[..., second]) * angle
-        out = x.clone()
-        out[..., first], out[..., second] = turned.real, turned.imag
+        a, b, out = x[..., first], x[..., second], x.clone()
+        out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
         return out
 
-    return Call(functional.rotary, given, formula)
+    def op(x, positions, tables, interleaved) -> Tensor:
+        return functional.rotary(x, positions, *tables, interleaved=interleaved)
+
+    return Call(op, given, formula)
 
 
 def linear_cross_entropy(random: Random) -> Call:

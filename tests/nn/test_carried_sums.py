@@ -12,11 +12,10 @@ import torch
 
 import fastformer
 from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
-from fastformer.nn import layers
+from fastformer.nn import sublayers
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.packing import Layout, pack
-from tests.nn.layer_cases import KINDS, D, randomise
-from tests.nn.layer_cases import layers as layer_pair
+from tests.nn.layer_cases import KINDS, D, layers, randomise
 from tests.support.closeness import assert_close, gradients, random
 from tests.support.fused_op import DEVICE, INTERPRETED, needs_kernels
 
@@ -51,7 +50,7 @@ def stack(kind, final_norm=True, rms=False, **options):
 def results(found, autocast, product_dtype=None, monkeypatch=None):
     """Output and gradients."""
     if product_dtype is not None:
-        monkeypatch.setattr(layers, "_product_dtype", product_dtype)
+        monkeypatch.setattr(sublayers, "_product_dtype", product_dtype)
     x, memory = X.clone().requires_grad_(), MEMORY.clone().requires_grad_()
     found.zero_grad()
     torch.manual_seed(3)
@@ -100,7 +99,7 @@ def test_carried_sums_have_the_bits_of_others(rms, kind, autocast, final_norm, b
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @NORMS
 def test_norms_written_for_their_readers_have_the_bits_of_autocast(rms, kind, backend, monkeypatch):
-    found, asked = stack(kind, rms=rms), layers._product_dtype
+    found, asked = stack(kind, rms=rms), sublayers._product_dtype
     dtypes = []
     with fastformer.backend(backend):
         ours = results(found, True, lambda *a: (dtypes.append(asked(*a)), dtypes[-1])[1], monkeypatch)
@@ -159,7 +158,7 @@ def test_a_hooked_reader_sees_the_norm_as_torch_gives_it():
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_with_rms_norm_are_torchs(kind, norm_first, packed):
     """Which calls its norms one after another; the kernels are in test_fused_layers."""
-    made = layer_pair(kind, norm_first=norm_first, batch_first=True)
+    made = layers(kind, norm_first=norm_first, batch_first=True)
     for each, norm in zip(made, (fastformer.RMSNorm, torch.nn.RMSNorm), strict=True):
         for name in [name for name, _ in each.named_children() if name.startswith("norm")]:
             each.register_module(name, norm(D, dtype=torch.float64))

@@ -1,7 +1,4 @@
-"""Every launch that changes the code of dropout, sum and layer norm: tile, dtype, dropout, and which gradients come.
-
-`dropout_add_rms_norm.py` has the same of RMS norm.
-"""
+"""Every launch that changes the code of dropout, sum and norm: the norm, tile, dtype, dropout, which gradients come."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -52,8 +49,14 @@ def _backward(
     return dropout_add_norm.backward(*grads, s, row, *statistics, _seed(dropout_p), dropout_p, *wanted)
 
 
-def cases(centred: bool = True) -> Iterator[tuple[str, Callable[[], object]]]:
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield a name and a launch on meta tensors."""
+    for centred in (True, False):
+        for name, launch in _cases(centred):
+            yield (name if centred else f"RMS norm, {name}"), launch
+
+
+def _cases(centred: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     forward, backward = partial(_forward, centred), partial(_backward, centred)
     for N, dtype in CASES:
         name = f"N {N} {str(dtype).removeprefix('torch.')}"

@@ -240,6 +240,18 @@ def shared(rank: int, folder: Path) -> Any:
     }
 
 
+def foreign(rank: int, folder: Path) -> Any:
+    """A layer of torch's among ours, in bf16: the dtypes in which they are gathered."""
+    model = language_model()
+    layers: Any = model.decoder.layers
+    layers[1] = nn.TransformerEncoderLayer(12, 3, 20, 0.0, batch_first=True, norm_first=True)
+    update = Update(model, language_model_loss, train_config(precision="bf16", parallel="fsdp"), Processes.current())
+    _, norm, _ = update.gradients([language_batch(0)])
+    with gathered(update.module, Processes.current()):
+        dtypes = [str(layer.linear1.weight.dtype) for layer in layers]
+    return {"dtypes": dtypes, "finite": bool(norm.isfinite())}
+
+
 def caches(rank: int, folder: Path) -> Any:
     """Decoding needs gathered layers, with their hooks, too."""
     from torch.distributed.fsdp import fully_shard
@@ -271,7 +283,7 @@ def work(rank: int, folder: str, *names: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     seen = {}
-    for scenario in (collectives, precise, shared, caches, families):
+    for scenario in (collectives, precise, shared, foreign, caches, families):
         if scenario.__name__ in names:
             seen[scenario.__name__] = scenario(rank, Path(folder))
             torch.distributed.barrier()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # importing DTensor alone takes seconds
 def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What needs no whole run, started once."""
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, spawn(folder, "collectives", "precise", "shared", "caches", task=work)
+    return folder, spawn(folder, "collectives", "precise", "shared", "foreign", "caches", task=work)
 
 
 def expected_order(dtype: str) -> list[str]:
@@ -90,6 +90,13 @@ def test_layers_that_share_parameters_are_gathered_with_the_rest(steps):
     grads = torch.autograd.grad(loss(model, given) / given.tokens, list(model.parameters()))
     for ours, wanted in zip(torch.load(folder / "shared.pt"), grads, strict=True):
         assert_close(ours, wanted, roundings=1e3)
+
+
+def test_layers_of_others_are_gathered_in_fp32(steps):
+    """What they do with parameters in 16 bits nobody knows; with fp32, autocast does."""
+    _, seen = steps
+    for each in seen:
+        assert each["foreign"] == {"dtypes": ["torch.bfloat16", "torch.float32", "torch.bfloat16"], "finite": True}
 
 
 def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(steps):

@@ -7,7 +7,7 @@ Useful work is counted, of real positions and allowed pairs alone: 4 D operation
 four gradients. Ours is told lengths and causality and makes no mask. fp64 results are of all heads where that is 0.5
 GiB of scores, else of some.
 
-337 cases, 12 of them of packages that are rarely there. An estimate, not measured on a GPU: a third of a second a case,
+343 cases, 12 of them of packages that are rarely there. An estimate, not measured on a GPU: a third of a second a case,
 half a minute for the kernels of ours and as long for those of flex_attention, 3 minutes together.
 """
 
@@ -136,9 +136,11 @@ def _goal(goals: Goals, direction: Direction) -> float | None:
 
 
 def _ours(race: Race, p: AttentionCase, inputs: Sequence[Tensor]) -> Tensor:
-    ends = p.lengths_on_device if p.padded else None
+    ends, bias = p.lengths_on_device if p.padded else None, p.distance_bias if p.alibi else None
     with fastformer.backend(race.backend):
-        return functional.attention(*inputs, causal=p.causal, query_lengths=ends, key_lengths=ends, dropout_p=p.dropout)
+        return functional.attention(
+            *inputs, causal=p.causal, query_lengths=ends, key_lengths=ends, dropout_p=p.dropout, distance_bias=bias
+        )
 
 
 def _race(
@@ -151,7 +153,8 @@ def _race(
     goals: Goals,
 ) -> None:
     """Compare attention of padded tensors."""
-    op = f"attention {p.dropout} {p.dtype}"
+    name = "attention, ALiBi" if p.alibi else "attention"
+    op = f"{name} {p.dropout} {p.dtype}"
     _take(race, op, shape, competitor, way, direction)
     inputs, upstream = p.leaves(), p.random()
 
@@ -165,7 +168,7 @@ def _race(
         exact, timed = replace(p, dropout=0.0), (*sides(p), upstream)
         _check_dropout(race, p, inputs, sides(p), sides(exact))
     race.op(
-        case_name("attention", shape, p),
+        case_name(name, shape, p),
         *sides(exact),
         upstream=upstream,
         expected=exact.expected(inputs, upstream),
@@ -284,6 +287,13 @@ def bench_dropout_and_fp32(
     settings = {"dropout": DROPOUT} if variant == "dropout" else {"dtype": torch.float32}
     p = attention_case(race, shape, **settings)
     _race(race, shape, p, competitor, way, direction, (5.0, 4.0))
+
+
+@pytest.mark.parametrize("direction", ["forward", "both"])
+@_cases(("full", CAUSAL[3:5], [("sdpa-efficient", MASK)]), ("full", CAUSAL[3:4], [("flex", None)]))
+def bench_alibi(race: Race, shape: AttentionShape, competitor: str, way: str | None, direction: Direction) -> None:
+    """A bias by distance that is not trained, against SDPA's additive mask, made beforehand, and flex_attention's."""
+    _race(race, shape, replace(attention_case(race, shape), alibi=True), competitor, way, direction, None)
 
 
 @_cases(

@@ -48,7 +48,9 @@ def sdpa(p: AttentionCase, backend: str, way: str | None) -> Attention:
         way: `MASK`, `KEY_MASK` or `ALONE`; None: without padding.
     """
     mask = None
-    if way == MASK:
+    if p.alibi:  # with causality in it: SDPA takes one or the other
+        mask = torch.where(p.allowed(), p.dense_bias(), -math.inf).to(p.dtype).expand(p.batch, -1, -1, -1)
+    elif way == MASK:
         mask = p.allowed().expand(-1, -1, p.length, -1)
     elif way == KEY_MASK:
         mask = p.real[:, None, None, :]
@@ -113,8 +115,13 @@ def flex(p: AttentionCase, per_batch: bool, plain: bool = False) -> Attention:
 
     ready = None if per_batch else block_mask()
 
+    def by_distance(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[h, p.length - 1 + j - i]
+
+    bias, score_mod = p.distance_bias, by_distance if p.alibi else None
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attend(q, k, v, block_mask=block_mask() if ready is None else ready)
+        out: Tensor = attend(q, k, v, score_mod, block_mask=block_mask() if ready is None else ready)
         return out
 
     return run

@@ -67,6 +67,7 @@ class AttentionCase:
         lengths: of the sequences; L is the longest.
         padded: whether anybody must reckon with padding.
         dropout: of the weights.
+        alibi: whether scores fall with the distance of key from query (Press et al. 2022).
     """
 
     lengths: Lengths
@@ -78,6 +79,7 @@ class AttentionCase:
     dtype: torch.dtype = torch.bfloat16
     dropout: float = 0.0
     value_size: int | None = None
+    alibi: bool = False
 
     @property
     def channels_of_values(self) -> int:
@@ -128,6 +130,16 @@ class AttentionCase:
         """Bool `[L, L]`: True where causality forbids."""
         return torch.ones(self.length, self.length, dtype=torch.bool, device=self.device).triu(1)
 
+    @cached_property
+    def distance_bias(self) -> Tensor:
+        """ALiBi, fp32 `[H, 2 * L - 1]`, by key's position less query's: -distance / 2^(8 h / H), h from 1 to H."""
+        distances = torch.arange(1 - self.length, self.length, device=self.device).abs()
+        return -distances * 2.0 ** (torch.arange(1, self.heads + 1, device=self.device) * (-8 / self.heads))[:, None]
+
+    def dense_bias(self) -> Tensor:
+        """The same, `[H, L, L]`."""
+        return self.distance_bias.unfold(1, self.length, 1).flip(1)
+
     def allowed(self) -> Tensor:
         """Bool, True = may attend: `[B, 1, L, L]` if causal, else `[B, 1, 1, L]`."""
         keys = self.real[:, None, None, :]
@@ -165,26 +177,29 @@ class AttentionCase:
     def expected(self, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
         """Output and gradients of q, k and v in fp64, of the heads that are compared."""
         parts = []
-        for rows, q, k, v, dout in self._parts([*inputs, upstream]):
+        for at, q, k, v, dout in self._parts([*inputs, upstream]):
             wide = [x.requires_grad_() for x in (q, k, v)]
-            out = self._weights(rows, q, k) @ v
+            out = self._weights(at, q, k) @ v
             parts.append([out.detach(), *torch.autograd.grad(out, wide, dout)])
         return [torch.cat(x) for x in zip(*parts, strict=True)]
 
     def dropped(self, inputs: list[Tensor]) -> Tensor:
         """What dropout adds to an output as its expected square, p / (1 - p) sum_s (weight_ts v_s)^2, `[n, L, D]`."""
-        squares = [self._weights(rows, q, k).square() @ v.square() for rows, q, k, v in self._parts(inputs)]
+        squares = [self._weights(at, q, k).square() @ v.square() for at, q, k, v in self._parts(inputs)]
         return torch.cat(squares) * (self.dropout / (1 - self.dropout))
 
     def _parts(self, tensors: list[Tensor]) -> Iterator[Any]:
-        """Rows of the heads that are compared, and the heads in fp64, as many at a time as there is room for."""
+        """Rows and numbers of the heads that are compared, and they in fp64, as many at once as there is room for."""
         rows, heads = self.compared_heads
         size = max(1, 4 * _COMPARED_SCORES // max(1, self.length**2))
         for some, of in zip(rows.split(size), heads.split(size), strict=True):  # type: ignore[no-untyped-call]
-            yield some, *(x.detach()[some, of].double() for x in tensors)
+            yield (some, of), *(x.detach()[some, of].double() for x in tensors)
 
-    def _weights(self, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def _weights(self, at: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> Tensor:
+        rows, heads = at
         scores = q @ k.transpose(1, 2) / math.sqrt(self.head_size)
+        if self.alibi:
+            scores = scores + self.dense_bias()[heads]
         # Finite, so that a row without a key gives no NaN; nothing of it is compared.
         forbidden = ~self.real[rows][:, None, :]
         return scores.masked_fill(forbidden | self.look_ahead if self.causal else forbidden, -1e300).softmax(-1)

@@ -251,7 +251,7 @@ def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> d
     K, generation = head_width(wide), device_of(wide).capability // 10
     tf32 = wide.dtype == torch.float32  # what is not exact, below
     if is_exact(wide):
-        low = K == 128 or (K == 64 and heavy and generation < 9)
+        low = K == 128 or (K == 64 and heavy and (generation < 9 or problem.distance_bias is not None))
         narrow = K > 128 and generation == 9 and not heavy
         tile = (
             (16, 32, 8 if heavy and generation > 9 else 4, 1)

@@ -117,12 +117,10 @@ def _attention_combine(
         total = total * fade + tl.load(total_ptr + row) * weight
         peak = new_peak
     alive = (total != 0.0) & (r // GROUP < last_query)
-    total = tl.where(alive, total, 1.0)
     h = hk * GROUP + r % GROUP
     if HAS_SINKS:
-        total, _peak, fade = sink(total, peak, sinks_ptr, h)
-        acc *= fade
-    out = tl.where(alive, acc / total, 0.0)
+        total += sink(peak, sinks_ptr, h)
+    out = tl.where(alive, acc / tl.where(alive, total, 1.0), 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(r // GROUP, ALIGN, stride_out_t)
     tl.store(out_ptr + dims, out, mask=dims < V)
 

@@ -155,8 +155,7 @@ def _attention(
     # A NaN is alive, and shows; so does a peak that only the factor made infinite, under which all weights are 0.
     alive = ((total != 0.0) | (peak == float("inf"))) & (rows < last_query)
     if HAS_SINKS:
-        total, peak, fade = sink(total, peak, sinks_ptr, h)
-        acc *= fade[:, None]
+        total += sink(peak, sinks_ptr, h)
     scaled = tl.where(alive, keep_scale / tl.where(alive, total, 1.0), 0.0)
     out = tl.where(alive[:, None], acc * scaled[:, None], 0.0)
     out_ptr += offset(b, ALIGN, stride_out_b) + offset(h, ALIGN, stride_out_h) + offset(q_base, ALIGN, stride_out_t)

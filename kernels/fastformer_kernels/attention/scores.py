@@ -213,15 +213,12 @@ def fold(acc, total, peak, s, factor, v, keys, columns, threshold, HAS_DROPOUT: 
 
 
 @triton.jit
-def sink(total, peak, sinks_ptr, h):
-    """Add the sink of head h to the running sum of rows that have seen something: (total, peak, what both shrink by).
+def sink(peak, sinks_ptr, h):
+    """Return what the sink of head h, which attends to nothing, adds to the sum of rows that have seen something.
 
-    It attends to nothing, so that nothing is added to the values, which shrink as the sum did.
+    +inf where it is beyond the peak by more than 128: all other weights are 0 then, as they should be.
     """
-    score = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
-    new_peak = tl.maximum(peak, score)
-    fade = tl.exp2(peak - new_peak)
-    return total * fade + tl.exp2(score - new_peak), new_peak, fade
+    return tl.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2E - peak)
 
 
 @triton.jit

@@ -31,32 +31,27 @@ def faults() -> Iterator[Fault]:
         to_the_last,
     )
     yield Fault(
-        "sinks: what was summed does not shrink",
+        "sinks: log2(e) missing",
         file,
-        "return total * fade + tl.exp2(score - new_peak), new_peak, fade",
-        "return total + tl.exp2(score - new_peak), new_peak, fade",
+        "tl.load(sinks_ptr + h).to(tl.float32) * LOG2E",
+        "tl.load(sinks_ptr + h).to(tl.float32)",
         ALONE.format("sinks"),
     )
     yield Fault(
-        "sinks: not in the log-sum-exp's maximum",
+        "weights of packed heads from one part of the log-sum-exp",
         file,
-        "new_peak = tl.maximum(peak, score)",
-        "new_peak = peak",
-        f"{TESTS}::test_lowest_numbers_hide_and_a_row_of_them_is_a_mean[False]",
+        'Return exp2(s - lse), the weights before dropout."""\n    if MASK >= 2:',
+        'Return exp2(s - lse), the weights before dropout."""\n    if MASK == 2:',
+        PACKED,
     )
     file = f"{KERNELS}/attention/forward.py"
     yield Fault(
         "log-sum-exp with a bias in one part", file, "if MASK >= 2:", "if MASK == 2:", ALONE.format("distance_bias")
     )
-    yield Fault("sinks: values do not shrink", file, "acc *= fade[:, None]", "acc *= 1.0", ALONE.format("sinks"))
-    file = f"{KERNELS}/attention/problem.py"
     yield Fault(
-        "log-sum-exp of packed heads side by side",
-        file,
-        "return (0 if q.dim() == 3 else x.stride(-3), x.stride(-2))",
-        "return (x.stride(-3) if x.dim() > 2 else 0, x.stride(-2))",
-        PACKED,
+        "sinks: not in the sum", file, "total += sink(peak, sinks_ptr, h)", "total += 0.0", ALONE.format("sinks")
     )
+    file = f"{KERNELS}/attention/problem.py"
     yield Fault(
         "bias: a slice of a table taken as it lies",
         file,
@@ -85,7 +80,7 @@ def faults() -> Iterator[Fault]:
         file,
         "distance - BLOCK_T + 1 > right",
         "distance > right",
-        RULE.format("causal to the last key of each"),
+        RULE.format("window to the right, bottom_right"),
     )
     yield Fault(
         "bias gradient: other sequences' rows",
@@ -103,10 +98,10 @@ def faults() -> Iterator[Fault]:
         f"{TESTS}::test_decoding[('distance_bias',)-one query-1]",
     )
     yield Fault(
-        "decoding: shares do not shrink by the sink",
+        "decoding: sinks not in the sum",
         file,
-        "        acc *= fade\n",
-        "        acc *= 1.0\n",
+        "total += sink(peak, sinks_ptr, h)",
+        "total += 0.0",
         f"{TESTS}::test_decoding[('sinks',)-one query-1]",
     )
     file = f"{OPS}/attention/fused.py"

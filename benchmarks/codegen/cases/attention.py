@@ -154,11 +154,12 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from ((name, in_tf32(call)) for name, call in cases_of("tf32", torch.float32, TF32_FORWARD, TF32_BACKWARD))
     for K in (64, 128, 256):
         yield f"forward K {K} dropout", forward_case(1024, K, torch.bfloat16, dropped)
-    for K in (64, 128):
         yield f"backward K {K} dropout", backward_case(1024, K, torch.bfloat16, dropped)
+    for K in (64, 128):
         yield f"backward K {K} with weights", backward_case(1024, K, torch.bfloat16, light, weights=True)
     for K in (64, 128):
         yield f"backward K {K} fast", backward_case(1024, K, torch.bfloat16, light, fast=True)
+        yield f"forward K {K} tf32 dropout", in_tf32(forward_case(1024, K, torch.float32, dropped))
         yield f"backward K {K} tf32 dropout", in_tf32(backward_case(1024, K, torch.float32, dropped))
         yield f"backward K {K} tf32 with weights", in_tf32(backward_case(1024, K, torch.float32, light, weights=True))
         yield f"backward K {K} tf32 fast", in_tf32(backward_case(1024, K, torch.float32, light, fast=True))

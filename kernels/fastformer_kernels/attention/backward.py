@@ -91,7 +91,7 @@ def _attention_keys_values(
     # Seen from the keys, the window lies the other way round.
     # What a padded key gathers is dropped in the end; only what leaves the row of a key must not have it.
     hides: tl.constexpr = ADD_DQ or MASK != 0
-    spread: tl.constexpr = K > 128 or V > 128
+    spread: tl.constexpr = not STRAIGHT and (K > 128 or V > 128 or (PRECISION == "tf32" and (K > 64 or V > 64)))
     padding = first * 0
     low, high = seen_range(columns, 0, last_query, -shift, right, left, HAS_RIGHT, HAS_LEFT)
     if hides:
@@ -139,8 +139,8 @@ def _attention_keys_values(
                 (j < full_begin) | (j >= full_end), rows[None, :], columns[:, None],
                 keys[None, :], key_mask_ptr, mask_head, stride_mask_t, stride_mask_s, bias_head, masked_rows,
                 last_key, scale, softcap, threshold, keep_scale,
-                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or (spread and not STRAIGHT),
-                ADD_DQ or spread, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+                HAS_RIGHT or hides, HAS_LEFT or MASK != 0 or spread,
+                (ADD_DQ and MASK == 0) or spread, STRAIGHT, False, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=tl.float32)
@@ -216,6 +216,7 @@ def _attention_queries(
         HAS_LEFT, HAS_RIGHT, MASK != 0, BLOCK_S,
     )  # fmt: skip
     end = tl.where(first_row < last_query, end, begin)
+    spread: tl.constexpr = not STRAIGHT and BLOCK_T < 128 and (K > 128 or V > 128)
     for j in tl.range(begin, end):
         columns = j * BLOCK_S + steps
         wide_columns = columns.to(tl.int64)[:, None]
@@ -231,7 +232,7 @@ def _attention_queries(
             (j < full_begin) | (j >= full_end), rows[:, None], columns[None, :], keys[:, None],
             key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr, masked_rows, last_key, scale, softcap,
             threshold, keep_scale,
-            HAS_LEFT, True, False, STRAIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
+            HAS_LEFT, True, spread, STRAIGHT, HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_cap(ds, dots, scale, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=tl.float32)
@@ -244,8 +245,9 @@ def _attention_queries(
 def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that gathers dK and dV: the largest that spill nothing.
 
-    16 keys a warp, where they fit: with fewer, warps compute the same scores. Heavy calls look up masks or gradients of
-    weights tile by tile, or cap scores, which takes registers. Chosen from what the compiler reports
+    16 keys a warp, where they fit: with fewer, warps compute the same scores, if no branch spreads them
+    (`scores.score_gradient`). Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which
+    takes registers. Chosen from what the compiler reports
     (`python -m benchmarks.codegen`); `benchmarks/NOTES.md` has what was tried. Not measured on a GPU.
     """
     K, generation = head_width(wide), device_of(wide).capability // 10
@@ -263,7 +265,7 @@ def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> d
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
-        tile = (32, 32, 8 if fast else 4, 2)
+        tile = (32, 32, 4, 2)
     elif K == 64 and generation < 9:
         tile = (16, 128, 8, 2) if heavy else (32, 64, 4, 2) if fast else (32, 128, 8, 2)
     elif K == 64 and heavy:
@@ -273,13 +275,23 @@ def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> d
     elif K == 128:
         if generation == 9 and not fast:
             tile = (16 if heavy else 32, 128, 8, 2)
+        elif generation < 9 and heavy and not fast:
+            tile = (32, 32, 4, 2)
         else:
             square = generation < 10 and not heavy
             tile = (64, 64, 8, 2) if square else (32, 64, 8, 1 if fast else 2)
+    elif has_small_memory(wide):
+        tile = (16, 32, 8, 2)
+    elif tf32 and (problem.mask is not None or problem.softcap > 0.0):
+        tile = (64, 32 if generation < 9 else 16, 8, 2)
+    elif tf32 and generation < 9:
+        tile = (32, 32, 4, 2) if problem.seed is None else (64, 32, 8, 1)
+    elif tf32:
+        tile = (32, 64, 8, 1 if heavy and generation > 9 else 2)
+    elif generation < 9 or heavy:
+        tile = (64, 32 if generation < 9 else 16, 8, 2)
     else:
-        small = heavy or tf32 or has_small_memory(wide) or (generation < 9 and problem.key_mask is not None)
-        rows = 16 if generation == 9 and problem.seed is not None else 32
-        tile = (16, 32, 8, 2) if small else (rows, 64, 8, 1 if generation == 9 else 2)
+        tile = (16 if generation == 9 and problem.seed is not None else 32, 64, 8, 1 if generation == 9 else 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
@@ -298,15 +310,19 @@ def _tiles_of_queries(wide: Tensor, problem: Problem, heavy: bool) -> dict[str, 
     elif K <= 64:
         tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
     elif K == 128:
-        warps = 8 if (crowded and generation == 8) or (heavy and tf32) else 4
         narrow = heavy or problem.seed is not None or (tf32 and generation < 9)
-        tile = (64, 32, warps, 2) if narrow else (64, 64, 4, 2)
+        tile = (64, 32, 8 if heavy and tf32 else 4, 2) if narrow else (64, 64, 4, 2)
+        if generation < 10 and ((crowded and generation == 8) or (heavy and tf32)):
+            tile = (128, 16, 8, 2)
+    elif generation > 9:
+        stages = 1 if problem.seed is not None and not heavy else 2
+        tile = (32, 32, 8, 1) if has_small_memory(wide) else (64, 32, 8, stages)
+    elif generation == 9:
+        tile = (128, 16 if heavy or tf32 else 32, 8, 2)
+    elif heavy or has_small_memory(wide):
+        tile = (32, 32, 4, 2)
     else:
-        small = generation < 9 and (heavy or problem.seed is not None) if tf32 else heavy
-        tall = generation == 9 and not tf32 and not heavy
-        tile = (128, 32, 8, 2) if tall else (32, 32, 8, 1) if small or has_small_memory(wide) else (64, 32, 8, 2)
-        if generation > 9 and problem.seed is not None and not small:
-            tile = (64, 32, 8, 1)
+        tile = (128, 16, 8, 2) if tf32 else (64, 32, 8, 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 

@@ -139,7 +139,7 @@ def _tile(wide: Tensor) -> dict[str, int]:
     if is_exact(wide):
         block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
-        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 8 if wide.dtype == torch.float32 else 4, 1)
+        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 4, 2 if wide.dtype == torch.float32 else 1)
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
 
 

@@ -130,7 +130,8 @@ def _attention(
         s = dots if RAW else scores(dots, scale, softcap, HAS_SOFTCAP)
         at = j * BLOCK_S + columns
         acc, total, peak = fold(acc, total, peak, s, factor, v, keys, at, threshold, HAS_DROPOUT, PRECISION)
-    for i in tl.range(0, count - whole):
+    # Of head size 256 both loops as pipelines spilled 16 bytes (sm_80): this one has a tile or two.
+    for i in tl.range(0, count - whole, num_stages=1 if BLOCK_S == 64 and BLOCK_V == 256 else None):
         j, n = begin + i, begin + i + 1
         j = tl.where(j < full_begin, j, j + whole)
         n = tl.where(n < full_begin, n, n + whole)
@@ -171,7 +172,7 @@ def _attention(
         tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
 
 
-def _tiles(wide: Tensor, problem: Problem) -> dict[str, Any]:
+def _tiles(wide: Tensor, values: Tensor, problem: Problem) -> dict[str, Any]:
     """Choose the tile sizes of the forward kernel, and whether the scores of the next tile are computed ahead.
 
     16 bits: 16 rows a warp, as one warp multiplies, so that none repeats another's work, and of these the tile of the
@@ -199,12 +200,18 @@ def _tiles(wide: Tensor, problem: Problem) -> dict[str, Any]:
         if hopper and T >= 512 and problem.seed is None:
             tile = (128, 128, 8, 2)
     elif K == 128 and heavy:
-        tile = (128, 32, 8, 2) if ampere and halves else (64, 32, 4 if hopper else 8, 2)
+        tile = (128, 32, 8, 2) if ampere else (64, 32, 4 if hopper else 8, 2)
     elif K == 128:
         narrow = T < 512 or (ampere and (problem.seed is not None or not halves))
         tile = (64, 32, 4, 2) if narrow else (128, 64, 8, 2)
+    elif not ampere:
+        tile = (128 if hopper else 64, 32, 8, 1 if small else 2)
+    elif halves and head_width(values) == K:
+        tile = (64, 64, 8, 1 if small or heavy else 2) if heavy or problem.seed is None else (32, 64, 8, 2)
+    elif halves:
+        tile = (64, 64, 8, 1) if small and heavy else (128, 32, 8, 2)
     else:
-        tile = (128 if hopper else 64, 32, 8, 1 if small or (ampere and heavy) else 2)
+        tile = (32, 64, 8, 1) if heavy else (128, 32, 8, 2)
     slow_products = K == 128 and tile[0] == 128
     ahead = not is_exact(wide) and (blackwell or not halves or (capability == 90 and slow_products))
     return {**dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True)), "AHEAD": ahead}
@@ -232,7 +239,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
-    tile = _tiles(wider(q, v), problem)
+    tile = _tiles(wider(q, v), v, problem)
     tiles = -(-T // tile["BLOCK_T"])
     grid = (B * H * tiles,)
     together = side_by_side(q, problem, B * H, S * (q.shape[-1] + V) * q.element_size() * k.shape[1] // H)

@@ -17,6 +17,7 @@ from fastformer_kernels.host.launch import (
     as_bytes,
     device_of,
     guard,
+    has_small_memory,
     inner_contiguous,
     kernel,
     launch,
@@ -269,8 +270,9 @@ def score_tile(wide: Tensor) -> dict[str, int]:
     if is_exact(wide):
         tile = (32, 32, 8, 1) if width <= 128 else (16, 16, 8, 1)
     elif generation < 9:
-        cut = width > 128 and wide.dtype == torch.float32  # 64 rows spill 144 bytes
-        tile = (64, 32, 4, 1) if width <= 64 else (32 if cut else 64, 16, 4, 2)
+        tile = (64, 32, 4, 1) if width <= 64 else (64, 16, 4, 2)
+        if width > 128 and wide.dtype == torch.float32:  # 64 rows of 4 warps spill 144 bytes
+            tile = (32, 16, 4, 2) if has_small_memory(wide) else (128, 16, 8, 2)
     else:
         tile = (64, 64 if generation == 9 or width <= 128 else 16, 8, 1)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))

@@ -298,7 +298,15 @@ def score_gradient(
     its result, and 8 of them compute 64 rows twice; what comes out of the branch it lays out as any other product.
     """
     s = scores(dots, scale, softcap, HAS_SOFTCAP)
-    if MASK != 0 or STRAIGHT:
+    if MASK != 0 and SPREAD:
+        if masked:  # always: for Triton's layout alone
+            seen = within(at, low, high, HAS_LOW, HAS_HIGH)
+            dp = tl.where(seen, dp, 0.0)
+            s = hide(
+                s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
+                HAS_KEY_MASK, MASK,
+            )  # fmt: skip
+    elif MASK != 0 or STRAIGHT:
         seen = within(at, low, high, HAS_LOW, HAS_HIGH)
         s = hide(
             s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr, T, last_key,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.rules import AttentionRules
+from fastformer.modes import exporting
 
 
 def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
@@ -59,6 +60,8 @@ def _of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tens
         rows = bias[:, at.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
     else:
         rows = bias.narrow(1, first - shift, T + S)[None]
+    if exporting():  # torch takes the sizes of windows for constants
+        return rows[..., torch.arange(S, device=q.device) + torch.arange(T - 1, -1, -1, device=q.device)[:, None]]
     return rows.unfold(-1, S, 1)[..., :T, :].flip(-2)
 
 

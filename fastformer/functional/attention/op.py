@@ -15,7 +15,7 @@ from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import Formula, eager_formula
 from fastformer.host.devices import DeviceError, autocasts, check_tensors
-from fastformer.modes import readable
+from fastformer.modes import exporting, readable
 from fastformer.packing import Layout, offsets_of
 
 
@@ -290,7 +290,9 @@ def _check_window(window: Window | None, causal: bool, length: int) -> Window | 
             raise TypeError(f"window must hold integers or None, not {side!r}")
         if side is not None and side < 0:
             raise ValueError(f"window must not hold negative numbers: {side}")
-    left, right = (None if side is None or side >= length else side for side in window)
+    # A program that is exported is for all lengths: none of them decides what is left to say.
+    known = not exporting()
+    left, right = (None if side is None or (known and side >= length) else side for side in window)
     if left is None and (causal or right is None):
         return None
     return left, 0 if causal else right

@@ -91,6 +91,11 @@ def translation_arguments(lengths: list[int]) -> dict[str, Any]:
     }
 
 
+def modern(**options: Any) -> Callable[[], nn.Module]:
+    sizes = {"norm": "rms", "activation": "swiglu", "d_model": 16, "heads": 4, "kv_heads": 2, "qk_norm": True}
+    return lambda: language_task.random_model(**sizes, **options)
+
+
 def classifier(kind: type, **changes: Any) -> Callable[[], nn.Module]:
     return lambda: kind(ClassifierConfig(17, 3, d_model=12, heads=3, layers=2, feed_forward=20, **changes))  # type: ignore[no-any-return]
 
@@ -119,6 +124,9 @@ CASES = {
     ),
 }
 MORE = {
+    "LanguageModel, rotary": Case(modern(positions="rotary", window=4, softcap=5.0), ids_arguments, IDS),
+    "LanguageModel, relative": Case(modern(positions="relative", sinks=True), ids_arguments, IDS),
+    "LanguageModel, alibi": Case(modern(positions="alibi"), ids_arguments, IDS),
     "TokenClassifier": Case(classifier(TokenClassifier), ids_arguments, IDS),
     **{
         f"SequenceClassifier, {pooling}": Case(classifier(SequenceClassifier, pooling=pooling), ids_arguments, IDS)

@@ -186,14 +186,16 @@ def _rotary(c: Reader) -> dict[str, Any]:
 _SUMMARY = frozenset(
     f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 )
-_LENGTHS = frozenset({"max_position_embeddings", "pretraining_tp"})
+_LENGTHS = frozenset({"max_position_embeddings"})
 _SLIDING = _LENGTHS | {"use_sliding_window", "sliding_window", "max_window_layers"}  # they make layer_types
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": Architecture(
         LanguageModel, LanguageConfig, _gpt2, _GPT2, idle=_SUMMARY, configuration=_gpt2_configuration
     ),
-    "LlamaForCausalLM": Architecture(LanguageModel, LanguageConfig, _llama_own, _LLAMA, idle=_LENGTHS | {"head_dim"}),
+    "LlamaForCausalLM": Architecture(
+        LanguageModel, LanguageConfig, _llama_own, _LLAMA, idle=_LENGTHS | {"head_dim", "pretraining_tp"}
+    ),
     "Qwen2ForCausalLM": Architecture(LanguageModel, LanguageConfig, _qwen2, _LLAMA, idle=_SLIDING),
     "Qwen3ForCausalLM": Architecture(LanguageModel, LanguageConfig, _qwen3, _LLAMA, idle=_SLIDING | {"head_dim"}),
     "MistralForCausalLM": Architecture(LanguageModel, LanguageConfig, _mistral, _LLAMA, idle=_LENGTHS | {"head_dim"}),

@@ -137,7 +137,7 @@ def test_positions_that_are_not_sinusoidal_are_refused() -> None:
 
 
 def test_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no model of transformers, there is no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no model of transformers, there is no config\.json"):
         from_transformers(tmp_path)
     path = tmp_path / "config.json"
     path.write_text("{")
@@ -149,7 +149,7 @@ def test_folders_are_refused(tmp_path: Path) -> None:
     build("gpt2").config.save_pretrained(tmp_path)
     content = json.loads(path.read_text()) | {"architectures": ["GPT2LMHeadModel"]}
     path.write_text(json.dumps(content))
-    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         from_transformers(tmp_path)
 
 

@@ -20,6 +20,8 @@ class AttentionOptions(TypedDict, total=False):
 
     kv_heads: heads of keys and values, a divisor of H (grouped queries: Ainslie et al. 2023); H if None.
     head_size: K; D / H if None.
+    qkv_bias: a bias of the projections to queries, keys and values, where the last one has another (as in Qwen 2);
+        None: as `bias`.
     qk_norm: RMS norms over the numbers of each head of queries and of keys, with weights and eps 1e-6 (Henry et al.
         2020; as in Qwen 3).
     softcap: as of `functional.attention`.
@@ -33,6 +35,7 @@ class AttentionOptions(TypedDict, total=False):
 
     kv_heads: int | None
     head_size: int | None
+    qkv_bias: bool | None
     qk_norm: bool
     softcap: float | None
     rotary: Rotary | None
@@ -80,6 +83,7 @@ def check_options(options: Any, kind: Any) -> None:
         check_value("norm", options["norm"], str, choices=NORMS)
     for name in ("kv_heads", "head_size"):
         check_value(name, options.get(name), int | None, at_least=1)
+    check_value("qkv_bias", options.get("qkv_bias"), bool | None)
     for name in ("qk_norm", "sinks"):
         check_value(name, options.get(name, False), bool)
     rotary = options.get("rotary")

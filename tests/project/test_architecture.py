@@ -38,7 +38,7 @@ FLOORS = (
     {"apps.text"},
     {"apps.models", "apps.train"},
     {"apps.runs"},
-    {"apps.export"},
+    {"apps.export", "apps.pretrained"},
     APPLICATIONS := {f"apps.{path.parent.name}" for path in (PACKAGE / "apps").glob("*/model.py")},
     {"apps.cli"},
     {"__main__"},

@@ -32,6 +32,7 @@ from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.nn.options import make_norm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.row_map import RowMap
@@ -41,54 +42,140 @@ Pooling = Literal["mean", "first", "max"]
 
 
 @dataclass(frozen=True)
-class ClassifierConfig(ModelSettings):
-    """Everything that decides the shape of a classifier; stored with every checkpoint."""
+class EncoderConfig(ModelSettings):
+    """Everything that decides the shape of a `TextEncoder`."""
 
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
-    classes: int = setting(MISSING, "number of classes", at_least=2, at_most=LARGEST, derived="the labels")
     _: KW_ONLY
     d_model: int = inherited(ModelSettings, "d_model", default=256)
     heads: int = inherited(ModelSettings, "heads", default=4)
     layers: int = setting(4, "layers of the encoder", at_least=1, at_most=MOST_LAYERS)
     feed_forward: int = inherited(ModelSettings, "feed_forward", default=1024)
-    dropout: float = inherited(ModelSettings, "dropout", help="dropout everywhere, before the output layer too")
+    dropout: float = inherited(
+        ModelSettings, "dropout", help="dropout, where no rate of its own is set; before the output layer too"
+    )
+    token_types: int = setting(
+        0, "kinds of tokens, such as those of a first and a second sentence; 0: one", at_least=0, at_most=LARGEST
+    )
+    embedding_norm: bool = setting(False, "a norm of the embeddings")
     pooling: str = setting(
         "mean", "SequenceClassifier: what stands for the sequence, of its real tokens", choices=get_args(Pooling)
     )
+    pooler: bool = setting(False, "a layer with tanh behind the pooling")
 
     @property
     def matrix_numbers(self) -> int:
         """How many numbers the weight matrices have: all parameters but biases and norms."""
-        rows = self.vocabulary + self.classes + (self.max_positions if self.positions == "learned" else 0)
-        return rows * self.d_model + self.numbers_in_layers(self.layers)
+        rows = self.vocabulary + self.token_types + (self.max_positions if self.positions == "learned" else 0)
+        pooler = self.d_model if self.pooler else 0
+        return (rows + pooler) * self.d_model + self.numbers_in_layers(self.layers)
 
 
-class _Classifier(nn.Module):
-    """Embedding, encoder, dropout and output layer."""
+@dataclass(frozen=True)
+class ClassifierConfig(EncoderConfig):
+    """Everything that decides the shape of a classifier; stored with every checkpoint."""
 
-    def __init__(self, config: ClassifierConfig) -> None:
+    classes: int = setting(MISSING, "number of classes", at_least=2, at_most=LARGEST, derived="the labels")
+
+    @property
+    def matrix_numbers(self) -> int:
+        """How many numbers the weight matrices have: all parameters but biases and norms."""
+        return super().matrix_numbers + self.classes * self.d_model
+
+
+class TextEncoder(nn.Module):
+    """Embedding and encoder, without a head: what the classifiers are made on.
+
+    Its hidden states are for models of one's own, `pool` for a vector of each sequence.
+    """
+
+    pools = True  # whether it is for whole sequences, too: `config.pooler` is made then
+
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
         c = config
         self.embedding = Embedding(
-            c.vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, c.dropout
+            c.vocabulary,
+            c.d_model,
+            c.embedded_positions,
+            c.max_positions,
+            c.scale_embeddings,
+            c.dropout,
+            c.token_types,
+            make_norm(c.norm, c.d_model, c.norm_eps, c.bias, {}) if c.embedding_norm else None,
         )
-        self.encoder = TransformerEncoder(
-            TransformerEncoderLayer(*c.layer, **c.options(causal=False)), c.layers, c.final()
-        )
-        self.dropout = nn.Dropout(c.dropout)
-        self.output = nn.Linear(c.d_model, c.classes)
+        self.encoder = TransformerEncoder(c.made(TransformerEncoderLayer, causal=False), c.layers, c.final())
+        if c.pooler and self.pools:
+            self.pooler = nn.Linear(c.d_model, c.d_model)
+        self._add_head()
         initialise(self, c, output_is_over_vocabulary=False)
 
-    def encode(self, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
+    def _add_head(self) -> None:
+        """Make what comes behind the encoder."""
+
+    def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
+        """Compute the hidden states of the real tokens, packed in order: `[T, D]`.
+
+        Args:
+            ids: int64, packed `[T]` or padded at the end `[B, L]`.
+            lengths: int64 `[B]`, on the CPU, so that nothing waits for the device. Zero is allowed, and so is B = 0.
+                Or their layout, which torch.compile needs.
+            types: int64, of the shape of ids: the kind of each token, below `token_types`; None: 0.
+
+        Raises:
+            ValueError: ids is of another shape, or a length is beyond what learned positions hold.
+        """
+        if exported(lengths):
+            real = real_of("ids", ids, lengths)
+            return self.encode_padded(ids, real, types)[real]
+        return self.encode(ids, lengths, types)[0]
+
+    def encode(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> tuple[Tensor, Layout]:
         """Encode ids, packed `[T]` or padded `[B, L]`: hidden states `[T, D]` and their layout."""
         ids, layout = packed_ids("ids", ids, lengths)
-        x = self.embedding(ids, layout.positions, layout.max_length)  # [T, D]
+        types = None if types is None else packed_ids("types", types, layout)[0]
+        x = self.embedding(ids, layout.positions, layout.max_length, types)  # [T, D]
         return self.encoder.packed(x, layout), layout
 
-    def encode_padded(self, ids: Tensor, real: Tensor) -> Tensor:
+    def encode_padded(self, ids: Tensor, real: Tensor, types: Tensor | None = None) -> Tensor:
         """Encode ids `[B, L]` that are `real`, bool `[B, L]`: hidden states `[B, L, D]`, 0 at padding."""
-        return self.encoder(self.embedding.padded(ids), src_key_padding_mask=~real)  # type: ignore[no-any-return]
+        x = self.embedding.padded(ids, types)
+        return self.encoder(x, src_key_padding_mask=~real)  # type: ignore[no-any-return]
+
+    def pool(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
+        """Compute a vector of each sequence, `[B, D]`, as the configuration says; arguments as for `forward`."""
+        if exported(lengths):
+            counts = lengths.to(ids.device)
+            padded = self.encode_padded(ids, real_of("ids", ids, lengths), types)
+        else:
+            hidden, layout = self.encode(ids, lengths, types)
+            B, L, counts = layout.batch, layout.max_length, layout.offsets.diff()
+            rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
+            padded = rows.spread(hidden).view(B, L, hidden.shape[1])
+        x = self._pool(padded, counts[:, None])
+        return self.pooler(x).tanh() if "pooler" in self._modules else x  # type: ignore[no-any-return]
+
+    def _pool(self, padded: Tensor, lengths: Tensor) -> Tensor:
+        """One vector of each sequence: `[B, L, D]`, 0 after each, of lengths `[B, 1]` -> `[B, D]`."""
+        L = padded.shape[1]
+        if self.config.pooling == "mean" or L == 0:
+            wide = torch.promote_types(padded.dtype, torch.float32)  # fp16 could not hold the sum of a long sequence
+            return (padded.sum(1, dtype=wide) / lengths.clamp(min=1)).to(padded.dtype)
+        if self.config.pooling == "first":
+            return padded[:, 0]
+        after = torch.arange(L, device=padded.device) >= lengths  # [B, L]
+        return padded.masked_fill(after[..., None], -torch.inf).amax(1).masked_fill(lengths == 0, 0.0)
+
+
+class _Classifier(TextEncoder):
+    """Encoder, dropout and output layer."""
+
+    config: ClassifierConfig
+
+    def _add_head(self) -> None:
+        self.dropout = nn.Dropout(self.config.dropout)
+        self.output = nn.Linear(self.config.d_model, self.config.classes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
@@ -126,23 +213,11 @@ class _Classifier(nn.Module):
 class TokenClassifier(_Classifier):
     """A class for every token; `logits(model(ids, lengths))` are the scores of the classes."""
 
-    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
-        """Compute what the output layer projects for each real token, packed in order: `[T, D]`.
+    pools = False
 
-        Args:
-            ids: int64, packed `[T]` or padded at the end `[B, L]`.
-            lengths: int64 `[B]`, on the CPU, so that nothing waits for the device. Zero is allowed, and so is B = 0.
-                Or their layout, which torch.compile needs.
-
-        Raises:
-            ValueError: ids is of another shape, or a length is beyond what learned positions hold.
-        """
-        if exported(lengths):
-            real = real_of("ids", ids, lengths)
-            hidden = self.encode_padded(ids, real)[real]
-        else:
-            hidden, _ = self.encode(ids, lengths)
-        return self.dropout(hidden)  # type: ignore[no-any-return]
+    def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
+        """Compute what the output layer projects for each real token: `[T, D]`; arguments as for `TextEncoder`."""
+        return self.dropout(super().forward(ids, lengths, types))  # type: ignore[no-any-return]
 
 
 class SequenceClassifier(_Classifier):
@@ -153,28 +228,9 @@ class SequenceClassifier(_Classifier):
     A sequence without tokens is pooled to 0, so that its logits are the output layer's bias.
     """
 
-    def forward(self, ids: Tensor, lengths: Tensor | Layout) -> Tensor:
-        """Compute what the output layer projects for each sequence: `[B, D]`. Arguments as for `TokenClassifier`."""
-        if exported(lengths):
-            counts = lengths.to(ids.device)
-            padded = self.encode_padded(ids, real_of("ids", ids, lengths))
-        else:
-            hidden, layout = self.encode(ids, lengths)
-            B, L, counts = layout.batch, layout.max_length, layout.offsets.diff()
-            rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
-            padded = rows.spread(hidden).view(B, L, hidden.shape[1])
-        return self.dropout(self._pool(padded, counts[:, None]))  # type: ignore[no-any-return]
-
-    def _pool(self, padded: Tensor, lengths: Tensor) -> Tensor:
-        """One vector of each sequence: `[B, L, D]`, 0 after each, of lengths `[B, 1]` -> `[B, D]`."""
-        L = padded.shape[1]
-        if self.config.pooling == "mean" or L == 0:
-            wide = torch.promote_types(padded.dtype, torch.float32)  # fp16 could not hold the sum of a long sequence
-            return (padded.sum(1, dtype=wide) / lengths.clamp(min=1)).to(padded.dtype)
-        if self.config.pooling == "first":
-            return padded[:, 0]
-        after = torch.arange(L, device=padded.device) >= lengths  # [B, L]
-        return padded.masked_fill(after[..., None], -torch.inf).amax(1).masked_fill(lengths == 0, 0.0)
+    def forward(self, ids: Tensor, lengths: Tensor | Layout, types: Tensor | None = None) -> Tensor:
+        """Compute what the output layer projects for each sequence: `[B, D]`; arguments as for `TextEncoder`."""
+        return self.dropout(self.pool(ids, lengths, types))  # type: ignore[no-any-return]
 
 
 def token_classification_loss(model: TokenClassifier, batch: LabelledBatch, label_smoothing: float = 0.0) -> Tensor:

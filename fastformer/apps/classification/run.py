@@ -27,6 +27,7 @@ from fastformer.apps.classification.model import (
     describe,
     sequence_classification_loss,
 )
+from fastformer.apps.classification.pretrained import ARCHITECTURES
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.run import Run
@@ -130,6 +131,7 @@ APPLICATION = Application(
     tokenizers=("tokenizer",),
     metrics={"loss": "", "accuracy": "", "macro_f1": ""},
     reading=("labels", "max_length"),
+    architectures=ARCHITECTURES,
 )
 
 

@@ -100,7 +100,8 @@ def write_embedding(spec: Any, stack: Any, embedding: Embedding, positions: int)
     spec.weight = _array(embedding.tokens.weight)
     stack.scale_embeddings = embedding.scale != 1.0
     width = embedding.tokens.embedding_dim
-    table = sinusoidal_positions(positions, width) if embedding.positions is None else embedding.positions.weight
+    learned = embedding.positions
+    table = sinusoidal_positions(positions, width, halves=embedding.halves) if learned is None else learned.weight
     stack.position_encodings.encodings = _array(table)
 
 

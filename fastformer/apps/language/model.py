@@ -32,7 +32,7 @@ from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
-from fastformer.settings import inherited, setting
+from fastformer.settings import setting
 
 LanguageEmbeddings = Literal["separate", "tied"]
 
@@ -44,12 +44,8 @@ class LanguageConfig(ModelSettings):
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
     _: KW_ONLY
     layers: int = setting(6, "layers of the decoder", at_least=1, at_most=MOST_LAYERS)
-    dropout: float = inherited(ModelSettings, "dropout", help="dropout, where no rate of its own is set")
     embedding_dropout: float | None = setting(
         None, "dropout of the embeddings, positions added; unset: dropout", at_least=0, below=1
-    )
-    attention_dropout: float | None = setting(
-        None, "dropout of the attention weights; unset: dropout", at_least=0, below=1
     )
     output_dropout: float = setting(
         0.0, "dropout of the hidden states before the output projection", at_least=0, below=1
@@ -84,10 +80,7 @@ class LanguageModel(nn.Module):
         self.embedding = Embedding(
             c.vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, embedding_dropout
         )
-        layer = TransformerEncoderLayer(*c.layer, **c.options(causal=True))
-        if c.attention_dropout is not None:  # torch's layer has one rate for itself and for its attention
-            layer.self_attn.dropout = c.attention_dropout
-        self.decoder = TransformerEncoder(layer, c.layers, c.final())
+        self.decoder = TransformerEncoder(c.made(TransformerEncoderLayer, causal=True), c.layers, c.final())
         self.output = nn.Linear(c.d_model, c.vocabulary, bias=c.output_bias)
         initialise(self, c)
         tie(self)

@@ -22,6 +22,7 @@ import torch
 from fastformer.apps.language.evaluation import Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.export import ctranslate2_spec
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
+from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.folder import refuse_by_hand
@@ -144,6 +145,7 @@ APPLICATION = Application(
     metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
     reading=("context", "stream"),
     ctranslate2=ctranslate2_spec,
+    architectures=ARCHITECTURES,
 )
 
 

@@ -185,7 +185,9 @@ def sample(
         FloatingPointError: the model gives NaN.
     """
     c = model.config
-    special = {c.pad_id, c.bos_id} | ({unk_id} if unk_id is not None and not options.allow_unk else set())
+    special = ({c.pad_id, c.bos_id} - {c.eos_id}) | (
+        {unk_id} if unk_id is not None and not options.allow_unk else set()
+    )
     modules = list(model.modules())
     with evaluation(modules):
         state = LanguageState(model, prompts, context)

@@ -27,7 +27,9 @@ def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool 
     embeddings = _drawing(settings.embedding_initialisation or "normal", settings.embedding_range, width)
     follows = output_is_over_vocabulary and settings.embedding_initialisation is not None
     for name, parameter in model.named_parameters():
-        if name.endswith(("tokens.weight", "positions.weight")) or (follows and name == "output.weight"):
+        if name.endswith(("tokens.weight", "positions.weight", "types.weight")) or (
+            follows and name == "output.weight"
+        ):
             embeddings(parameter)
         elif parameter.dim() > 1:
             matrices(parameter)

@@ -4,7 +4,7 @@ Letters: D model width, F feed-forward width.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 
@@ -12,11 +12,13 @@ from fastformer.apps.models.embeddings import Positions
 from fastformer.apps.models.initialisation import RANGES, Initialisation
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.nn.activations import FUNCTIONS, is_gated
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.options import NORMS, LayerOptions, make_norm
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
 from fastformer.settings import SET, Settings, refuse_idle, setting
 
+_Layer = TypeVar("_Layer", TransformerEncoderLayer, TransformerDecoderLayer)
 _IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention is told of, and embeddings are not
 _ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
 
@@ -28,13 +30,20 @@ class ModelSettings(Settings):
     d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)
     heads: int = setting(8, "attention heads; must divide d_model", at_least=1, at_most=LARGEST)
     feed_forward: int = setting(2048, "width of the feed-forward layers", at_least=1, at_most=LARGEST)
-    dropout: float = setting(0.1, "dropout everywhere", at_least=0, below=1)
+    dropout: float = setting(0.1, "dropout, where no rate of its own is set", at_least=0, below=1)
+    attention_dropout: float | None = setting(
+        None, "dropout of the attention weights; unset: dropout", at_least=0, below=1
+    )
+    activation_dropout: float | None = setting(
+        None, "dropout of the feed-forward layers' activations; unset: dropout", at_least=0, below=1
+    )
     activation: str = setting("relu", "activation", choices=tuple(FUNCTIONS))
     norm: str = setting("layer", "layer norms, or rms: RMS norms", choices=NORMS)
     norm_first: bool = setting(True, "pre-norm layers (else post-norm)")
     final_norm: bool = setting(True, "a norm after the last layer")
     norm_eps: float = setting(1e-5, "epsilon of the norms", above=0)
     bias: bool = setting(True, "biases in linear layers and norms")
+    qkv_bias: bool | None = setting(None, "biases of queries, keys and values; unset: bias")
     kv_heads: int | None = setting(
         None,
         "heads of keys and values, for grouped queries; must divide heads; unset: as many",
@@ -121,7 +130,7 @@ class ModelSettings(Settings):
 
         causal: whether self-attention sees what came before alone.
         """
-        names = "norm", "kv_heads", "head_size", "qk_norm", "softcap", "sinks"
+        names = "norm", "kv_heads", "head_size", "qkv_bias", "qk_norm", "softcap", "sinks"
         defaults = {f.name: f.default for f in fields(self)}
         found: Any = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
         if self.window is not None:
@@ -135,6 +144,16 @@ class ModelSettings(Settings):
                 self.heads, self.relative_buckets, self.relative_distance, bidirectional=not causal
             )
         return found  # type: ignore[no-any-return]
+
+    def made(self, layer: type[_Layer], causal: bool) -> _Layer:
+        """Make a layer of a class; torch's constructor knows one dropout rate for all that is in it."""
+        made = layer(*self.layer, **self.options(causal))
+        if self.attention_dropout is not None:
+            for attention in made.attentions:
+                attention.dropout = self.attention_dropout
+        if self.activation_dropout is not None:
+            made.dropout.p = self.activation_dropout
+        return made
 
     def _rotary(self) -> Rotary:
         factor, original = self.rotary_scaling, self.rotary_original

@@ -61,7 +61,8 @@ class Application:
 
     `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
     that a model cannot be used without. `ctranslate2` makes CTranslate2's description of a model, where that program
-    has such models; see `fastformer.apps.export.ctranslate2`.
+    has such models; see `fastformer.apps.export.ctranslate2`. `architectures`: which models of transformers become
+    ones of this kind, by the names of their classes; see `fastformer.apps.pretrained`.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Application:
     metrics: Mapping[str, str]
     reading: tuple[str, ...]
     ctranslate2: Callable[..., Any] | None = None
+    architectures: Mapping[str, Any] = field(default_factory=dict)
     counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
     main: bool = False

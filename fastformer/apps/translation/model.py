@@ -98,10 +98,7 @@ class TranslationModel(nn.Module):
                 vocabulary, c.d_model, c.embedded_positions, c.max_positions, c.scale_embeddings, c.dropout
             )
 
-        layers = (
-            TransformerEncoderLayer(*c.layer, **c.options(causal=False)),
-            TransformerDecoderLayer(*c.layer, **c.options(causal=True)),
-        )
+        layers = c.made(TransformerEncoderLayer, causal=False), c.made(TransformerDecoderLayer, causal=True)
         self.source_embedding = embedding(c.source_vocabulary)
         self.target_embedding = embedding(c.target_vocabulary)
         self.encoder = TransformerEncoder(layers[0], c.encoder_layers, c.final())

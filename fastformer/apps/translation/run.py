@@ -32,6 +32,7 @@ from fastformer.apps.text.scores import Scores, score_translations
 from fastformer.apps.train import Processes, TrainConfig, Trainer
 from fastformer.apps.translation.export import ctranslate2_spec
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
+from fastformer.apps.translation.pretrained import ARCHITECTURES
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.host.devices import device_of
@@ -148,6 +149,7 @@ APPLICATION = Application(
     },
     reading=("max_length",),
     ctranslate2=ctranslate2_spec,
+    architectures=ARCHITECTURES,
     upgrade=_without_idle_size,
 )
 

@@ -1,0 +1,92 @@
+"""BERT of transformers as an encoder and as classifiers (Devlin et al. 2019)."""
+
+from typing import Any
+
+from fastformer.apps.classification.model import (
+    ClassifierConfig,
+    EncoderConfig,
+    SequenceClassifier,
+    TextEncoder,
+    TokenClassifier,
+)
+from fastformer.apps.pretrained.architecture import Architecture, Reader
+
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_LAYER = {
+    "self_attn.out_proj": "attention.output.dense",
+    "norm1": "attention.output.LayerNorm",
+    "linear1": "intermediate.dense",
+    "linear2": "output.dense",
+    "norm2": "output.LayerNorm",
+}
+_EMBEDDING = {
+    "tokens.weight": "word_embeddings.weight",
+    "positions.weight": "position_embeddings.weight",
+    "types.weight": "token_type_embeddings.weight",
+    "norm.weight": "LayerNorm.weight",
+    "norm.bias": "LayerNorm.bias",
+}
+
+
+def _weights(prefix: str) -> dict[str, str]:
+    layer = f"{prefix}encoder.layer.{{n}}."
+    found = {f"embedding.{ours}": f"{prefix}embeddings.{theirs}" for ours, theirs in _EMBEDDING.items()}
+    for part in ("weight", "bias"):
+        qkv = " ".join(f"{layer}attention.self.{x}.{part}" for x in ("query", "key", "value"))
+        found[f"encoder.layers.{{n}}.self_attn.in_proj_{part}"] = qkv
+        found |= {f"encoder.layers.{{n}}.{ours}.{part}": f"{layer}{theirs}.{part}" for ours, theirs in _LAYER.items()}
+        found[f"pooler.{part}"] = f"{prefix}pooler.dense.{part}"
+        found[f"output.{part}"] = f"classifier.{part}"
+    return found
+
+
+def _encoder(c: Reader) -> dict[str, Any]:
+    c.require(is_decoder=False, add_cross_attention=False)
+    return {
+        "vocabulary": c.vocab_size,
+        "d_model": c.hidden_size,
+        "heads": c.num_attention_heads,
+        "layers": c.num_hidden_layers,
+        "feed_forward": c.intermediate_size,
+        "activation": c.choose("hidden_act", _ACTIVATIONS),
+        "norm_eps": c.layer_norm_eps,
+        "norm_first": False,
+        "final_norm": False,
+        "positions": "learned",
+        "max_positions": c.max_position_embeddings,
+        "token_types": c.type_vocab_size,
+        "embedding_norm": True,
+        "scale_embeddings": False,
+        "dropout": c.hidden_dropout_prob,
+        "attention_dropout": c.attention_probs_dropout_prob,
+        "activation_dropout": 0.0,
+        "pooling": "first",
+        "pooler": any("pooler." in name for name in c.weights),
+    }
+
+
+def _classifier(c: Reader) -> dict[str, Any]:
+    if c.classifier_dropout not in (None, c.hidden_dropout_prob):
+        raise c.refuse("classifier_dropout", c.classifier_dropout, f"hidden_dropout_prob, {c.hidden_dropout_prob}")
+    return {**_encoder(c), "classes": c.num_labels}
+
+
+# Ids are the tokenizer's; word embeddings are tied to a head that none of these has.
+_IDLE = frozenset({"pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"})
+
+ARCHITECTURES = {
+    "BertModel": Architecture(TextEncoder, EncoderConfig, _encoder, _weights(""), idle=_IDLE | {"classifier_dropout"}),
+    "BertForTokenClassification": Architecture(
+        TokenClassifier, ClassifierConfig, _classifier, _weights("bert."), idle=_IDLE
+    ),
+    "BertForSequenceClassification": Architecture(
+        SequenceClassifier, ClassifierConfig, _classifier, _weights("bert."), idle=_IDLE
+    ),
+}

@@ -1,0 +1,145 @@
+"""`from_transformers` and `to_transformers`: whole models, objects or folders, by what the applications know.
+
+Folders are read by transformers itself, from safetensors alone and without a network; no code of theirs is run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastformer.apps.pretrained.architecture import TRAINING, Architecture
+from fastformer.apps.pretrained.weights import check_implied, check_ties, read, write
+from fastformer.apps.runs.kinds import applications
+from fastformer.apps.system.foreign_files import read_file
+
+_HOME = "transformers."
+
+
+def architectures() -> dict[str, Architecture]:
+    """All that applications know, by the name of their class in transformers."""
+    return {name: found for each in applications() for name, found in each.architectures.items()}
+
+
+def from_transformers(source: Any) -> Any:
+    """Make a model of ours that computes what a model of Hugging Face transformers does, with copies of its weights.
+
+    Args:
+        source: a model, of one of the classes of `docs/hugging-face.md`; or a folder that `save_pretrained` wrote.
+
+    Returns:
+        The model, in the dtype, on the device and in the mode of theirs.
+
+    Raises:
+        ImportError: transformers is not installed.
+        FileNotFoundError: there is no such folder, or it holds no safetensors.
+        ValueError: naming what has no counterpart here: the class, a setting and its value, or a weight.
+    """
+    theirs = load(source) if isinstance(source, str | Path) else source
+    architecture = _architecture_of(type(theirs))
+    weights = theirs.state_dict()
+    config = architecture.read(theirs.config, weights)
+    for name, x in weights.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be of floating point numbers, not {x.dtype}")
+    with torch.device("meta"):
+        ours = architecture.network(config)
+    ours = ours.to(theirs.dtype)
+    found = read(ours, weights, architecture)
+    check_ties(ours, found)
+    ours.load_state_dict(found, assign=True)
+    check_implied(ours, weights, architecture)
+    return ours.train(theirs.training)
+
+
+def load(folder: Path | str) -> Any:
+    """Load a model of transformers from a folder, if its class is known here; arguments and errors as above."""
+    transformers, folder = _transformers(), Path(folder)
+    try:
+        names = json.loads(read_file(folder / "config.json", folder)).get("architectures") or [None]
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder}: no model of transformers, there is no config.json") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder / 'config.json'}: not the configuration of a model: {error}") from None
+    kinds = architectures()
+    if len(names) != 1 or names[0] not in kinds:
+        raise ValueError(f"{folder}: architectures must be one of {', '.join(kinds)}, not {names}")
+    try:
+        theirs, report = getattr(transformers, names[0]).from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except OSError as error:
+        raise FileNotFoundError(f"{folder}: {str(error).splitlines()[0]}") from None
+    for name, what in (
+        ("missing_keys", "not among the weights"),
+        ("unexpected_keys", f"weights that {names[0]} has no place for"),
+        ("mismatched_keys", "weights of another shape than the configuration says"),
+    ):
+        if found := report.get(name):
+            raise ValueError(f"{folder}: {', '.join(sorted(map(str, found)))}: {what}")
+    return theirs
+
+
+def to_transformers(model: Any) -> Any:
+    """Make a model of Hugging Face transformers that computes what one of ours does; the reverse of the above.
+
+    Args:
+        model: whose settings an architecture of transformers has: GPT-2's of `LanguageModel`, Marian's of
+            `TranslationModel`.
+
+    Returns:
+        A model of theirs, with copies of the weights, for `save_pretrained`.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: naming the settings that no such architecture has.
+    """
+    transformers = _transformers()
+    kinds = {name: each for name, each in architectures().items() if each.configuration is not None}
+    found = next((item for item in kinds.items() if item[1].network is type(model)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} becomes no model of transformers")
+    name, architecture = found
+    assert architecture.configuration is not None
+    kind = getattr(transformers, name)
+    try:
+        config = kind.config_class(**architecture.configuration(model.config))
+        back = architecture.read(config, ())
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be this model: {error}") from None
+    ours, same = _resolved(model.config), _resolved(back)
+    other = [k for k in ours if ours[k] != same[k] and k not in TRAINING | architecture.unlike]
+    if other:
+        said = ", ".join(f"{k}={ours[k]!r} (there it is {same[k]!r})" for k in other)
+        raise ValueError(f"{name} cannot be this model: {said}")
+    theirs = kind(config).to(next(model.parameters()).dtype)
+    theirs.load_state_dict(write(model, theirs.state_dict(), architecture))
+    return theirs.to(next(model.parameters()).device).train(model.training)
+
+
+def _resolved(config: Any) -> dict[str, Any]:
+    """Settings with what those that are unset stand for, and without those that have no effect."""
+    found = dict(vars(config))
+    found |= {"head_size": config.head_width, "kv_heads": config.kv_heads or config.heads}
+    found["qkv_bias"] = config.bias if config.qkv_bias is None else config.qkv_bias
+    idle = {"learned": (), "rotary": ("max_positions",)}.get(config.positions, ("max_positions",))
+    return {name: value for name, value in found.items() if name not in idle}
+
+
+def _architecture_of(kind: type) -> Architecture:
+    """Raises ValueError where there is none: a subclass may compute anything."""
+    known = architectures()
+    if not kind.__module__.startswith(_HOME) or kind.__name__ not in known:
+        raise ValueError(
+            f"model must be one of transformers' {', '.join(known)}, not {kind.__module__}.{kind.__name__}"
+        )
+    return known[kind.__name__]
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("models of transformers need it: pip install 'fastformer[transformers]'") from error
+    return transformers

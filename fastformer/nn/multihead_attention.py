@@ -20,6 +20,7 @@ from fastformer.host.devices import check_tensors
 from fastformer.nn.modules import drop_in
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.projections import Positions, Projections
+from fastformer.nn.torch_calls import ahead
 from fastformer.nn.wrappers import Inside
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
@@ -139,7 +140,7 @@ class MultiheadAttention(Projections):
         learns = attn_mask is not None and attn_mask.requires_grad and key_padding_mask is not None
         causal = is_causal and not need_weights and not extra and not learns
         if is_causal and attn_mask is None and not causal:
-            attn_mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu_(1)
+            attn_mask = ahead(length, keys, query.device)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
         rules = self.rules(max(length, keys))
         weights = None

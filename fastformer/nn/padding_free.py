@@ -16,6 +16,7 @@ from fastformer.nn.activations import DEFINED_HERE
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.torch_calls import ahead
 from fastformer.nn.wrappers import is_gathered, is_sharded, levels, unwrap
 from fastformer.packing import Layout, pack, unpack
 
@@ -233,10 +234,10 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
         return True
     if not has_values(mask):
         return False
-    ahead = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu_(1)
+    later = ahead(length, length, mask.device)
     if mask.dtype == torch.bool:
-        return torch.equal(mask, ahead)
-    return torch.equal(mask == float("-inf"), ahead) and not bool(mask.tril().any())
+        return torch.equal(mask, later)
+    return torch.equal(mask == float("-inf"), later) and not bool(mask.tril().any())
 
 
 def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:

@@ -8,7 +8,6 @@ Letters: B batch, T targets, S sources, D model width.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
@@ -18,7 +17,7 @@ from fastformer.nn.layer_stack import Stack
 from fastformer.nn.modules import drop_in, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
 from fastformer.nn.static_cache import StaticKVCache
-from fastformer.nn.torch_calls import encoder_masks
+from fastformer.nn.torch_calls import ahead, encoder_masks
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 
@@ -351,7 +350,7 @@ def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None
         return mask
     if mask is not None:
         raise ValueError("causal must be False with attn_mask, which says who attends to whom")
-    return torch.ones(layout.columns, layout.columns, dtype=torch.bool, device=layout.offsets.device).triu_(1)
+    return ahead(layout.columns, layout.columns, layout.offsets.device)
 
 
 def _refuse(name: str, *masks: Tensor | None) -> None:

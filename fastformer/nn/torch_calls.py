@@ -6,9 +6,15 @@ form: an encoder's masks are of the input's dtype, 0 and -inf, and a causal mask
 both, made by torch's own functions, so that they are torch's in every version.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.transformer import _detect_is_causal_mask
+
+
+def ahead(queries: int, keys: int, device: torch.device) -> Tensor:
+    """torch's causal mask, bool `[T, S]`: True at the keys that come later, which may not be attended to."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1)
 
 
 def encoder_masks(

@@ -139,8 +139,9 @@ def _tile(wide: Tensor, problem: Problem) -> dict[str, int]:
     if is_exact(wide):
         block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
-        many = wide.dtype == torch.float32 or problem.distance_bias is not None
-        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 8 if many else 4, 1)
+        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 8 if wide.dtype == torch.float32 else 4, 1)
+        if K > 128 and problem.distance_bias is not None and device_of(wide).capability >= 100:
+            block, warps = 16, 2  # 32 keys and 4 warps spill 8 bytes
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
 
 

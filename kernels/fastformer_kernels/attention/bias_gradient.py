@@ -12,7 +12,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, lined_up, row_strides, score_tile, views, wider
+from fastformer_kernels.attention.problem import (
+    Problem,
+    attends,
+    is_exact,
+    lined_up,
+    row_strides,
+    score_tile,
+    views,
+    wider,
+)
 from fastformer_kernels.attention.scores import (
     bias_of_head,
     load_bounds,
@@ -109,7 +118,7 @@ def _attention_bias_gradient(
             )  # fmt: skip
             total += ds
     line = diagonals * BLOCK_S
-    at = lines_ptr + offset(part * H + h, BLOCK_T, line) + steps[:, None] * line + diagonal * BLOCK_S
+    at = lines_ptr + offset(tl.program_id(0) // diagonals, BLOCK_T, line) + steps[:, None] * line + diagonal * BLOCK_S
     tl.store(at + columns_of_tile[None, :], total)
 
 
@@ -160,7 +169,10 @@ def bias_gradient(
         return dbias.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
     dweights = None if dweights is None else lined_up(dweights.float())
-    tile = score_tile(wider(q, v))
+    wide = wider(q, v)
+    tile = score_tile(wide)
+    if is_exact(wide) and device_of(wide).capability >= 100:
+        tile["BLOCK_S"] = 16  # 32 spill 8 bytes at head size 64
     BLOCK_T, BLOCK_S = tile["BLOCK_T"], tile["BLOCK_S"]
     # A column counts from the first row of its tile: BLOCK_T - 1 further than from its own row, at most.
     first, last = -(-(longest - 1) // BLOCK_S), (longest - 1 + BLOCK_T - 1) // BLOCK_S

@@ -82,6 +82,13 @@ def lengths(random: Random, batch: int, longest: int) -> Any:
     return torch.tensor(drawn, dtype=torch.int64).to(dtype)
 
 
+def distances(random: Random, heads: int, longest: int, dtype: torch.dtype) -> Tensor:
+    """A bias by distance; now and then of too few positions."""
+    positions = longest + random.choice((0, 0, 1, 3, -1 if random.random() < 0.3 else 0))
+    bias = torch.randn(heads, max(2 * positions - 1, 0)).to(random.choice((dtype, torch.float32)))
+    return bias.masked_fill(torch.rand(bias.shape) < random.choice((0.0, 0.3)), -math.inf)
+
+
 def attention(random: Random) -> Call:
     """An attention with any combination of rules."""
     dtype = random.choice(DTYPES)
@@ -109,6 +116,8 @@ def attention(random: Random) -> Call:
         "softcap": lambda: random.choice((0.5, 30.0)),
         "scale": lambda: random.choice((0.1, 1.0, 0.0)),
         "dropout_p": lambda: random.choice((0.0, 1.0)),
+        "distance_bias": lambda: distances(random, heads, max(T, S, 1), dtype),
+        "sinks": lambda: numbers(random, heads, dtype=random.choice((dtype, torch.float32))),
     }
     given |= {name: make() for name, make in options.items() if random.random() < 0.25}
     op = functional.attention_with_weights if random.random() < 0.4 else functional.attention
@@ -129,6 +138,12 @@ def exact_attention(dtype: torch.dtype, wants_weights: bool, q: Tensor, k: Tenso
     length |= {name: x.to(torch.int64).view(B, 1, 1, 1) for name, x in ends.items() if x is not None}
     assert all(((x >= 0) & (x <= most)).all() for x, most in ((length["query"], T), (length["key"], S)))
     shift = length["key"] - length["query"] if rules.get("alignment") == "bottom_right" else 0
+    if rules.get("distance_bias") is not None:
+        bias = rules["distance_bias"]
+        at = (bias.shape[1] - 1) // 2 + s - (t + shift)  # beyond it is padding
+        assert bias.shape[1] >= 2 * max(T, S) - 1
+        by_row = bias[:, at.clamp(0, bias.shape[1] - 1).reshape(-1, T, S)]  # [H, B or 1, T, S]
+        scores = scores + by_row.transpose(0, 1).double()
     left, right = rules.get("window") or (None, None)
     open_ = torch.ones(B, 1, T, S, dtype=torch.bool) & (s < length["key"]) & (t < length["query"])
     if rules.get("causal"):
@@ -148,7 +163,12 @@ def exact_attention(dtype: torch.dtype, wants_weights: bool, q: Tensor, k: Tenso
             scores = scores + (mask if fits else mask.to(dtype)).double()
     scores = scores.masked_fill(~open_, -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    scores = scores.masked_fill(dead, 0.0)
+    if rules.get("sinks") is not None:
+        sinks = rules["sinks"].double()[:, None, None].expand(B, H, T, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].masked_fill(dead, 0.0)
+    else:
+        weights = scores.softmax(-1).masked_fill(dead, 0.0)
     weights = weights * (rules.get("dropout_p", 0.0) != 1.0)
     return (weights @ v, weights) if wants_weights else weights @ v
 

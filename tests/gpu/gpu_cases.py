@@ -50,6 +50,12 @@ def attention_grouped(device: str, p: float) -> GpuCase:
     return lambda q, k, v: functional.attention(q, k, v, **rules, dropout_p=p), heads(kv_heads=H // 4)
 
 
+def attention_distances(device: str, p: float) -> GpuCase:
+    return lambda q, k, v, bias, sinks: functional.attention(
+        q, k, v, causal=True, dropout_p=p, distance_bias=bias, sinks=sinks
+    ), [*heads(kv_heads=H // 4), normal(H, 2 * T + 99), normal(H)]
+
+
 def attention_additive(device: str, p: float) -> GpuCase:
     return lambda q, k, v, mask: functional.attention(q, k, v, mask, dropout_p=p), [*heads(), normal(1, H, T, T)]
 
@@ -120,6 +126,7 @@ CASES: dict[str, Callable[[str, float], GpuCase]] = {
     "attention, gaps": attention_gaps,
     "attention, grouped": attention_grouped,
     "attention, additive": attention_additive,
+    "attention, by distance": attention_distances,
     "attention_with_weights": attention_with_weights,
     "packed_attention": packed_attention,
     "layer_norm": lambda device, p: layer_norm(MANY, D),

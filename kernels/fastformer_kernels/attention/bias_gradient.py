@@ -3,17 +3,25 @@
 Tiles of scores `[BLOCK_T, BLOCK_S]` on one diagonal have the same distances at the same places, in all sequences if
 their columns count from the diagonal of the sequence. So a program walks along such a diagonal, tile after tile and
 sequence after sequence, and adds up one tile: in order, in fp32, without a `[T, S]` tensor. What it writes grows with
-the length, not with its square; the sums within a tile are left to torch.
+the length, not with its square; a second kernel sums the diagonals within the tiles.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, lined_up, row_strides, score_tile, views, wider
+from fastformer_kernels.attention.problem import (
+    Problem,
+    attends,
+    is_exact,
+    lined_up,
+    row_strides,
+    score_tile,
+    views,
+    wider,
+)
 from fastformer_kernels.attention.scores import (
     bias_of_head,
     load_bounds,
@@ -24,13 +32,13 @@ from fastformer_kernels.attention.scores import (
     seen_range,
     weight_gradient,
 )
-from fastformer_kernels.host.launch import device_of, guard, launch
+from fastformer_kernels.host.launch import device_of, guard, launch, noted
 from fastformer_kernels.random import row_keys
 
 
 @attends
 def _attention_bias_gradient(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dtile_ptr, dweights_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, lines_ptr, dweights_ptr,
     bounds_ptr, key_mask_ptr, mask_ptr, bias_ptr, seed_ptr,
     stride_q_b, stride_q_h, stride_q_t, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h, stride_v_s,
     stride_dout_b, stride_dout_h, stride_dout_t, stride_lse_b, stride_lse_h,
@@ -109,36 +117,29 @@ def _attention_bias_gradient(
                 HAS_KEY_MASK, MASK, HAS_SOFTCAP, HAS_DROPOUT,
             )  # fmt: skip
             total += ds
-    # Row r is moved r to the left by where it is written: `_along_diagonals` has how.
-    line: tl.constexpr = BLOCK_S + BLOCK_T
-    at = dtile_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_T * line) + (BLOCK_T - 1 - steps)[:, None] * line
+    line = diagonals * BLOCK_S
+    at = lines_ptr + offset(tl.program_id(0) // diagonals, BLOCK_T, line) + steps[:, None] * line + diagonal * BLOCK_S
     tl.store(at + columns_of_tile[None, :], total)
-    tl.store(at + BLOCK_S + steps[None, :], tl.zeros((BLOCK_T, BLOCK_T), tl.float32))
 
 
-def _along_diagonals(tiles: Tensor, first: int, positions: int) -> Tensor:
-    """Sum tiles to `[H, 2 * positions - 1]`, by distance.
+@attends
+def _attention_bias_sum(
+    lines_ptr, dbias_ptr, line, first_diagonal, positions, longest, parts, blocks,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sum what was written to BLOCK_D distances of one head; 0 for those that are not met.
 
-    Read with lines that are one shorter, the lines of a tile are moved by one each: its diagonals stand in columns.
-
-    Args:
-        tiles: `[parts, H, diagonals, BLOCK_T, BLOCK_S + BLOCK_T]`, the last line first, zeros behind BLOCK_S.
-        first: the number of the first diagonal.
-        positions: the distances 1 - positions ... positions - 1 are wanted.
+    Row r of the tiles of all diagonals is one line, in which a distance stands r places further than in row 0.
     """
-    _, H, diagonals, BLOCK_T, line = tiles.shape
-    BLOCK_S, line = line - BLOCK_T, line - 1
-    strides = (*tiles.stride()[:3], line, 1)
-    sums = tiles.as_strided((*tiles.shape[:4], line), strides).sum((0, 3))  # [H, diagonals, BLOCK_S + BLOCK_T - 1]
-    pieces = -(-line // BLOCK_S)
-    sums = F.pad(sums, (0, pieces * BLOCK_S - line))
-    # Neighbours overlap, by BLOCK_T - 1 distances.
-    found = sums.new_zeros((H, (diagonals + pieces - 1) * BLOCK_S))
-    for piece in range(pieces):
-        start = piece * BLOCK_S
-        found[:, start : start + diagonals * BLOCK_S] += sums[:, :, start : start + BLOCK_S].flatten(1)
-    lowest = first * BLOCK_S - (BLOCK_T - 1)  # the distance of the first column
-    return found.narrow(1, 1 - positions - lowest, 2 * positions - 1)
+    block, h = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    places = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    distances = places - (positions - 1)
+    met = (distances < longest) & (distances > -longest)
+    at = (distances - first_diagonal * BLOCK_S)[None, :] + tl.arange(0, BLOCK_T)[:, None] * (line + 1)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for part in tl.range(0, parts):
+        total += tl.sum(tl.load(lines_ptr + offset(part * H + h, BLOCK_T, line) + at, mask=met[None, :], other=0.0), 0)
+    tl.store(dbias_ptr + offset(h, 1, 2 * positions - 1) + places, total, mask=places < 2 * positions - 1)
 
 
 def bias_gradient(
@@ -163,20 +164,25 @@ def bias_gradient(
     assert problem.distance_bias is not None
     B, H, T, S = problem.sizes(q)
     positions, longest = (problem.distance_bias.shape[1] + 1) // 2, max(T, S)
+    dbias = noted(q.new_empty((H, 2 * positions - 1), dtype=torch.float32))
     if B == 0 or q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(problem.distance_bias, dtype=torch.float32)
+        return dbias.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
     dweights = None if dweights is None else lined_up(dweights.float())
-    tile = score_tile(wider(q, v))
+    wide = wider(q, v)
+    tile = score_tile(wide)
+    if is_exact(wide) and device_of(wide).capability >= 100:
+        tile["BLOCK_S"] = 16  # 32 spill 8 bytes at head size 64
     BLOCK_T, BLOCK_S = tile["BLOCK_T"], tile["BLOCK_S"]
     # A column counts from the first row of its tile: BLOCK_T - 1 further than from its own row, at most.
     first, last = -(-(longest - 1) // BLOCK_S), (longest - 1 + BLOCK_T - 1) // BLOCK_S
     first, diagonals = -first, last + first + 1
     # Two programs a multiprocessor, by the length of the loops: a part of the sequences each where there are few.
     parts = max(1, min(B, 2 * device_of(q).multiprocessors // (H * diagonals)))
-    tiles = q.new_empty((parts, H, diagonals, BLOCK_T, BLOCK_S + BLOCK_T), dtype=torch.float32)
+    line = diagonals * BLOCK_S
+    lines = noted(q.new_empty((parts, H, BLOCK_T, line), dtype=torch.float32))
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))
-    tensors = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, tiles, *looked_up)
+    tensors = (q_view.data, k_view.data, v_view.data, dout_view.data, lse, delta, lines, *looked_up)
     input_strides = (*q_view.strides, *k_view.strides, *v_view.strides, *dout_view.strides, *row_strides(lse, q))
     mask_strides = ((0, 0, 0) if dweights is None else dweights.stride()[:3]) + problem.mask_strides((B, H, T, S))
     strides = (*input_strides, *mask_strides)
@@ -186,4 +192,8 @@ def bias_gradient(
     grid = (parts * H * diagonals,)
     with guard(q):
         launch(_attention_bias_gradient, grid, *tensors, *strides, *sizes, *scalars, **constants, **tile)
-    return F.pad(_along_diagonals(tiles, first, longest), (positions - longest, positions - longest))
+        blocks = -(-(2 * positions - 1) // 128)
+        sizes = (line, first, positions, longest, parts, blocks)
+        tile = {"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_D": 128}
+        launch(_attention_bias_sum, (H * blocks,), lines, dbias, *sizes, H=H, **tile, num_warps=4)
+    return dbias

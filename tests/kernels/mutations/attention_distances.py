@@ -64,16 +64,23 @@ def faults() -> Iterator[Fault]:
     yield Fault(
         "bias gradient: rows that do not move",
         file,
-        "(BLOCK_T - 1 - steps)[:, None] * line",
-        "steps[:, None] * line",
+        "tl.arange(0, BLOCK_T)[:, None] * (line + 1)",
+        "tl.arange(0, BLOCK_T)[:, None] * line",
         to_the_last,
     )
     yield Fault(
-        "bias gradient: overlap of diagonals lost",
+        "bias gradient: first part of the sequences alone",
         file,
-        "for piece in range(pieces):",
-        "for piece in range(1):",
-        f"{TESTS}::test_shapes_and_causality[{{}}-shape3-dtype0]",
+        "for part in tl.range(0, parts):",
+        "for part in tl.range(0, 1):",
+        f"{TESTS}::test_the_gradient_of_the_bias_is_the_same_every_time[2]",
+    )
+    yield Fault(
+        "bias gradient: distances that are not met",
+        file,
+        "met = (distances < longest) & (distances > -longest)",
+        "met = distances < longest",
+        f"{TESTS}::test_many_positions_of_which_few_are_met",
     )
     yield Fault(
         "bias gradient: diagonals beyond the window cut too early",

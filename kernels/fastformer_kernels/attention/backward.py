@@ -303,6 +303,8 @@ def _tiles_of_queries(wide: Tensor, problem: Problem, heavy: bool) -> dict[str, 
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
         if (heavy and (K == 128 or (K <= 64 and generation < 9))) or (K > 128 and generation == 9):
             tile = (16, 16, 4, 1)
+        elif K == 128:
+            tile = (16, 32, 4, 1)
     elif K <= 64 and heavy:
         tile = (64, 32, 8 if crowded and generation > 9 and K <= 32 else 4, 2)
         if crowded and generation < 9 and K == 64:

@@ -128,3 +128,31 @@ def test_the_second_derivative_goes_through_the_formula():
         found.append(torch.autograd.grad(sum(g.square().sum() for g in first), [*x, mask]))
     for a, e in zip(*found, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+def masks(kind: torch.dtype) -> dict[str, Tensor | float]:
+    """A mask of 70 queries and 90 keys, a key mask with gaps, and a cap."""
+    given = torch.rand(70, 90) < 0.7 if kind == torch.bool else torch.randn(70, 90)
+    return {"mask": given, "key_mask": torch.arange(90)[None] % 50 != 7, "softcap": 9.0}
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_masks_of_wide_heads(dtype, kind):
+    """A branch spreads their products over the warps (`scores.score_gradient`)."""
+    check(heads(1, 1, 70, 90, 136), dtype, **masks(kind))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_masks_of_wide_heads_in_tf32(kind, monkeypatch):
+    q, k, v = (x.to(DEVICE, torch.float32).requires_grad_() for x in heads(1, 1, 70, 90, 96))
+    rules = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in masks(kind).items()}
+    monkeypatch.setattr("fastformer_kernels.attention.problem.precision", lambda x: "tf32")
+    with fastformer.backend("triton"):
+        found = torch.autograd.grad(attention(q, k, v, **rules).square().sum(), (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    with fastformer.backend("reference"):
+        expected = torch.autograd.grad(attention(*exact, **rules).square().sum(), exact)
+    for ours, theirs in zip(found, expected, strict=True):
+        # Five products in a chain, each of operands rounded to 2^-11: q k, p v, dout v, ds k or ds q, and dout itself.
+        assert (ours.double() - theirs).abs().max() <= 5 * 2**-10 * theirs.abs().max()

@@ -289,7 +289,7 @@ def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> d
     elif tf32:
         tile = (32, 64, 8, 1 if heavy and generation > 9 else 2)
     elif generation < 9 or heavy:
-        tile = (64, 32 if generation < 9 else 16, 8, 2)
+        tile = (64, 32 if generation < 9 and (heavy or problem.seed is None) else 16, 8, 2)
     else:
         tile = (16 if generation == 9 and problem.seed is not None else 32, 64, 8, 1 if generation == 9 else 2)
     return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
@@ -303,6 +303,8 @@ def _tiles_of_queries(wide: Tensor, problem: Problem, heavy: bool) -> dict[str, 
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
         if (heavy and (K == 128 or (K <= 64 and generation < 9))) or (K > 128 and generation == 9):
             tile = (16, 16, 4, 1)
+        elif K == 128:
+            tile = (16, 32, 4, 1)
     elif K <= 64 and heavy:
         tile = (64, 32, 8 if crowded and generation > 9 and K <= 32 else 4, 2)
         if crowded and generation < 9 and K == 64:

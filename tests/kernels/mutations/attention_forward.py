@@ -19,8 +19,8 @@ def faults() -> Iterator[Fault]:
         file,
         TILES,
         "forward: last tile skipped",
-        "for i in tl.range(0, count - whole):",
-        "for i in tl.range(0, count - whole - 1):",
+        "for i in tl.range(0, count - whole,",
+        "for i in tl.range(0, count - whole - 1,",
     )
     yield at(
         file,

@@ -152,7 +152,7 @@ class ModelSettings(Settings):
             for attention in made.attentions:
                 attention.dropout = self.attention_dropout
         if self.activation_dropout is not None:
-            made.dropout.p = self.activation_dropout
+            made.dropout.p = self.activation_dropout  # type: ignore[assignment]
         return made
 
     def _rotary(self) -> Rotary:

@@ -132,7 +132,7 @@ class Application:
             raise ValueError(f"{', '.join(own)}: that of {folder}; only {', '.join(RATES)} may be given with it")
         model, tokenizers = self.pretrained(folder)
         settings = {name: value for name, value in vars(model.config).items() if name not in self.derived}
-        return model, tokenizers, settings | given
+        return model, tokenizers, {**settings, **given}
 
     def planned(self, model: Mapping[str, Any], data: Any) -> Any:
         """The configuration of a model as it may become, before there are tokenizers; errors as `model_config`."""

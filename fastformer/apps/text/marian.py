@@ -20,6 +20,7 @@ from .special_ids import SpecialIds, WithSpecialIds
 
 _MODEL_FILE, _VOCABULARY_FILE = "sentencepiece.model", "vocabulary.json"
 _CODE = re.compile(r">>.*?<<", re.DOTALL)
+_SPACE = "\u2581"
 _UNK, _EOS, _PAD = "<unk>", "</s>", "<pad>"
 
 
@@ -75,7 +76,7 @@ class MarianTokenizer(WithSpecialIds):
     def decode(self, ids: Iterable[int]) -> str:
         """The detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode(self.pieces(self.special_ids.drop(int(i) for i in ids)))
-        return text.strip()
+        return text.replace(_SPACE, " ").strip()  # which sentencepiece leaves in pieces of the other side
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """The piece behind each id."""

@@ -80,7 +80,8 @@ class Projections(nn.MultiheadAttention):
         self.out_proj = NonDynamicallyQuantizableLinear(q, embed_dim, bias=bias, **factory)
         self._reset_parameters()  # torch's knows biases in both projections, or in none
         if options.get("qkv_bias") not in (None, bias):
-            self.in_proj_bias = None if bias else nn.Parameter(torch.zeros(q + 2 * kv, **factory))
+            in_bias = None if bias else nn.Parameter(torch.zeros(q + 2 * kv, **factory))
+            self.register_parameter("in_proj_bias", in_bias)
         if options.get("qk_norm"):
             self.q_norm, self.k_norm = (RMSNorm(K, eps=_QK_EPS, **factory) for _ in range(2))
         self.rotary = options.get("rotary")

@@ -11,6 +11,7 @@ import typer
 
 from fastformer.apps.cli.console import Device, app, choose_device
 from fastformer.apps.cli.flags import with_settings
+from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
 from fastformer.apps.runs.run import Run
 from fastformer.apps.system.terminal import Terminal
@@ -22,6 +23,10 @@ app.add_typer(train_app, name="train")
 
 Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
 Fallback = Annotated[bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")]
+From = Annotated[
+    Path | None,
+    typer.Option("--from", help="begin with the model in this folder of transformers (Marian), and its tokenizers"),
+]
 Config = Annotated[Path | None, typer.Option(help="TOML file with sections data, model, train; flags override it")]
 
 
@@ -42,6 +47,7 @@ def add_training(kind: type[Run], what: str) -> None:
         resume: Resume = False,
         fallback: Fallback = False,
         device: Device = "auto",
+        pretrained: From = None,
         *,
         data: dict[str, Any],
         model: dict[str, Any],
@@ -49,7 +55,7 @@ def add_training(kind: type[Run], what: str) -> None:
     ) -> None:
         if call.invoked_subcommand is None:
             given = {"data": data, "model": model, "train": train}
-            train_run(kind, run, config, resume, fallback, device, given)
+            train_run(kind, run, config, resume, fallback, device, given, pretrained)
             return
         for name in call.params:
             source = call.get_parameter_source(name)
@@ -68,6 +74,7 @@ def train_run(
     fallback: bool,
     device: str,
     settings: Mapping[str, dict[str, Any]],
+    pretrained: Path | None = None,
 ) -> None:
     """Make a run or open one, train it, say what is read, what learns and how it ended, and draw the learning curve.
 
@@ -81,6 +88,7 @@ def train_run(
         fallback: where that one is damaged, take the one before.
         device: see `Device`.
         settings: what was given as flags, by section: data, model, train.
+        pretrained: see `From`.
     """
     from fastformer.apps.plots import plot_history, save
     from fastformer.apps.train import join_processes, read_metrics
@@ -88,7 +96,7 @@ def train_run(
 
     if fallback and not resume:
         raise ValueError("--fallback is for a run that goes on; give --resume too, or leave it out")
-    if resume and (settings["data"] or settings["model"] or config):
+    if resume and (settings["data"] or settings["model"] or config or pretrained):
         raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
     device, terminal = local_device(choose_device(device)), Terminal(sys.stdout)
     with join_processes(device) as processes:
@@ -100,10 +108,12 @@ def train_run(
                 refuse_output(folder / CONFIG, config)
             file = application.read_settings(config)
             data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
-            text, settled = application.data(**data), application.train(**train)
             given = {"data": data, "model": model, "train": train}
+            if pretrained is not None:
+                data = {"tokenizer": PRETRAINED} | data
+            text, settled = application.data(**data), application.train(**train)
             application.refuse_idle(given, text, model, settled, device)
-            run = kind.create(folder, text, model, settled, device)
+            run = kind.create(folder, text, model, settled, device, pretrained)
         if processes.is_main:
             report = run.data_report()
             about = run.application.describe(run.model_config)

@@ -147,13 +147,13 @@ class ModelSettings(Settings):
 
     def made(self, layer: type[_Layer], causal: bool) -> _Layer:
         """Make a layer of a class; torch's constructor knows one dropout rate for all that is in it."""
-        made = layer(*self.layer, **self.options(causal))
+        made: Any = layer(*self.layer, **self.options(causal))
         if self.attention_dropout is not None:
             for attention in made.attentions:
                 attention.dropout = self.attention_dropout
         if self.activation_dropout is not None:
             made.dropout.p = self.activation_dropout
-        return made
+        return made  # type: ignore[no-any-return]
 
     def _rotary(self) -> Rotary:
         factor, original = self.rotary_scaling, self.rotary_original

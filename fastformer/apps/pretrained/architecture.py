@@ -88,7 +88,9 @@ class Reader:
         common = {each.name for base in bases for each in dataclasses.fields(base)}
         for each in dataclasses.fields(type(self.config)):
             known = each.name in common | _IDLE | self._read or each.name in idle
-            default = each.default_factory() if each.default is dataclasses.MISSING else each.default  # type: ignore[misc]
+            default = each.default
+            if default is dataclasses.MISSING and each.default_factory is not dataclasses.MISSING:
+                default = each.default_factory()
             if not known and (found := getattr(self.config, each.name)) != default:
                 raise self.refuse(each.name, found, f"{default!r}, which alone is known")
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def read(ours: nn.Module, theirs: Mapping[str, Tensor], architecture: Architectu
     return found
 
 
-def check_ties(ours: nn.Module, found: Mapping[str, Tensor]) -> None:
+def check_ties(ours: Any, found: Mapping[str, Tensor]) -> None:
     """Refuse weights that differ where the model has one for both; raises ValueError naming them."""
     names = {id(module): name for name, module in ours.named_modules()}
     for module, owner in ours.tied() if hasattr(ours, "tied") else ():

@@ -20,6 +20,8 @@ from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
 from fastformer.settings import Given, Settings, declared, refuse_idle
 
+PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
+RATES = ("dropout", "attention_dropout", "activation_dropout")  # what fine-tuning may change of such a model
 _IDS = ("pad_id", "bos_id", "eos_id")
 
 
@@ -62,7 +64,8 @@ class Application:
     `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
     that a model cannot be used without. `ctranslate2` makes CTranslate2's description of a model, where that program
     has such models; see `fastformer.apps.export.ctranslate2`. `architectures`: which models of transformers become
-    ones of this kind, by the names of their classes; see `fastformer.apps.pretrained`.
+    ones of this kind, by the names of their classes; see `fastformer.apps.pretrained`. `pretrained` reads a folder that
+    a run may begin with: a model and its tokenizers.
     """
 
     kind: str
@@ -81,6 +84,7 @@ class Application:
     reading: tuple[str, ...]
     ctranslate2: Callable[..., Any] | None = None
     architectures: Mapping[str, Any] = field(default_factory=dict)
+    pretrained: Callable[[Path], tuple[Any, tuple[Tokenizer, ...]]] | None = None
     counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
     main: bool = False
@@ -112,6 +116,23 @@ class Application:
                 "it, or raise max_positions"
             )
         return config
+
+    def begin_with(
+        self, folder: Path, given: Mapping[str, Any]
+    ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any]]:
+        """Read a model from elsewhere: itself, its tokenizers, and its settings with those that were given.
+
+        Raises:
+            ValueError: there are no such models of this kind, or a given setting is the model's.
+            FileNotFoundError, ImportError: see `pretrained`.
+        """
+        if self.pretrained is None:
+            raise ValueError(f"{self.title} runs begin with no model from elsewhere")
+        if own := [name for name in given if name not in RATES]:
+            raise ValueError(f"{', '.join(own)}: that of {folder}; only {', '.join(RATES)} may be given with it")
+        model, tokenizers = self.pretrained(folder)
+        settings = {name: value for name, value in vars(model.config).items() if name not in self.derived}
+        return model, tokenizers, {**settings, **given}
 
     def planned(self, model: Mapping[str, Any], data: Any) -> Any:
         """The configuration of a model as it may become, before there are tokenizers; errors as `model_config`."""

@@ -16,7 +16,7 @@ from fastformer.apps.train.checkpoint_folder import INDEX, OURS
 CONFIG, DATA = "config.toml", "data.json"
 _METRICS = ("metrics.jsonl", "metrics.csv")
 PICTURES = ("history.png", "attention.png")  # drawn anew from the others
-_TOKENIZER = ("tokenizer.json", "sentencepiece.model")
+_TOKENIZER = ("tokenizer.json", "sentencepiece.model", "vocabulary.json")
 _DEMO = "demo.txt"
 _FILES = (CONFIG, DATA, *_METRICS, *PICTURES, _DEMO)
 _FOLDERS = {

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
 from fastformer.apps.system.foreign_files import write_file
@@ -56,6 +56,7 @@ class Run(ABC):
     corpora: Mapping[Any, Any]
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
+    initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
     _unlock: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(
@@ -101,7 +102,10 @@ class Run(ABC):
 
     def new_model(self) -> nn.Module:
         """The model with its initial values, on the CPU."""
-        return self.application.network(self.model_config)
+        made = self.application.network(self.model_config)
+        if self.initial is not None:
+            made.load_state_dict(self.initial.state_dict())
+        return made
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -166,6 +170,7 @@ class Run(ABC):
         model: Mapping[str, Any],
         train: TrainConfig,
         device: torch.device | str = "cpu",
+        pretrained: Path | str | None = None,
     ) -> Self:
         """Read the data, learn the vocabularies, and write a new run folder.
 
@@ -178,6 +183,8 @@ class Run(ABC):
             model: settings of the model, without those that follow from the tokenizers.
             train: hyperparameters.
             device: of the model.
+            pretrained: folder of transformers whose model the run begins with, and whose tokenizers it has; `tokenizer`
+                of the data is "pretrained" then, and of the model dropout rates alone may be given.
 
         Raises:
             FileExistsError: the folder holds a run already, or something that is none; before anything is read.
@@ -185,24 +192,38 @@ class Run(ABC):
             ValueError: see `check`; before anything is read.
             FileNotFoundError: a process does not see the folder that the first one made.
         """
+        if (data.tokenizer == PRETRAINED) != (pretrained is not None):
+            there = "without a model to begin with (--from)" if pretrained is None else "with a model to begin with"
+            raise ValueError(f"tokenizer must not be {data.tokenizer!r} {there}")
         made: list[Self] = []
-        Processes.current().on_main(lambda: made.append(cls._create(Path(folder), data, model, train, device)))
-        if made:
-            return made[0]
+        initial, tokenizers = None, None
+        if pretrained is not None:
+            initial, tokenizers, model = cls.application.begin_with(Path(pretrained), model)
+        Processes.current().on_main(
+            lambda: made.append(cls._create(Path(folder), data, model, train, device, tokenizers))
+        )
         try:
-            return cls._open(Path(folder), None, device)
+            run = made[0] if made else cls._open(Path(folder), None, device)
+            run.initial = initial
+            return run
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}; all processes need the run folder and the data in one place") from None
 
     @classmethod
     def _create(
-        cls, folder: Path, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
+        cls,
+        folder: Path,
+        data: Any,
+        model: Mapping[str, Any],
+        train: TrainConfig,
+        device: torch.device | str,
+        tokenizers: tuple[Tokenizer, ...] | None,
     ) -> Self:
         _check_folder(folder, cls.application.kind)
         cls.check(data, model, train, device)
         with _made(folder), locked(folder):
             _check_folder(folder, cls.application.kind)  # another one may have come first
-            run = cls(folder, data, model, train, device=device)
+            run = cls(folder, data, model, train, tokenizers, device)
             run._lock()
             with _whole(folder):
                 cls.application.save_tokenizers(folder, run.tokenizers)

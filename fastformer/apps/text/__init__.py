@@ -36,6 +36,7 @@ from .files import (
     write_texts,
 )
 from .labelled import LabelledBatch, LabelledBatches
+from .marian import MarianTokenizer, read_marian
 from .numbers import english, french, german, number_corpus
 from .sides import Side
 from .special_ids import SpecialIds
@@ -58,6 +59,7 @@ __all__ = [
     "LabelledBatches",
     "LanguageBatch",
     "LanguageBatches",
+    "MarianTokenizer",
     "ParallelCorpus",
     "Pieces",
     "SentencePieceTokenizer",
@@ -95,6 +97,7 @@ __all__ = [
     "prepare",
     "read_json",
     "read_lines",
+    "read_marian",
     "read_parallel",
     "read_text",
     "sample_lines",

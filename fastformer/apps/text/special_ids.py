@@ -11,7 +11,7 @@ UNK, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Four distinct ids >= 0; raises ``ValueError`` otherwise."""
+    """Four ids >= 0, distinct but that padding may be what begins; raises ``ValueError`` otherwise."""
 
     unk_id: int = 0
     pad_id: int = 1
@@ -20,9 +20,16 @@ class SpecialIds:
 
     def __post_init__(self) -> None:
         ids = list(asdict(self).values())
-        if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) != 4:
+        alone = [self.unk_id, self.eos_id, *{self.pad_id, self.bos_id}]
+        if any(type(i) is not int or i < 0 for i in ids) or len(set(alone)) != len(alone):
             shown = ", ".join(f"{name}={value!r}" for name, value in asdict(self).items())
             raise ValueError(f"special ids must be four distinct integers >= 0, got {shown}")
+
+    def distinct(self) -> "SpecialIds":
+        """Itself, for vocabularies that are learned; raises ``ValueError`` where padding is what begins."""
+        if self.pad_id == self.bos_id:
+            raise ValueError(f"special ids must be four distinct integers >= 0, got {self}")
+        return self
 
     def names(self) -> Mapping[int, str]:
         """The symbol of each special id."""

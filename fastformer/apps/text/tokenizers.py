@@ -21,6 +21,7 @@ from fastformer.apps.system.foreign_files import check_path, read_file, write_fi
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text, read_json
+from .marian import MarianTokenizer
 from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
 from .vocabulary import WordTokenizer
 
@@ -206,7 +207,7 @@ def train_sentencepiece(
     check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
     check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)
     check_value("lowercase", lowercase, bool)
-    special_ids = special_ids or SpecialIds()
+    special_ids = (special_ids or SpecialIds()).distinct()
     if (highest := max(special_ids.names())) >= vocabulary_size:
         raise ValueError(f"special id {highest} is beyond vocabulary_size {vocabulary_size}")
     texts = [text for line in lines if (text := line.lower() if lowercase else line).strip()]
@@ -273,6 +274,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         kind = content["kind"]
         if kind == WordTokenizer.kind:
             return WordTokenizer.from_json(content)
+        if kind == MarianTokenizer.kind:
+            return MarianTokenizer.load(folder, content)
         checksum, lowercase = content["sha256"], content["lowercase"]
         special_ids = SpecialIds(**content["special_ids"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -280,7 +283,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not isinstance(lowercase, bool):
         raise TextError(f"{path}: lowercase must be true or false, not {lowercase!r}")
     if kind != SentencePieceTokenizer.kind:
-        raise TextError(f"{path}: unknown kind {kind!r}; known are sentencepiece and word")
+        raise TextError(f"{path}: unknown kind {kind!r}; known are sentencepiece, word and marian")
     path = folder / _MODEL_FILE
     if not check_path(path, folder):
         raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")

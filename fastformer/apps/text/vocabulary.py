@@ -114,7 +114,7 @@ class WordTokenizer(WithSpecialIds):
         check_texts("lines", lines)
         check_value("minimum_frequency", minimum_frequency, int, at_least=1)
         check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
-        special_ids = special_ids or SpecialIds()
+        special_ids = (special_ids or SpecialIds()).distinct()
         names = special_ids.names()
         counts: Counter[str] = Counter()
         empty = cls(_table([], special_ids, fill=True), special_ids, lowercase, splitting)

@@ -3,11 +3,14 @@
 Its decoder starts with the padding token, so bos and padding are one id here.
 """
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fastformer.apps.pretrained import from_transformers
 from fastformer.apps.pretrained.architecture import Architecture, Reader
+from fastformer.apps.text import Tokenizer, read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh"}
@@ -106,6 +109,25 @@ def _configuration(c: TranslationConfig) -> dict[str, Any]:
         "eos_token_id": c.eos_id,
         "forced_eos_token_id": c.eos_id,
     }
+
+
+def read_pretrained(folder: Path | str) -> tuple[TranslationModel, tuple[Tokenizer, ...]]:
+    """Read a folder of transformers with a Marian model and its tokenizers: the model in fp32, and both sides'.
+
+    Raises:
+        ImportError, FileNotFoundError, ValueError: as `from_transformers` and `read_marian`; or the two do not fit.
+    """
+    model, tokenizers = from_transformers(folder), read_marian(folder)
+    if not isinstance(model, TranslationModel):
+        raise ValueError(f"{folder} must hold a Marian model, not one that becomes a {type(model).__name__}")
+    c = model.config
+    for tokenizer, size in zip(tokenizers, (c.source_vocabulary, c.target_vocabulary), strict=True):
+        if tokenizer.size != size:
+            raise ValueError(f"{folder}: a vocabulary has {tokenizer.size} entries, the model {size}")
+    for name in ("pad_id", "bos_id", "eos_id"):
+        if getattr(c, name) != (theirs := getattr(tokenizers[1], name)):
+            raise ValueError(f"{folder}: the model has {name} {getattr(c, name)}, the vocabulary {theirs}")
+    return model.float(), tokenizers
 
 
 ARCHITECTURES = {

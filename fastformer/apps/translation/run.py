@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import (
@@ -32,14 +32,15 @@ from fastformer.apps.text.scores import Scores, score_translations
 from fastformer.apps.train import Processes, TrainConfig, Trainer
 from fastformer.apps.translation.export import ctranslate2_spec
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
-from fastformer.apps.translation.pretrained import ARCHITECTURES
+from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.host.devices import device_of
 from fastformer.settings import SET, Settings, setting
 
-TOKENIZERS = ("bpe", "unigram", "char", "word", "words")
-_PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
+_LEARNED = ("bpe", "unigram", "char", "word", "words")
+TOKENIZERS = (*_LEARNED, PRETRAINED)
+_PIECEWISE, _OURS = {"tokenizer": _LEARNED[:-1]}, {"tokenizer": _LEARNED}
 _NUMBERS = 10_000  # pairs of number words, when nothing is said
 _HELD_OUT = {"corpus": ("number words", "sentence files")}
 Split = Literal["train", "valid", "test"]
@@ -77,20 +78,24 @@ class DataConfig(Settings):
         None, f"pairs to train on, the first ones; unset: all, or {_NUMBERS:,} of numbers", at_least=1
     )
     tokenizer: str = setting(
-        "bpe", "sentencepiece's bpe, unigram, char or word; or words: a plain word list", choices=TOKENIZERS
+        "bpe",
+        "sentencepiece's bpe, unigram, char or word; words: a plain word list; pretrained: those of --from",
+        choices=TOKENIZERS,
     )
-    vocabulary: int = setting(8000, "entries of each vocabulary, clamped to what the text allows", at_least=5)
-    joint: bool = setting(True, "one vocabulary for both languages")
+    vocabulary: int = setting(
+        8000, "entries of each vocabulary, clamped to what the text allows", at_least=5, only=_OURS
+    )
+    joint: bool = setting(True, "one vocabulary for both languages", only=_OURS)
     character_coverage: float = setting(
         1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
     )
     splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
-    lowercase: bool = setting(False, "lower-case both sides")
-    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary")
-    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary")
-    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary")
-    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary")
+    lowercase: bool = setting(False, "lower-case both sides", only=_OURS)
+    unk_id: int = setting(0, "id of the unknown token", at_least=0, below="vocabulary", only=_OURS)
+    pad_id: int = setting(1, "id of padding", at_least=0, below="vocabulary", only=_OURS)
+    bos_id: int = setting(2, "id of the begin token", at_least=0, below="vocabulary", only=_OURS)
+    eos_id: int = setting(3, "id of the end token", at_least=0, below="vocabulary", only=_OURS)
     max_length: int = setting(256, "longest sentence in tokens with eos", at_least=2)
     too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
     bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
@@ -105,7 +110,7 @@ class DataConfig(Settings):
             raise ValueError("valid_source and test_source need train_source")
         if self.dataset is None and self.train_source is None:
             raise ValueError("no data: give dataset, or train_source and train_target")
-        self.special_ids.names()  # raises ValueError unless they are distinct
+        self.special_ids.distinct()
 
     @property
     def corpus(self) -> str:
@@ -150,6 +155,7 @@ APPLICATION = Application(
     reading=("max_length",),
     ctranslate2=ctranslate2_spec,
     architectures=ARCHITECTURES,
+    pretrained=read_pretrained,
     upgrade=_without_idle_size,
 )
 

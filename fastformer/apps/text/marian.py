@@ -1,0 +1,144 @@
+"""The tokenizers of Marian's models, as transformers stores them: sentencepiece's pieces under ids of their own.
+
+A side's sentencepiece model cuts text into pieces; `vocab.json`, mostly one for both sides, says their ids. The decoder
+begins with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is one token.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from fastformer.apps.system.foreign_files import check_path, read_file, write_file
+
+from .files import TextError, check_texts, read_json
+from .special_ids import SpecialIds, WithSpecialIds
+
+_MODEL_FILE, _VOCABULARY_FILE = "sentencepiece.model", "vocabulary.json"
+_CODE = re.compile(r">>.*?<<", re.DOTALL)
+_SPACE = "\u2581"
+_UNK, _EOS, _PAD = "<unk>", "</s>", "<pad>"
+
+
+class MarianTokenizer(WithSpecialIds):
+    """One side's tokenizer.
+
+    Args:
+        model: sentencepiece's, serialised.
+        words: every piece, by id.
+
+    Raises:
+        TextError: it is no sentencepiece model, or a special token is not among the pieces.
+    """
+
+    kind = "marian"
+
+    def __init__(self, model: bytes, words: Sequence[str]) -> None:
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except (RuntimeError, OSError) as error:
+            raise TextError("not a sentencepiece model") from error
+        self.model, self.words = model, list(words)
+        self._ids = {word: i for i, word in enumerate(self.words)}
+        if missing := [word for word in (_UNK, _EOS, _PAD) if word not in self._ids]:
+            raise TextError(f"the vocabulary has no {', '.join(missing)}")
+        unk, eos, pad = (self._ids[word] for word in (_UNK, _EOS, _PAD))
+        self.special_ids = SpecialIds(unk, pad, pad, eos)
+
+    def __reduce__(self) -> tuple[type["MarianTokenizer"], tuple[bytes, list[str]]]:
+        return MarianTokenizer, (self.model, self.words)
+
+    @property
+    def size(self) -> int:
+        """Number of ids, special ones included."""
+        return len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the pieces, no special ids added."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """`encode` of every line by sentencepiece's own threads."""
+        check_texts("lines", lines)
+        codes = [found[0] if (found := _CODE.match(line)) else "" for line in lines]
+        rest = [line[len(code) :] for code, line in zip(codes, lines, strict=True)]
+        pieces = self._processor.encode(rest, out_type=str)
+        unk = self.unk_id
+        return [
+            [self._ids.get(piece, unk) for piece in ([code, *each] if code else each)]
+            for code, each in zip(codes, pieces, strict=True)
+        ]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
+        text: str = self._processor.decode(self.pieces(self.special_ids.drop(int(i) for i in ids)))
+        return text.replace(_SPACE, " ").strip()  # which sentencepiece leaves in pieces of the other side
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The piece behind each id."""
+        return [self.words[int(i)] for i in ids]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model, the vocabulary and `tokenizer.json` into the folder, which is made if need be."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        words = json.dumps(self.words, ensure_ascii=False, indent=0).encode("utf-8")
+        write_file(folder / _MODEL_FILE, self.model, folder)
+        write_file(folder / _VOCABULARY_FILE, words, folder)
+        content = {
+            "kind": self.kind,
+            "size": self.size,
+            "sha256": hashlib.sha256(self.model).hexdigest(),
+            "vocabulary_sha256": hashlib.sha256(words).hexdigest(),
+        }
+        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"), folder)
+
+    @classmethod
+    def load(cls, folder: Path, content: Any) -> "MarianTokenizer":
+        """Load what `save` wrote; content: of tokenizer.json.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            TextError: one is damaged.
+        """
+        found = []
+        for name, key in ((_MODEL_FILE, "sha256"), (_VOCABULARY_FILE, "vocabulary_sha256")):
+            path = folder / name
+            if not check_path(path, folder):
+                raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
+            found.append(read_file(path, folder))
+            if hashlib.sha256(found[-1]).hexdigest() != content.get(key):
+                raise TextError(f"{path}: damaged, or not what tokenizer.json was written with")
+        return cls(found[0], json.loads(found[1]))
+
+
+def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
+    """Read the tokenizers of source and target of a folder that transformers' `MarianTokenizer` wrote.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        TextError: one is not what it should be.
+    """
+    folder = Path(folder)
+    for name in ("source.spm", "target.spm", "vocab.json"):
+        if not check_path(folder / name, folder):
+            raise FileNotFoundError(f"{folder / name}: no such file; the folder holds no tokenizers of Marian")
+    settings = folder / "tokenizer_config.json"
+    separate = check_path(settings, folder) and read_json(settings, folder).get("separate_vocabs", False)
+    files = ("source.spm", "vocab.json"), ("target.spm", "target_vocab.json" if separate else "vocab.json")
+    source, target = (_side(folder, model, vocabulary) for model, vocabulary in files)
+    return source, target
+
+
+def _side(folder: Path, model: str, vocabulary: str) -> MarianTokenizer:
+    content = read_json(folder / vocabulary, folder)
+    if not isinstance(content, dict) or sorted(content.values(), key=repr) != sorted(range(len(content)), key=repr):
+        raise TextError(f"{folder / vocabulary}: not a vocabulary: ids must be 0 to {len(content) - 1}, each once")
+    try:
+        return MarianTokenizer(read_file(folder / model, folder), sorted(content, key=content.__getitem__))
+    except TextError as error:
+        raise TextError(f"{folder / model}, {folder / vocabulary}: {error}") from None

@@ -101,7 +101,7 @@ def test_heads_of_their_own_size_need_not_divide_the_width():
     assert model.decoder.layers[0].self_attn.out_proj.weight.shape == (16, 30)
 
 
-def test_a_cached_step_is_the_model(lengths=(7, 3)):
+def test_a_cached_step_is_the_model():
     torch.manual_seed(0)
     model = models(**MODERN)[1].double().eval()
     ids = torch.randint(4, 23, (2, 8))

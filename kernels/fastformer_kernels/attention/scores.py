@@ -303,7 +303,7 @@ def score_gradient(
             seen = within(at, low, high, HAS_LOW, HAS_HIGH)
             dp = tl.where(seen, dp, 0.0)
             s = hide(
-                s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, T, last_key,
+                s, seen, rows, columns, key_mask_ptr, mask_ptr, stride_mask_t, stride_mask_s, bias_ptr, T, last_key,
                 HAS_KEY_MASK, MASK,
             )  # fmt: skip
     elif MASK != 0 or STRAIGHT:

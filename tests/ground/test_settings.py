@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -32,6 +32,7 @@ from fastformer.apps.text import (
     train_sentencepiece,
 )
 from fastformer.apps.train import TrainConfig, find_checkpoint
+from fastformer.apps.train.checkpoint import defaults
 from fastformer.apps.train.weights import check_architecture
 from fastformer.apps.translation.model import TranslationConfig
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
@@ -254,7 +255,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "scale must be true or false": lambda: Embedding(9, 8, scale=2),  # type: ignore[arg-type]
     "dropout must be a finite number, at least 0 and below 1": lambda: Embedding(9, 8, dropout="0.1"),  # type: ignore[arg-type]
     "dropout must be at least 0 and below 1": lambda: Embedding(9, 8, dropout=1.0),
-    "positions must be one of sinusoidal, learned": lambda: Embedding(9, 8, "none"),  # type: ignore[arg-type]
+    "positions must be one of sinusoidal, learned, none": lambda: Embedding(9, 8, "rotary"),  # type: ignore[arg-type]
     "tokens must be a whole number, at least 1": lambda: Batches(PAIRS, tokens=9.5),  # type: ignore[arg-type]
     "sentences must be at least 1": lambda: Batches(PAIRS, sentences=0),
     "max_length must be a whole number, at least 2": lambda: encode_pairs(CORPUS, WORDS, WORDS, "9"),  # type: ignore[arg-type]
@@ -363,14 +364,14 @@ def test_a_run_folder_written_before_settings_were_one_still_loads(tmp_path: Pat
     for name, stated in found.items():
         assert stated
         assert {key: getattr(parts[name], key) for key in stated} == stated
-        assert {key: getattr(parts[name], key) for key in vars(parts[name]) if key not in stated} == dict.fromkeys(
-            vars(parts[name]).keys() - stated.keys()
-        )  # what was unset, is
-    unset = dict.fromkeys(("embedding_dropout", "attention_dropout") if application is LANGUAGE else ())
-    ranges = dict.fromkeys(("initialisation_range", "embedding_initialisation", "embedding_range"))
-    check_architecture({**unset, **ranges, **found["model"]}, to_plain(parts["model"]), old)
+        others = {f.name: f.default for f in fields(parts[name]) if f.name not in stated}
+        assert {key: getattr(parts[name], key) for key in others} == others  # what was unset, is; what is newer is off
+    check_architecture({**defaults(parts["model"]), **found["model"]}, to_plain(parts["model"]), old)
     application.save_settings(tmp_path, parts["data"], parts["model"], parts["train"])
-    assert sorted((tmp_path / "config.toml").read_text().split()) == sorted(old.read_text().split())
+    before, after = (path.read_text().splitlines() for path in (old, tmp_path / "config.toml"))
+    assert not set(before) - set(after)
+    newer = {line.split(" = ")[0] for line in set(after) - set(before)}
+    assert newer <= {f.name for f in fields(parts["model"])} - found["model"].keys()
 
 
 COMMANDS: dict[str, tuple[type[Settings], ...]] = {

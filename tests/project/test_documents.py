@@ -68,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             succeed(["data", dataset, "--from", "FOLDER"], folder)
     pairs = number_corpus("fr", 1100, 1, 1)[0]
     if importlib.util.find_spec("transformers"):
-        write_marian_folder(folder / "opus-mt-en-fr", pairs.take(range(300)))
+        write_marian_folder(folder / "opus-mt-en-fr", pairs.take(range(300), "train"))
     for language, lines in (("en", pairs.source), ("fr", pairs.target)):
         (folder / f"corpus.{language}.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
         write_lines(folder / f"news.{language}", lines[:3])

@@ -155,6 +155,13 @@ def test_what_is_the_folders_is_refused(folder: Path, tmp_path: Path, options: s
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
+def test_other_runs_begin_with_no_model_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    command = f"train lm --from {folder} --run {tmp_path}/run --steps 1 --device cpu"
+    ended = CliRunner().invoke(app, command.split())
+    assert str(ended.exception) == "language-model runs begin with no model from elsewhere"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_from_elsewhere_needs_a_folder(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"tokenizer must not be 'pretrained' without a model to begin with \(--from\)"

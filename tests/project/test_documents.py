@@ -3,6 +3,7 @@
 import functools
 import gzip
 import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
 from tests.apps.cli.test_cli import fastformer
+from tests.apps.pretrained.marian_folder import write_marian_folder
 from tests.support.python import python
 
 # What a page's training gets besides its own flags: a model and a budget for a test. The later of two flags counts.
@@ -27,6 +29,7 @@ SMALL = "--d-model 16 --heads 2 --feed-forward 32 --steps 2 --warmup-steps 1 --p
 SMALL_TRANSLATION = f"{SMALL} --encoder-layers 1 --decoder-layers 1 --vocabulary 100 --bleu-sentences 2"
 SMALL_LANGUAGE = f"{SMALL} --layers 1 --vocabulary 300"
 SMALL_CLASSIFIER = f"{SMALL} --layers 1 --vocabulary 100"
+FINE_TUNED = "--steps 2 --warmup-steps 1 --device cpu --threads 1 --bleu-sentences 2"
 RESUMED = "--steps 4 --device cpu --threads 1"
 
 # Commands that take too long for a test of documents, and where they run.
@@ -64,6 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for dataset in ("multi30k", "wikitext2"):
             succeed(["data", dataset, "--from", "FOLDER"], folder)
     pairs = number_corpus("fr", 1100, 1, 1)[0]
+    if importlib.util.find_spec("transformers"):
+        write_marian_folder(folder / "opus-mt-en-fr", pairs.take(range(300), "train"))
     for language, lines in (("en", pairs.source), ("fr", pairs.target)):
         (folder / f"corpus.{language}.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
         write_lines(folder / f"news.{language}", lines[:3])
@@ -175,6 +180,9 @@ def train(arguments: list[str], folder: Path) -> None:
         succeed([*arguments, *RESUMED.split()], folder)
         return
     shutil.rmtree(folder / arguments[arguments.index("--run") + 1], ignore_errors=True)
+    if "opus-mt-en-fr" in arguments:  # its model is small already
+        succeed([*arguments, *FINE_TUNED.split()], folder)
+        return
     small = {"lm": SMALL_LANGUAGE, "classify": SMALL_CLASSIFIER}.get(arguments[1], SMALL_TRANSLATION)
     succeed([*arguments, *small.split()], folder)
 

@@ -110,6 +110,7 @@ def train_run(
             data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
             given = {"data": data, "model": model, "train": train}
             if pretrained is not None:
+                application.check_begins()
                 data = {"tokenizer": PRETRAINED} | data
             text, settled = application.data(**data), application.train(**train)
             application.refuse_idle(given, text, model, settled, device)

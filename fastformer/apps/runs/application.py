@@ -117,6 +117,11 @@ class Application:
             )
         return config
 
+    def check_begins(self) -> None:
+        """Raise ValueError where runs of this kind begin with no model from elsewhere."""
+        if self.pretrained is None:
+            raise ValueError(f"{self.title} runs begin with no model from elsewhere")
+
     def begin_with(
         self, folder: Path, given: Mapping[str, Any]
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any]]:
@@ -126,8 +131,8 @@ class Application:
             ValueError: there are no such models of this kind, or a given setting is the model's.
             FileNotFoundError, ImportError: see `pretrained`.
         """
-        if self.pretrained is None:
-            raise ValueError(f"{self.title} runs begin with no model from elsewhere")
+        self.check_begins()
+        assert self.pretrained is not None
         if own := [name for name in given if name not in RATES]:
             raise ValueError(f"{', '.join(own)}: that of {folder}; only {', '.join(RATES)} may be given with it")
         model, tokenizers = self.pretrained(folder)

@@ -1,12 +1,10 @@
 """A folder as OPUS-MT's: its tokenizers, its translations by our search, and runs that begin with it."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import torch
 from typer.testing import CliRunner
 
@@ -15,48 +13,20 @@ from fastformer.apps.pretrained import from_transformers, to_transformers
 from fastformer.apps.text import TextError, load_tokenizer, number_corpus, read_marian
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation import DataConfig, SearchOptions, TranslationRun, Translator, load_translator
+from tests.apps.pretrained.marian_folder import CODE, write_marian_folder
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")  # which transformers never calls
 
 TRAIN, VALID, TEST = number_corpus("fr", 400, 50, 50)
-CODE = ">>fra<<"
 LIMIT = 24
-
-
-def pieces_of(lines: list[str], path: Path, size: int) -> list[str]:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=size, model_type="unigram",
-        bos_id=-1, unk_id=0, eos_id=1, pad_id=-1, minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
-    path.write_bytes(model.getvalue())
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    return [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """A Marian model with random weights and tokenizers of its own text; ids are no sentencepiece's."""
-    folder = tmp_path_factory.mktemp("opus")
-    both = [*pieces_of(TRAIN.target, folder / "target.spm", 60), *pieces_of(TRAIN.source, folder / "source.spm", 50)]
-    words = ["</s>", "<unk>", CODE, *sorted({*both} - {"<unk>", "</s>"}), "<pad>"]
-    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"source_lang": "eng", "target_lang": "fra"}))
-    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 64))}
-    heads = {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
-    pad = len(words) - 1
-    config = transformers.MarianConfig(
-        vocab_size=len(words), d_model=32, activation_function="swish", scale_embedding=True, pad_token_id=pad,
-        decoder_start_token_id=pad, eos_token_id=0, max_position_embeddings=128, dropout=0.1, **sizes, **heads,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.MarianMTModel(config).eval()
-    with torch.no_grad():
-        for x in (p for p in model.parameters() if p.requires_grad):
-            x.add_(torch.randn_like(x) * 0.3)
-    model.save_pretrained(folder)
+    folder: Path = tmp_path_factory.mktemp("opus")
+    write_marian_folder(folder, TRAIN)
     return folder
 
 
@@ -183,6 +153,13 @@ def test_what_is_the_folders_is_refused(folder: Path, tmp_path: Path, options: s
     assert ended.exit_code != 0
     assert message in " ".join((ended.output + str(ended.exception)).split())
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_other_runs_begin_with_no_model_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    command = f"train lm --from {folder} --run {tmp_path}/run --steps 1 --device cpu"
+    ended = CliRunner().invoke(app, command.split())
+    assert str(ended.exception) == "language-model runs begin with no model from elsewhere"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_from_elsewhere_needs_a_folder(tmp_path: Path) -> None:

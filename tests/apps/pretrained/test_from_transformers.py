@@ -209,6 +209,28 @@ def test_weights_are_copies_and_all_of_them_are_there(name: str) -> None:
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters()) - tables + bias
 
 
+RATES = {
+    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0.4},
+    "llama": {"attention_dropout": 0.2},
+    "bert tokens": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
+    "marian": {"dropout": 0.1, "attention_dropout": 0.2, "activation_dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_dropout_rates_are_theirs(name: str) -> None:
+    ours = from_transformers(build(name, **RATES[name]))
+    residual = 0.0 if name == "llama" else 0.1
+    inner = 0.3 if name == "marian" else 0.0
+    layers = [m for m in ours.modules() if hasattr(m, "linear2")]
+    assert len(layers) == (5 if name == "marian" else 2)
+    for layer in layers:
+        assert {x.dropout for x in layer.attentions} == {0.2}
+        assert (layer.dropout.p, layer.dropout1.p, layer.dropout2.p) == (inner, residual, residual)
+    embedding = ours.source_embedding if name == "marian" else ours.embedding
+    assert embedding.dropout.p == RATES[name].get("embd_pdrop", residual)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert tokens", "marian"])
 def test_they_train(name: str) -> None:
     """Gradients are those of the same function: compared for the first matrix, in fp32 relative to the largest."""

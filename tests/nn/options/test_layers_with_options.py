@@ -21,6 +21,7 @@ LENGTHS = torch.tensor([9, 4, 6])
 OPTIONS: dict[str, dict[str, Any]] = {
     "kv_heads": {"kv_heads": 2},
     "head_size": {"head_size": 12},
+    "qkv_bias": {"qkv_bias": False},
     "rotary": {"rotary": Rotary()},
     "rotary of a share": {"rotary": Rotary(theta=500.0, share=0.5, interleaved=True), "kv_heads": 1, "head_size": 16},
     "qk_norm": {"qk_norm": True, "rotary": Rotary(scaling=Llama3Scaling(original=8))},
@@ -193,6 +194,30 @@ def test_nothing_new_is_torchs():
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
+@pytest.mark.parametrize(
+    ("bias", "qkv_bias"), [(True, False), (False, True), (True, None), (False, None), (True, True)]
+)
+def test_queries_keys_and_values_have_a_bias_of_their_own(bias, qkv_bias):
+    layer = fastformer.TransformerDecoderLayer(D, H, 48, 0.0, bias=bias, qkv_bias=qkv_bias, dtype=torch.float64)
+    for attention in (layer.self_attn, layer.multihead_attn):
+        own = bias if qkv_bias is None else qkv_bias
+        assert (attention.in_proj_bias is not None, attention.out_proj.bias is not None) == (own, bias)
+        theirs = nn.MultiheadAttention(D, H, dtype=torch.float64)
+        with torch.no_grad():
+            for mine in filter(lambda x: x is not None, (attention.in_proj_bias, attention.out_proj.bias)):
+                assert not mine.any()
+                mine.normal_()
+            for there, mine in (
+                (theirs.in_proj_bias, attention.in_proj_bias),
+                (theirs.out_proj.bias, attention.out_proj.bias),
+            ):
+                there.copy_(torch.zeros_like(there) if mine is None else mine)
+        weights = {k: v for k, v in attention.state_dict().items() if "weight" in k}
+        theirs.load_state_dict(weights, strict=False)
+        x = torch.randn(5, 2, D, dtype=torch.float64)
+        close(attention(x, x, x)[0], theirs(x, x, x)[0])
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_transformer_of_such_layers(norm):
     torch.manual_seed(0)
@@ -226,6 +251,7 @@ def test_a_new_activation_alone():
         ({"norm": "batch"}, ValueError, "norm must be one of layer, rms"),
         ({"qk_norm": 1}, ValueError, "qk_norm must be true or false"),
         ({"position_bias": "alibi"}, ValueError, "position_bias must be a module"),
+        ({"qkv_bias": 0}, ValueError, "qkv_bias must be true or false"),
         ({"key_heads": 2}, TypeError, "unexpected keyword argument 'key_heads'"),
     ],
 )

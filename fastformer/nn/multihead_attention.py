@@ -178,7 +178,8 @@ class MultiheadAttention(Projections):
 
         Raises:
             ValueError: the module has `add_bias_kv` or `add_zero_attn`, whose keys belong to no sequence; or both
-                causal and attn_mask are given; or the layout has gaps, and the module counts positions.
+                causal and attn_mask are given; or the module counts positions, and a layout has gaps or, where
+                there is a memory, padding on the left.
             AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
         check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
@@ -189,16 +190,23 @@ class MultiheadAttention(Projections):
         self._check_width(query)
         memory = query if memory is None else memory
         key_layout = layout if memory_layout is None else memory_layout
-        if self.counts_positions and (layout.has_gaps or key_layout.has_gaps):
-            raise ValueError(
-                "layout must have no padding between tokens of a sequence where attention counts positions"
-            )
+        if self.counts_positions:
+            if layout.has_gaps or key_layout.has_gaps:
+                raise ValueError(
+                    "layout must have no padding between tokens of a sequence where attention counts positions"
+                )
+            if key_layout is not layout and not (layout.starts_rows and key_layout.starts_rows):
+                raise ValueError(
+                    "layout and memory_layout must have no padding on the left where attention to a memory counts "
+                    "positions"
+                )
         where = [Positions(its.positions, its.max_length) for its in (layout, key_layout)]
         q, k, v = self._project(query, memory, memory, *where)
-        rules = self.rules(max(layout.max_length, key_layout.max_length))
         if attn_mask is None:
+            rules = self.rules(max(layout.max_length, key_layout.max_length))
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
         else:
+            rules = self.rules(max(layout.columns, key_layout.columns))
             self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
             mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
@@ -214,13 +222,14 @@ class MultiheadAttention(Projections):
 
     @property
     def differs(self) -> bool:
-        """Whether it has an option that torch's attention has not."""
-        return self._kv_heads is not None
+        """Whether it has an option that torch's attention has not, from its constructor or set since."""
+        built = self._kv_heads is not None
+        return built or self.softcap is not None or self.counts_positions or "sinks" in self._parameters
 
     @property
     def by_distance(self) -> bool:
         """Whether scores depend on how far a key is from its query."""
-        return self.window is not None or "position_bias" in self._modules
+        return self.window is not None or self._distances is not None
 
     @property
     def counts_positions(self) -> bool:
@@ -253,10 +262,16 @@ class MultiheadAttention(Projections):
         """
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.differs:
-            bias: Any = self._modules.get("position_bias")
-            rules |= {"window": self.window, "softcap": self.softcap, "sinks": self._parameters.get("sinks")}
-            rules["distance_bias"] = None if bias is None else bias(longest)
+            bias = self._distances
+            # By name: what prunes or parametrises a parameter keeps it elsewhere.
+            rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
+            rules["distance_bias"] = None if bias is None else bias(max(longest, 1))  # there is no bias of no position
         return rules
+
+    @property
+    def _distances(self) -> Any:
+        """The position bias: a module, or a function that was put in its place."""
+        return self._modules.get("position_bias", self.__dict__.get("position_bias"))
 
     def _columns(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
         """Where the queries and keys of a padded batch stand, in the order of its dimensions."""

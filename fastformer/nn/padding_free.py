@@ -82,7 +82,8 @@ def _layer_mixes(layer: Any) -> str | None:
         if isinstance(inner, MultiheadAttention) and (reason := _mixes(inner.out_proj, _LINEAR)) is not None:
             return f".{name}.out_proj{reason}"
         for its in ("q_norm", "k_norm") if isinstance(inner, MultiheadAttention) else ():
-            if its in inner._modules and (reason := _mixes(inner._modules[its], _NORMS)) is not None:
+            norm = inner._modules.get(its)
+            if norm is not None and (reason := _mixes(norm, _NORMS)) is not None:
                 return f".{name}.{its}{reason}"
     activation = layer.activation
     own = not isinstance(activation, nn.Module) and activation not in (*_FUNCTIONS, *_declared)
@@ -181,7 +182,11 @@ def hidden_keys(padding: Tensor) -> Tensor | None:
 
 
 def read_side(
-    x: Tensor, padding: Tensor | None, batch_first: bool | None, counts_positions: bool = False
+    x: Tensor,
+    padding: Tensor | None,
+    batch_first: bool | None,
+    counts_positions: bool = False,
+    from_start: bool = False,
 ) -> PackedInput | None:
     """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
 
@@ -190,6 +195,8 @@ def read_side(
         padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
         batch_first: the order of the dimensions; None if unknown.
         counts_positions: whether tokens must stay as far apart as they are, so that no padding may lie between them.
+        from_start: whether they must stay as far from the first column, as where attention to a memory counts
+            positions, so that no padding may lie on the left either.
 
     Returns:
         None where this cannot run without padding, or does not fit together: the padded way then says what is wrong.
@@ -206,7 +213,7 @@ def read_side(
     if hidden is None:
         return None
     layout = Layout.from_mask(hidden.view(B, L))
-    if counts_positions and layout.has_gaps:
+    if (counts_positions and layout.has_gaps) or (from_start and not layout.starts_rows):
         return None
     return PackedInput(layout.to(x.device), batch_first, batched)
 

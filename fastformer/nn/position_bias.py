@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
 
@@ -26,14 +27,15 @@ class ALiBi(nn.Module):
         super().__init__()
         self.heads = check_value("heads", heads, int, at_least=1)
         power = 1 << (heads.bit_length() - 1)
-        slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
-        slopes += [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * power, 2)][: heads - power]
+        between = torch.arange(heads - power, dtype=torch.float64) + 0.5
+        steps = torch.cat([torch.arange(1, power + 1, dtype=torch.float64), between])
         # Not part of the checkpoint: it follows from the number of heads.
-        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+        self.register_buffer("slopes", torch.exp2(-8 / power * steps).float(), persistent=False)
 
     def forward(self, length: int) -> Tensor:
-        """The bias at all distances below `length`: `[H, 2 P - 1]`."""
+        """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least: bf16 counts to 256, fp16 to 65,504."""
         slopes: Tensor = self.slopes  # type: ignore[assignment]
+        slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
         distance = torch.arange(1 - length, length, device=slopes.device, dtype=slopes.dtype).abs()
         return -slopes[:, None] * distance
 
@@ -75,7 +77,7 @@ class RelativeBias(nn.Module):
         if bidirectional and buckets % 2:
             raise ValueError(f"buckets must be even where bidirectional, not {buckets}")
         exact = (buckets // 2 if bidirectional else buckets) // 2
-        check_value("max_distance", max_distance, int, above=exact)
+        check_value("max_distance", max_distance, int, above=exact, at_most=MOST_TOKENS)
         self.heads, self.buckets, self.max_distance, self.bidirectional = heads, buckets, max_distance, bidirectional
         self.weight = nn.Parameter(torch.empty(buckets, heads, device=device, dtype=dtype))
         self.reset_parameters()

@@ -149,7 +149,7 @@ class Projections(nn.MultiheadAttention):
             weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
             if query is key:
                 qkv = self._heads(F.linear(query, weight, bias))
-                if self.rotary is not None and "q_norm" not in self._modules:  # both in one
+                if self.rotary is not None and not self._normed:  # both in one
                     qk, v = qkv.split([H + Hkv, Hkv], -2)  # type: ignore[no-untyped-call]
                     q, k = self._turn(qk, positions).split([H, Hkv], -2)  # type: ignore[no-untyped-call]
                     return q, k, v
@@ -167,10 +167,14 @@ class Projections(nn.MultiheadAttention):
             q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in inputs)
         return self._place(q, "q_norm", positions), self._place(k, "k_norm", key_positions), v
 
+    @property
+    def _normed(self) -> bool:
+        return any(self._modules.get(norm) is not None for norm in ("q_norm", "k_norm"))
+
     def _place(self, x: Tensor, norm: str, positions: Positions | None) -> Tensor:
         """Norm queries or keys, and turn them by their positions, where the module does that."""
-        if norm in self._modules:
-            x = self._modules[norm](x)  # type: ignore[misc]
+        its = self._modules.get(norm)
+        x = x if its is None else its(x)
         return x if self.rotary is None else self._turn(x, positions)
 
     def _turn(self, x: Tensor, positions: Positions | None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.modes import compiling, dispatch_modes, transformed
+from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # tables grow by doubling from here
@@ -26,7 +27,7 @@ class Llama3Scaling:
     them a mixture of both.
 
     Attributes:
-        factor: above 1.
+        factor: at least 1.
         low, high: turns within the original length; low below high.
         original: the length trained with before.
     """
@@ -37,10 +38,10 @@ class Llama3Scaling:
     original: int = 8192
 
     def __post_init__(self) -> None:
-        check_value("factor", self.factor, float, above=0)
+        check_value("factor", self.factor, float, at_least=1)
         check_value("low", self.low, float, above=0)
         check_value("high", self.high, float, {"low": self.low}, above="low")
-        check_value("original", self.original, int, at_least=1)
+        check_value("original", self.original, int, at_least=1, at_most=MOST_TOKENS)
 
     def scale(self, frequencies: Tensor) -> Tensor:
         """Return what these frequencies, in radians a position, become."""
@@ -71,6 +72,9 @@ class Rotary:
         if not isinstance(self.scaling, Llama3Scaling):
             check_value("scaling", self.scaling, float | None, above=0)
         check_value("interleaved", self.interleaved, bool)
+        slowed = self.scaling if isinstance(self.scaling, int | float) else 1.0
+        if not math.isfinite(MOST_TOKENS * max(1.0, 1 / self.theta) / slowed):
+            raise ValueError(f"theta and scaling must leave angles finite, not {self.theta} and {self.scaling}")
 
     def turned(self, head_size: int) -> int:
         """R, of a head of K numbers.

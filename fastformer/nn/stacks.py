@@ -210,7 +210,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             and not (memory_is_causal and memory_mask is None)
         ):
             cross = self.counts_positions("multihead_attn")
-            source = read_side(memory, memory_key_padding_mask, self.layers_batch_first, cross)
+            source = read_side(memory, memory_key_padding_mask, self.layers_batch_first, from_start=cross)
             if source is not None:
                 side = self.read_target(tgt, tgt_key_padding_mask, source)
                 if side is not None:
@@ -236,7 +236,8 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
 
     def read_target(self, tgt: Tensor, padding: Tensor | None, source: PackedInput) -> PackedInput | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""
-        side = read_side(tgt, padding, self.layers_batch_first, self.counts_positions())
+        counts = self.counts_positions(), self.counts_positions("multihead_attn")
+        side = read_side(tgt, padding, self.layers_batch_first, *counts)
         fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
         return side if fits else None
 

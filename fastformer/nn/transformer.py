@@ -201,5 +201,5 @@ class Transformer(nn.Transformer):
             return None
         if not (self.encoder.skips(None, padding) and self.decoder.skips(None, padding)):
             return None
-        counts = self.encoder.counts_positions() or self.decoder.counts_positions("multihead_attn")
-        return read_side(src, padding, self.encoder.layers_batch_first, counts)
+        counts = self.encoder.counts_positions(), self.decoder.counts_positions("multihead_attn")
+        return read_side(src, padding, self.encoder.layers_batch_first, *counts)

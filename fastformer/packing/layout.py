@@ -169,6 +169,14 @@ class Layout:
         """Whether padding lies between two tokens of a sequence; waits for the device if the layout is of a mask."""
         return self._of_mask and self.once("gaps", self._find_gaps)
 
+    @property
+    def starts_rows(self) -> bool:
+        """Whether every sequence begins at column 0 and has no gaps; waits for the device as `has_gaps` does."""
+        return not self._of_mask or self.once("starts", self._find_starts)
+
+    def _find_starts(self) -> bool:
+        return bool((self.origin % max(self.columns, 1) == self.positions).all())
+
     def _find_gaps(self) -> bool:
         return bool(((self.origin.diff() != 1) & (self.positions[1:] > 0)).any())
 

@@ -66,10 +66,13 @@ class ModelSettings(Settings):
         None,
         "length trained with before rotary_scaling, which then slows slow frequencies alone, as in Llama 3",
         at_least=1,
+        at_most=LARGEST,
         only={"rotary_scaling": SET},
     )
     relative_buckets: int = setting(32, "buckets of distances", at_least=4, at_most=LARGEST, only=_RELATIVE)
-    relative_distance: int = setting(128, "distances from here on share a bucket", at_least=1, only=_RELATIVE)
+    relative_distance: int = setting(
+        128, "distances from here on share a bucket", at_least=1, at_most=LARGEST, only=_RELATIVE
+    )
     scale_embeddings: bool = setting(True, "multiply embeddings by sqrt(d_model)")
     initialisation: str = setting("xavier_uniform", "of the weight matrices", choices=get_args(Initialisation))
     initialisation_range: float | None = setting(

@@ -75,7 +75,8 @@ def convert(model: nn.Module, *, padding_free: bool = True, also: Also | None = 
 def revert(model: nn.Module) -> Conversion:
     """Give every module that `convert` changed its class back, in place; return what was changed.
 
-    Left alone is what has got another class since, by a parametrisation or by FSDP2, until that is undone.
+    Left alone is what has got another class since, by a parametrisation or by FSDP2, until that is undone; and
+    attention that was given what torch's has not, such as a window.
     """
     report = Conversion()
     for name, module in model.named_modules():
@@ -84,6 +85,9 @@ def revert(model: nn.Module) -> Conversion:
             continue
         if type(module) is not _ours(before):
             report.left.append(Entry(name, name_of(type(module)), "its class has changed since it was converted"))
+            continue
+        if getattr(module, "differs", False):
+            report.left.append(Entry(name, name_of(type(module)), "it has been given options that torch's has not"))
             continue
         del module.__dict__[_MARK]
         report.changed.append(Entry(name, name_of(type(module)), name_of(before)))

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import tracemalloc
 
 import pytest
 import torch
@@ -74,11 +75,17 @@ def test_tables_of_a_transform_are_kept_from_others():
         ({"share": 1.5}, "share must be above 0 and at most 1"),
         ({"scaling": -1.0}, "scaling must be above 0"),
         ({"interleaved": 1}, "interleaved must be true or false"),
+        ({"scaling": 1e-300}, "theta and scaling must leave angles finite"),
+        ({"theta": 1e-320}, "theta and scaling must leave angles finite"),
     ],
 )
 def test_a_rotary_that_does_not_fit(wrong, said):
     with pytest.raises(ValueError, match=said):
         Rotary(**wrong)
+    with pytest.raises(ValueError, match="factor must be at least 1"):
+        Llama3Scaling(factor=1e-320)
+    with pytest.raises(ValueError, match="original must be at least 1 and at most"):
+        Llama3Scaling(original=10**400)
     with pytest.raises(ValueError, match="high must be above low"):
         Llama3Scaling(low=4.0, high=1.0)
 
@@ -92,6 +99,24 @@ def test_alibi_of_the_paper():
     # The paper's code for other numbers: those of 8 heads, then every other one of 16.
     slopes = (-ALiBi(12)(2)[:, 0]).tolist()
     assert slopes == pytest.approx([2.0**-i for i in range(1, 9)] + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_alibi_counts_beyond_what_a_narrow_dtype_can(dtype):
+    length = 70_000  # bf16 has no 257, fp16 nothing above 65,504
+    bias = ALiBi(4).to(dtype)(length)
+    assert torch.equal(bias, ALiBi(4)(length))
+
+
+def test_slopes_of_many_heads_cost_no_more_than_their_memory():
+    with torch.device("meta"):  # as models are made before they are compared with a checkpoint
+        ALiBi(3)  # what torch loads at first
+        tracemalloc.start()
+        try:
+            assert ALiBi(10**6).slopes.is_meta
+            assert tracemalloc.get_traced_memory()[1] < 10**7  # a list of numbers takes 32 bytes each
+        finally:
+            tracemalloc.stop()
 
 
 def bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -> int:
@@ -136,6 +161,7 @@ def test_buckets_of_the_paper(bidirectional, buckets, furthest):
         ({"buckets": 7}, "buckets must be even where bidirectional, not 7"),
         ({"buckets": 2}, "buckets must be at least 4"),
         ({"max_distance": 8}, "max_distance must be above 8"),
+        ({"max_distance": 10**400}, "max_distance must be above 8 and at most"),
     ],
 )
 def test_a_bias_that_does_not_fit(wrong, said):

@@ -1,0 +1,144 @@
+"""What is set on an attention after it was made, pruned or put elsewhere counts, and counts where padding is."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import fastformer
+from fastformer.nn import ALiBi, Rotary
+from fastformer.packing import Layout, pack, unpack
+
+D, H, B, T, S = 8, 2, 3, 5, 6
+LATER = {
+    "window": (1, 0),
+    "softcap": 0.3,
+    "rotary": Rotary(theta=10.0),
+    "position_bias": ALiBi(H),
+    "sinks": nn.Parameter(torch.tensor([1.0, 2.0])),
+}
+later = pytest.mark.parametrize("name", LATER)
+
+
+def attention(**options) -> fastformer.MultiheadAttention:
+    torch.manual_seed(1)
+    return fastformer.MultiheadAttention(D, H, batch_first=True, **options)
+
+
+def tokens(length: int = T) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(B, length, D)
+
+
+@later
+def test_an_option_set_later_is_that_of_the_constructor(name):
+    plain, made = attention(), attention(**{name: True if name == "sinks" else LATER[name]})
+    setattr(plain, name, LATER[name])
+    if name == "sinks":
+        made.sinks.data.copy_(LATER["sinks"])
+    made.load_state_dict(plain.state_dict())
+    x = tokens()
+    expected, weights = made(x, x, x)
+    torch.testing.assert_close(plain(x, x, x), (expected, weights))
+    assert (attention()(x, x, x)[0] - expected).abs().max() > 1e-3  # it is another attention
+    layout = Layout.from_lengths([T, 2, 0])
+    torch.testing.assert_close(plain.packed(pack(x, layout), layout), made.packed(pack(x, layout), layout))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@later
+def test_an_option_set_later_is_not_lost_to_torch(name):
+    model = nn.Sequential(nn.MultiheadAttention(D, H, batch_first=True))
+    fastformer.convert(model)
+    setattr(model[0], name, LATER[name])
+    report = fastformer.revert(model)
+    assert type(model[0]) is fastformer.MultiheadAttention
+    assert "options that torch's has not" in str(report)
+    with pytest.raises(ValueError, match="must not be nested"):
+        model[0].eval()(*[torch.nested.nested_tensor(list(tokens()))] * 3)
+    setattr(model[0], name, None)
+    if name == "sinks":
+        del model[0].sinks
+    fastformer.revert(model)
+    assert type(model[0]) is nn.MultiheadAttention
+
+
+def test_norms_taken_away_are_none():
+    x, one = tokens(), attention(qk_norm=True, rotary=Rotary())
+    one.k_norm.weight.data.fill_(2.0)
+    one.q_norm = None
+    with_one = one(x, x, x)[0]
+    one.k_norm = None
+    assert (one(x, x, x)[0] - with_one).abs().max() > 1e-4
+    torch.testing.assert_close(one(x, x, x)[0], attention(rotary=Rotary())(x, x, x)[0])
+
+
+def test_a_function_in_place_of_a_bias_is_called():
+    bias, x = ALiBi(H), tokens()
+    one = attention()
+    one.position_bias = lambda length: bias(length)
+    torch.testing.assert_close(one(x, x, x), attention(position_bias=bias)(x, x, x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: prune.identity(module, "sinks"),
+        lambda module: parametrize.register_parametrization(module, "sinks", nn.Identity()),
+    ],
+)
+def test_sinks_that_are_kept_elsewhere_count(change):
+    x, module = tokens(), attention(sinks=True)
+    module.sinks.data.fill_(2.0)
+    expected = module(x, x, x, need_weights=False)[0]
+    change(module)
+    torch.testing.assert_close(module(x, x, x, need_weights=False)[0], expected)
+
+
+def hidden(side: str, length: int) -> torch.Tensor:
+    padding = torch.arange(length) >= torch.tensor([[length], [2], [3]])
+    return padding.flip(1) if side == "left" else padding
+
+
+@pytest.mark.parametrize("name", ["window", "rotary", "position_bias"])
+@pytest.mark.parametrize(("target", "source"), [("right", "left"), ("left", "right"), ("right", "right")])
+@pytest.mark.parametrize("kind", ["decoder", "transformer"])
+def test_positions_across_are_those_of_the_columns(kind, target, source, name):
+    torch.manual_seed(3)
+    model = fastformer.Transformer(D, H, 1, 1, 16, 0.0, batch_first=True).eval()
+    setattr(model.decoder.layers[0].multihead_attn, name, LATER[name])
+    x, memory = tokens(), tokens(S)
+    masks = {"tgt_key_padding_mask": hidden(target, T), "memory_key_padding_mask": hidden(source, S)}
+
+    def run(free: bool) -> torch.Tensor:
+        model.encoder.padding_free = model.decoder.padding_free = free
+        if kind == "decoder":
+            return model.decoder(x, memory, **masks)
+        return model(memory, x, src_key_padding_mask=hidden(source, S), **masks)
+
+    real = ~masks["tgt_key_padding_mask"]
+    torch.testing.assert_close(run(True)[real], run(False)[real])
+
+
+def test_packed_tokens_of_rows_with_padding_on_the_left_do_not_attend_across_by_position():
+    module, x, memory = attention(rotary=Rotary()), tokens(), tokens(S)
+    left, right = Layout.from_mask(hidden("left", S)), Layout.from_mask(hidden("right", S))
+    layout = Layout.from_lengths([T] * B)
+    with pytest.raises(ValueError, match="no padding on the left"):
+        module.packed(pack(x, layout), layout, pack(memory, left), left)
+    out = unpack(module.packed(pack(x, layout), layout, pack(memory, right), right), layout)
+    torch.testing.assert_close(out, module(x, memory, memory, hidden("right", S))[0])
+
+
+@pytest.mark.parametrize("name", ["position_bias", "rotary", "window"])
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 2, 1]])
+def test_no_tokens_and_masks_over_columns(name, lengths):
+    """A bias of no position is none to make; a mask is over all columns, though no row fills them."""
+    torch.manual_seed(4)
+    layer = fastformer.TransformerEncoderLayer(D, H, 16, 0.0, batch_first=True, **{name: LATER[name]})
+    stack, x = fastformer.TransformerEncoder(layer, 1).eval(), tokens()
+    padding = torch.arange(T) >= torch.tensor(lengths)[:, None]
+    for mask in (None, torch.randn(T, T)):
+        expected = stack(x, mask, padding, padding_free=False).masked_fill(padding[..., None], 0)
+        torch.testing.assert_close(stack(x, mask, padding), expected)
+    assert stack.step(x, stack.new_cache(B), torch.tensor(lengths)).shape == x.shape

@@ -20,7 +20,7 @@ def facts():
 def test_every_form_is_launched_at_every_length(facts):
     assert len(facts["launches"]) == 21
     assert all(launches >= 2 * 100 for launches in facts["launches"].values()), facts["launches"]
-    assert len(facts["kernels"]) == 24
+    assert len(facts["kernels"]) == 26
 
 
 def test_one_variant_for_a_hundred_lengths(facts):

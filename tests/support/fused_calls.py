@@ -46,8 +46,10 @@ CALLS = {
         compilations=BY_LENGTH,
     ),
     "attention_with_weights": Call(
-        lambda n: [(1, 2, n, D)] * 3,
-        lambda _, p, q, k, v: functional.attention_with_weights(q, k, v, dropout_p=p),
+        lambda n: [*[(1, 2, n, D)] * 3, (2, 2 * n - 1), (2,)],
+        lambda _, p, q, k, v, bias, sinks: functional.attention_with_weights(
+            q, k, v, dropout_p=p, distance_bias=bias, sinks=sinks
+        ),
         compilations=BY_LENGTH,
     ),
     "packed_attention": Call(

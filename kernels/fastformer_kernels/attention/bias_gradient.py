@@ -118,7 +118,12 @@ def _attention_bias_gradient(
             )  # fmt: skip
             total += ds
     line = diagonals * BLOCK_S
-    at = lines_ptr + offset(tl.program_id(0) // diagonals, BLOCK_T, line) + steps[:, None] * line + diagonal * BLOCK_S
+    at = (
+        lines_ptr
+        + offset(tl.program_id(0) // diagonals, BLOCK_T, line)
+        + steps.to(tl.int64)[:, None] * line
+        + diagonal * BLOCK_S
+    )
     tl.store(at + columns_of_tile[None, :], total)
 
 
@@ -135,7 +140,7 @@ def _attention_bias_sum(
     places = block * BLOCK_D + tl.arange(0, BLOCK_D)
     distances = places - (positions - 1)
     met = (distances < longest) & (distances > -longest)
-    at = (distances - first_diagonal * BLOCK_S)[None, :] + tl.arange(0, BLOCK_T)[:, None] * (line + 1)
+    at = (distances - first_diagonal * BLOCK_S)[None, :] + tl.arange(0, BLOCK_T).to(tl.int64)[:, None] * (line + 1)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for part in tl.range(0, parts):
         total += tl.sum(tl.load(lines_ptr + offset(part * H + h, BLOCK_T, line) + at, mask=met[None, :], other=0.0), 0)

@@ -64,8 +64,8 @@ def faults() -> Iterator[Fault]:
     yield Fault(
         "bias gradient: rows that do not move",
         file,
-        "tl.arange(0, BLOCK_T)[:, None] * (line + 1)",
-        "tl.arange(0, BLOCK_T)[:, None] * line",
+        "tl.arange(0, BLOCK_T).to(tl.int64)[:, None] * (line + 1)",
+        "tl.arange(0, BLOCK_T).to(tl.int64)[:, None] * line",
         to_the_last,
     )
     yield Fault(

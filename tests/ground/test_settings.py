@@ -255,7 +255,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "scale must be true or false": lambda: Embedding(9, 8, scale=2),  # type: ignore[arg-type]
     "dropout must be a finite number, at least 0 and below 1": lambda: Embedding(9, 8, dropout="0.1"),  # type: ignore[arg-type]
     "dropout must be at least 0 and below 1": lambda: Embedding(9, 8, dropout=1.0),
-    "positions must be one of sinusoidal, learned, none": lambda: Embedding(9, 8, "rotary"),  # type: ignore[arg-type]
+    "positions must be one of sinusoidal, sinusoidal_halves, learned, none": lambda: Embedding(9, 8, "rotary"),  # type: ignore[arg-type]
     "tokens must be a whole number, at least 1": lambda: Batches(PAIRS, tokens=9.5),  # type: ignore[arg-type]
     "sentences must be at least 1": lambda: Batches(PAIRS, sentences=0),
     "max_length must be a whole number, at least 2": lambda: encode_pairs(CORPUS, WORDS, WORDS, "9"),  # type: ignore[arg-type]

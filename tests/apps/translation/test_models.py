@@ -239,7 +239,9 @@ def test_input_errors():
         model.encode(ids[None], lengths)
     with pytest.raises(ValueError, match=r"^a sequence of 6 is longer than max_length, 5$"):
         model.encode(torch.full((6,), 4), torch.tensor([6]))
-    with pytest.raises(ValueError, match=r"^positions must be one of sinusoidal, learned, none, not 'rotary'$"):
+    with pytest.raises(
+        ValueError, match=r"^positions must be one of sinusoidal, sinusoidal_halves, learned, none, not 'rotary'$"
+    ):
         Embedding(5, 4, positions="rotary")
 
 

@@ -33,7 +33,8 @@ class ALiBi(nn.Module):
         self.register_buffer("slopes", torch.exp2(-8 / power * steps).float(), persistent=False)
 
     def forward(self, length: int) -> Tensor:
-        """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least: bf16 counts to 256, fp16 to 65,504."""
+        """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least."""
+        # bf16 counts to 256, fp16 ends at 65,504.
         slopes: Tensor = self.slopes  # type: ignore[assignment]
         slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
         distance = torch.arange(1 - length, length, device=slopes.device, dtype=slopes.dtype).abs()

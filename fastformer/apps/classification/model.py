@@ -154,7 +154,7 @@ class TextEncoder(nn.Module):
             rows = layout.once("sequences from column 0", lambda: RowMap.of(layout.slots, B * L))
             padded = rows.spread(hidden).view(B, L, hidden.shape[1])
         x = self._pool(padded, counts[:, None])
-        return self.pooler(x).tanh() if "pooler" in self._modules else x  # type: ignore[no-any-return]
+        return self.pooler(x).tanh() if "pooler" in self._modules else x
 
     def _pool(self, padded: Tensor, lengths: Tensor) -> Tensor:
         """One vector of each sequence: `[B, L, D]`, 0 after each, of lengths `[B, 1]` -> `[B, D]`."""

@@ -9,16 +9,8 @@ from fastformer.apps.classification.model import (
     TextEncoder,
     TokenClassifier,
 )
-from fastformer.apps.pretrained.architecture import Architecture, Reader
+from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
 
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 _LAYER = {
     "self_attn.out_proj": "attention.output.dense",
     "norm1": "attention.output.LayerNorm",
@@ -55,7 +47,7 @@ def _encoder(c: Reader) -> dict[str, Any]:
         "heads": c.num_attention_heads,
         "layers": c.num_hidden_layers,
         "feed_forward": c.intermediate_size,
-        "activation": c.choose("hidden_act", _ACTIVATIONS),
+        "activation": c.choose("hidden_act", ACTIVATIONS),
         "norm_eps": c.layer_norm_eps,
         "norm_first": False,
         "final_norm": False,

@@ -3,16 +3,8 @@
 from typing import Any
 
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
-from fastformer.apps.pretrained.architecture import Architecture, Reader
+from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
 
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 _GPT2 = {
@@ -69,7 +61,7 @@ def _gpt2(c: Reader) -> dict[str, Any]:
         "heads": c.n_head,
         "layers": c.n_layer,
         "feed_forward": c.n_inner or 4 * c.n_embd,
-        "activation": c.choose("activation_function", _ACTIVATIONS),
+        "activation": c.choose("activation_function", ACTIVATIONS),
         "norm_eps": c.layer_norm_epsilon,
         "positions": "learned",
         "max_positions": c.n_positions,
@@ -84,7 +76,7 @@ def _gpt2(c: Reader) -> dict[str, Any]:
 
 
 def _gpt2_configuration(c: LanguageConfig) -> dict[str, Any]:
-    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()} | {"silu": "silu", "gelu_tanh": "gelu_new"}
+    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     rates = {"embd_pdrop": c.embedding_dropout, "attn_pdrop": c.attention_dropout}
     return {
         "vocab_size": c.vocabulary,

@@ -12,6 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# Name of theirs -> of ours; of several the last is what is written.
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "swish": "silu",
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 # Of all architectures: how they are trained, run and stored, and what generation reads.
 _IDLE = frozenset({"use_cache", "initializer_range", "init_std"})
 # Drawn before training, or only in training: what one side has no setting of, it may be converted without.

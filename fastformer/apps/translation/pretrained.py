@@ -9,11 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.apps.pretrained import from_transformers
-from fastformer.apps.pretrained.architecture import Architecture, Reader
+from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
 from fastformer.apps.text import Tokenizer, read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh"}
 
 
 def _attention(ours: str, theirs: str) -> dict[str, str]:
@@ -73,7 +71,7 @@ def _settings(c: Reader) -> dict[str, Any]:
         "feed_forward": c.encoder_ffn_dim,
         "encoder_layers": c.encoder_layers,
         "decoder_layers": c.decoder_layers,
-        "activation": c.choose("activation_function", _ACTIVATIONS),
+        "activation": c.choose("activation_function", ACTIVATIONS),
         "norm_first": False,
         "final_norm": False,
         "positions": "sinusoidal_halves",
@@ -88,7 +86,7 @@ def _settings(c: Reader) -> dict[str, Any]:
 
 
 def _configuration(c: TranslationConfig) -> dict[str, Any]:
-    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return {
         "vocab_size": c.source_vocabulary,
         "decoder_vocab_size": c.target_vocabulary,

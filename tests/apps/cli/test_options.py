@@ -148,7 +148,7 @@ def companions(name: str, value: Any) -> dict[str, Any]:
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """The settings that are read, by section, while runs are made and trained, by other code than the checks."""
     seen: dict[str, set[str]] = {"data": set(), "model": set(), "train": set()}
-    checks = {"__post_init__", "check", "computed", "corpus", "parts", "planned", "model_config"}
+    checks = {"__post_init__", "check", "computed", "corpus", "parts", "planned", "model_config", "numbers_in_layers"}
 
     def watch(section: str, settings: type) -> type:
         names = {item.name for item in dataclasses.fields(settings)}
@@ -157,7 +157,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
             if name in names:
                 code = sys._getframe(1).f_code
                 file = Path(code.co_filename)
-                inside = PACKAGE in file.parents and file.name not in ("settings.py", "config.py")
+                inside = PACKAGE in file.parents and file != PACKAGE / "settings.py" and file.name != "config.py"
                 if inside and code.co_name not in checks:
                     seen[section].add(name)
             return object.__getattribute__(self, name)

@@ -7,6 +7,7 @@ Letters: H heads, P positions.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +27,17 @@ class ALiBi(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = check_value("heads", heads, int, at_least=1)
-        power = 1 << (heads.bit_length() - 1)
-        between = torch.arange(heads - power, dtype=torch.float64) + 0.5
-        steps = torch.cat([torch.arange(1, power + 1, dtype=torch.float64), between])
-        # Not part of the checkpoint: it follows from the number of heads.
-        self.register_buffer("slopes", torch.exp2(-8 / power * steps).float(), persistent=False)
+        # Says where the module is. No buffer of slopes: no checkpoint would hold it, and `to_empty` empties it.
+        self.register_buffer("place", torch.empty(0), persistent=False)
 
     def forward(self, length: int) -> Tensor:
-        """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least."""
-        # bf16 counts to 256, fp16 ends at 65,504.
-        slopes: Tensor = self.slopes  # type: ignore[assignment]
-        slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
-        distance = torch.arange(1 - length, length, device=slopes.device, dtype=slopes.dtype).abs()
-        return -slopes[:, None] * distance
+        """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least, for bf16 counts to 256 only."""
+        place: Tensor = self.place  # type: ignore[assignment]
+        where: Any = {"device": place.device, "dtype": torch.promote_types(place.dtype, torch.float32)}
+        power = 1 << (self.heads.bit_length() - 1)
+        i = torch.arange(1, self.heads + 1, **where)
+        slopes = torch.exp2(-8 / power * torch.where(i > power, i - power - 0.5, i))
+        return -slopes[:, None] * torch.arange(1 - length, length, **where).abs()
 
     def extra_repr(self) -> str:
         """Show the heads."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastformer.modes import compiling, dispatch_modes, transformed
+from fastformer.modes import compiling, dispatch_modes, tracing_state, transformed
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
@@ -95,7 +95,8 @@ class Rotary:
         They are fp64 for fp64, else fp32, rounded once.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if compiling() or dispatch_modes() or transformed():  # what they make is of no use to others
+        if compiling() or dispatch_modes() or transformed() or tracing_state() is not None:
+            # What they make is of no use to others, and to a trace lengths are tensors.
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, 1 << (length - 1).bit_length())
         return _kept(self, head_size, length, like.device, dtype)

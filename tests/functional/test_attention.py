@@ -165,6 +165,15 @@ def test_as_many_queries_as_keys_but_not_in_each_sequence():
         assert_close(attention(*x, **arguments), naive(*x, **arguments)[0])
 
 
+@pytest.mark.parametrize("softcap", [5e-324, 1e-31, 1e31, 1.7e308])
+def test_a_softcap_that_fp32_cannot_divide_by_is_refused(softcap):
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="softcap must lie between 1e-30 and 1e\\+30"):
+        attention(q, q, q, softcap=softcap)
+    for allowed in (1e-30, 1e30):
+        assert attention(q, q, q, softcap=allowed).isfinite().all()
+
+
 def test_a_large_softcap_is_none_and_a_small_one_flattens():
     q, k, v = random(2, 2, 5, 4), random(2, 2, 6, 4), random(2, 2, 6, 4)
     assert_close(attention(q, k, v, causal=True, softcap=1e9), attention(q, k, v, causal=True))

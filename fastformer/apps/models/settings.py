@@ -11,6 +11,7 @@ from torch import nn
 from fastformer.apps.models.embeddings import Positions
 from fastformer.apps.models.initialisation import RANGES, Initialisation
 from fastformer.apps.models.sizes import LARGEST
+from fastformer.functional.attention.rules import SOFTCAPS
 from fastformer.nn.activations import FUNCTIONS, is_gated
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.options import NORMS, LayerOptions, make_norm
@@ -52,7 +53,9 @@ class ModelSettings(Settings):
     )
     head_size: int | None = setting(None, "numbers of a head; unset: d_model / heads", at_least=1, at_most=LARGEST)
     qk_norm: bool = setting(False, "RMS norms of each head of queries and keys")
-    softcap: float | None = setting(None, "scores are capped smoothly at this", above=0)
+    softcap: float | None = setting(
+        None, "scores are capped smoothly at this", at_least=SOFTCAPS[0], at_most=SOFTCAPS[1]
+    )
     window: int | None = setting(
         None, "self-attention sees so many tokens on either side; unset: all", at_least=0, at_most=LARGEST
     )

@@ -2,7 +2,8 @@
 
 What is shown is never worth what is computed: the first write that fails turns the showing off, and raises nothing.
 Names and vocabularies come with files that may be a stranger's, and a terminal obeys what it is sent: control
-characters are shown as escapes there.
+characters are shown as escapes there, and so are those that turn the order of what follows (U+202E and its like; the
+marks of Arabic and Hebrew texts, which turn nothing else, stay).
 """
 
 import os
@@ -11,12 +12,12 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def escaped(text: str) -> str:
     r"""A text with its control characters but tabs and ends of lines as escapes such as \x1b."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1] if found[0] > "\xff" else f"\\x{ord(found[0]):02x}", text)
 
 
 def shown(text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastformer.functional.attention import fused, packed_reference, reference
-from fastformer.functional.attention.rules import ALIGNMENTS, Alignment, AttentionRules, Window
+from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import Formula, eager_formula
@@ -305,6 +305,9 @@ def _check_softcap(softcap: float | None) -> float | None:
         raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
     if not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be positive and finite, not {softcap}")
+    low, high = SOFTCAPS
+    if not low <= softcap <= high:
+        raise ValueError(f"softcap must lie between {low} and {high}, not {softcap}")
     return float(softcap)
 
 

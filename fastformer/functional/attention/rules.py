@@ -14,6 +14,7 @@ from torch import Tensor
 Alignment = Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
+SOFTCAPS = 1e-30, 1e30  # beyond them fp32 has no numbers for x / softcap: 0 / 0 and 0 * inf would be NaN
 ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
 
 

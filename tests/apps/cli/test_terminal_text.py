@@ -42,6 +42,7 @@ def test_control_characters_are_escaped_on_a_terminal_alone(monkeypatch: pytest.
     text = f"a {EVIL}\tb\nc é"
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert shown(text) == "a \\x1b]0;owned\\x07\\x1b[2J\\x9b31m\tb\nc é"
+    assert shown("run \u202etxt.exe\u2069 \u200fא") == "run \\u202etxt.exe\\u2069 \u200fא"
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert shown(text) == text
     assert escaped("\r\x7f\x00") == "\\x0d\\x7f\\x00"

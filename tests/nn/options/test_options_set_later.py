@@ -142,3 +142,31 @@ def test_no_tokens_and_masks_over_columns(name, lengths):
         expected = stack(x, mask, padding, padding_free=False).masked_fill(padding[..., None], 0)
         torch.testing.assert_close(stack(x, mask, padding), expected)
     assert stack.step(x, stack.new_cache(B), torch.tensor(lengths)).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["rotary", "position_bias"])
+def test_a_module_that_was_made_on_meta_and_filled_later_is_the_same(name):
+    x, given = tokens(), attention(**{name: LATER[name]})
+    with torch.device("meta"):
+        made = attention(**{name: ALiBi(H) if name == "position_bias" else LATER[name]})
+    made = made.to_empty(device="cpu")
+    for buffer in made.buffers():
+        buffer.fill_(7.0)  # what happens to be in memory
+    made.load_state_dict(given.state_dict())
+    torch.testing.assert_close(made(x, x, x), given(x, x, x))
+
+
+@pytest.mark.parametrize("name", ["rotary", "position_bias", "window"])
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of sizes that it writes down
+def test_a_trace_is_the_module(name):
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention(**{name: LATER[name]})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    module = Attention().eval()
+    traced = torch.jit.trace(module, (tokens(),), check_trace=False)
+    torch.testing.assert_close(traced(tokens().flip(1)), module(tokens().flip(1)))

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", type=int, default=0, help="what every test begins with: other random tensors, same claims"
     )
+    parser.addoption("--aot", action="store_true", help="also compile the models ahead of time, for C++")
     parser.addoption("--quick", action="store_true", help="of each test its first case only, and no slow test")
     parser.addoption(
         "--compiled",

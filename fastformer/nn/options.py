@@ -18,19 +18,20 @@ NORMS = ("layer", "rms")
 class AttentionOptions(TypedDict, total=False):
     """Keywords of `MultiheadAttention`, and of layers for theirs.
 
-    kv_heads: heads of keys and values, a divisor of H (grouped queries: Ainslie et al. 2023); H if None.
-    head_size: K; D / H if None.
-    qkv_bias: a bias of the projections to queries, keys and values, where the last one has another (as in Qwen 2);
-        None: as `bias`.
-    qk_norm: RMS norms over the numbers of each head of queries and of keys, with weights and eps 1e-6 (Henry et al.
-        2020; as in Qwen 3).
-    softcap: as of `functional.attention`.
-    rotary: turns queries and keys by their positions; in layers those of self-attention.
-    window: as of `functional.attention`; in layers of self-attention. Causality is said by the mask, as ever.
-    position_bias: `ALiBi`, `RelativeBias` or any module that returns the `distance_bias` of `functional.attention`,
-        `[H, 2 P - 1]`, for P; in layers of self-attention, and each layer of a stack has its own.
-    sinks: a trained logit a head that takes weight and gives nothing (as in gpt-oss), 0 at first; in layers of
-        self-attention.
+    Attributes:
+        kv_heads: heads of keys and values, a divisor of H (grouped queries: Ainslie et al. 2023); H if None.
+        head_size: K; D / H if None.
+        qkv_bias: a bias of the projections to queries, keys and values, where the last one has another (as in Qwen 2);
+            None: as `bias`.
+        qk_norm: RMS norms over the numbers of each head of queries and of keys, with weights and eps 1e-6 (Henry et al.
+            2020; as in Qwen 3).
+        softcap: as of `functional.attention`.
+        rotary: turns queries and keys by their positions; in layers those of self-attention.
+        window: as of `functional.attention`; in layers of self-attention. Causality is said by the mask, as ever.
+        position_bias: `ALiBi`, `RelativeBias` or any module that returns the `distance_bias` of `functional.attention`,
+            `[H, 2 P - 1]`, for P; in layers of self-attention, and each layer of a stack has its own.
+        sinks: a trained logit a head that takes weight and gives nothing (as in gpt-oss), 0 at first; in layers of
+            self-attention.
     """
 
     kv_heads: int | None
@@ -47,7 +48,8 @@ class AttentionOptions(TypedDict, total=False):
 class LayerOptions(AttentionOptions, total=False):
     """Keywords of layers and of `Transformer`: those of attention, and these.
 
-    norm: "layer", or "rms" for RMS norms (Zhang and Sennrich 2019).
+    Attributes:
+        norm: "layer", or "rms" for RMS norms (Zhang and Sennrich 2019).
     """
 
     norm: str

@@ -17,7 +17,7 @@ from fastformer.settings import check_value
 
 
 class ALiBi(nn.Module):
-    """Attention with linear biases: -slope * |distance|, without parameters (Press et al. 2022).
+    """Attention with linear biases: -slope * abs(distance), without parameters (Press et al. 2022).
 
     Args:
         heads: H. The slopes are 2 ** (-8 i / H) for i from 1 to H where H is a power of 2; else those of the next lower

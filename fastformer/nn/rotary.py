@@ -28,7 +28,8 @@ class Llama3Scaling:
 
     Attributes:
         factor: at least 1.
-        low, high: turns within the original length; low below high.
+        low: turns within the original length, from which on a frequency is a mixture.
+        high: likewise, from which on it stays; above low.
         original: the length trained with before.
     """
 

@@ -222,13 +222,15 @@ def _apply(
     softcap, dropout_p = rules.softcap or 0.0, rules.dropout_p
     seed = dropout_seed(q) if dropout_p > 0.0 else None
     # By position, which takes a quarter of the time of names: a test holds these to the fields.
-    bias, sinks = rules.distance_bias, rules.sinks
-    tensors = bounds, key_mask, seed, mask, bias, sinks
-    arguments = Arguments(queries, keys, scale, shift, left, right, softcap, dropout_p, *tensors)
-    if mask is None and seed is None and not wants_weights and _decodes(q, k, v, bias, sinks):
+    distance_bias, sinks = rules.distance_bias, rules.sinks
+    arguments = Arguments(
+        queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, seed, mask, distance_bias, sinks
+    )
+    if mask is None and seed is None and not wants_weights and _decodes(q, k, v, distance_bias, sinks):
         return _decode(q, k, v, *arguments), None
     fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
-    out, weights, _ = call(_Attention, q, k, v, *tensors, arguments[:NUMBERS], wants_weights, fast, formula)
+    numbers, tensors = arguments[:NUMBERS], arguments[NUMBERS:]
+    out, weights, _ = call(_Attention, q, k, v, *tensors, numbers, wants_weights, fast, formula)
     return out, weights
 
 

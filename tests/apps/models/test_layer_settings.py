@@ -88,7 +88,7 @@ def test_order_matters_but_where_there_are_no_positions(positions):
         ({"positions": "rope"}, "positions must be one of"),
         ({"norm": "group"}, "norm must be one of layer, rms"),
         ({"window": -1}, "window must be at least 0"),
-        ({"softcap": 0.0}, "softcap must be above 0"),
+        ({"softcap": 0.0}, "softcap must be at least 1e-30"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(settings, said):

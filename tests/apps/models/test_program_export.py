@@ -210,7 +210,9 @@ def test_onnx(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="AOTInductor needs a C++ compiler")
 @pytest.mark.parametrize("name", CASES)
-def test_aot_inductor(name: str, tmp_path: Path) -> None:
+def test_aot_inductor(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--aot"):
+        pytest.skip("compiling a model ahead of time takes up to half a minute: make aot")
     case = CASES[name]
     path = tmp_path / "model.pt2"
     torch._inductor.aoti_compile_and_package(programmed(case, model_of(case)), package_path=str(path))

@@ -26,8 +26,7 @@ def hold(stack, forward):
     assert_model_as_accurate_as_reference(stack.to(DEVICE, torch.float32), results)
 
 
-@each
-@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize(("name", "padding_free"), [*((name, True) for name in OPTIONS), ("all", False)])
 def test_a_causal_encoder(name, padding_free):
     x, padding = batch(), hidden("right").to(DEVICE)
 

@@ -24,6 +24,7 @@ if not os.path.exists("/dev/full"):
     pytest.skip("needs /dev/full", allow_module_level=True)
 
 from fastformer.apps.cli import main
+from fastformer.apps.cli.console import console
 from fastformer.apps.train import CheckpointFolder, read_metrics
 from tests.apps.cli.test_broken_terminal import Broken
 from tests.apps.cli.test_cli import Done
@@ -61,6 +62,14 @@ OTHERS = {
     "resume tr": RESUME["tr"] + " --run run --steps 3 --log-every 1",
     "train": TRAIN["lm"] + " --run run --log-every 1",
 }
+
+
+@pytest.fixture(autouse=True)
+def _console_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that breaks silences rich's console for good, and other tests share this process."""
+    monkeypatch.setattr(console, "quiet", False)
+
+
 ENCODINGS = ("ascii", "latin-1", "cp1252", "utf-16", "utf-8")
 
 

@@ -22,7 +22,7 @@ from fastformer.nn.options import AttentionOptions
 from fastformer.nn.rotary import Rotary
 
 _PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
-_QK_EPS = 1e-6
+QK_EPS = 1e-6
 
 
 class Positions(NamedTuple):
@@ -83,7 +83,7 @@ class Projections(nn.MultiheadAttention):
             in_bias = None if bias else nn.Parameter(torch.zeros(q + 2 * kv, **factory))
             self.register_parameter("in_proj_bias", in_bias)
         if options.get("qk_norm"):
-            self.q_norm, self.k_norm = (RMSNorm(K, eps=_QK_EPS, **factory) for _ in range(2))
+            self.q_norm, self.k_norm = (RMSNorm(K, eps=QK_EPS, **factory) for _ in range(2))
         self.rotary = options.get("rotary")
         if self.rotary is not None:
             self.rotary.turned(K)

@@ -1,10 +1,10 @@
 """CTranslate2: what all models share of its description of them; which model becomes which is its application's.
 
 CTranslate2 takes tokens, not text: an exported folder holds the tokenizers too, and `eos` has to end each source, which
-the exported configuration asks for. Positions are written as a table, because sinusoids of other programs come in
-another order; sequences beyond its end are refused there.
+the exported configuration asks for. Positions that are added to embeddings are written as a table, because sinusoids of
+other programs come in another order; sequences beyond its end are refused there.
 
-Letters: D model width.
+Letters: D model width, H heads of queries, Hkv of keys and values, K head size.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,21 @@ from torch import Tensor, nn
 
 from fastformer.apps.export.folder import application_for, new_folder
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
+from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.text import Tokenizer
+from fastformer.nn.activations import is_gated
+from fastformer.nn.projections import QK_EPS, Projections
 from fastformer.settings import check_value
 
+_ACTIVATIONS = {
+    "relu": "RELU",
+    "gelu": "GELU",
+    "silu": "SWISH",
+    "gelu_tanh": "GELUTanh",
+    "geglu": "GELU",
+    "swiglu": "SWISH",
+    "reglu": "RELU",
+}
 Quantization = Literal["int8", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32"]
 
 
@@ -55,13 +67,7 @@ def export_ctranslate2(
     check_value("quantization", quantization, str, choices=get_args(Quantization))
     check_value("positions", positions, int, at_least=1)
     c = model.config
-    activations = {"relu": specs.common_spec.Activation.RELU, "gelu": specs.common_spec.Activation.GELU}
-    beyond = [*c.options(causal=True), *([] if c.activation in activations else [f"activation {c.activation}"])]
-    if beyond or c.embedded_positions == "none":
-        raise ValueError(f"export to CTranslate2 knows no models with {', '.join(beyond) or 'no positions'}")
-    # A final norm goes with pre-norm layers only, so the kind of layers is said afterwards.
-    settings = {"activation": activations[c.activation], "no_final_norm": not c.final_norm}
-    spec = application.ctranslate2(model, tokenizers, settings, positions)
+    spec = application.ctranslate2(model, tokenizers, _settings(c, specs), positions)
     target = vocabulary(tokenizers[-1])
     _linear(spec.decoder.projection, model.output.weight, model.output.bias)
     spec.config.unk_token = target[tokenizers[-1].unk_id]
@@ -72,6 +78,42 @@ def export_ctranslate2(
     with new_folder(folder) as new:
         spec.save(str(new))
         application.save_tokenizers(new, tokenizers)
+
+
+def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
+    """The arguments of its stacks' constructors.
+
+    Raises:
+        ValueError: it knows no such layers.
+    """
+    beyond = {
+        "window": c.window is not None,
+        "softcap": c.softcap is not None,
+        "sinks": c.sinks,
+        f"positions {c.positions}": c.positions in ("alibi", "relative"),
+        # The description has no place for the factor then.
+        "rotary_original": c.rotary_original is not None,
+        # All norms of a model have one epsilon there.
+        f"qk_norm and norm_eps other than {QK_EPS}": c.qk_norm and c.norm_eps != QK_EPS,
+    }
+    if any(beyond.values()):
+        raise ValueError(f"CTranslate2 has no layers with {', '.join(name for name, used in beyond.items() if used)}")
+    slowed = c.rotary_scaling
+    # A final norm goes with pre-norm layers only, so the kind of layers is said afterwards.
+    return {
+        "activation": getattr(specs.common_spec.Activation, _ACTIVATIONS[c.activation]),
+        "ffn_glu": is_gated(c.activation),
+        "no_final_norm": not c.final_norm,
+        "rms_norm": c.norm == "rms",
+        "num_heads_kv": c.kv_heads,
+        "head_dim": c.head_size,
+        "qk_norm": c.qk_norm,
+        "rotary_dim": c.rotary.turned(c.head_width) if c.positions == "rotary" else None,
+        "rotary_interleave": False,
+        "rotary_base": c.rotary_theta,
+        "rotary_scaling_type": None if slowed is None else specs.attention_spec.RotaryScalingType.Linear,
+        "rotary_scaling_factor": slowed or 1.0,
+    }
 
 
 def vocabulary(tokenizer: Tokenizer) -> list[str]:
@@ -90,41 +132,63 @@ def _linear(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _norm(spec: Any, norm: nn.Module) -> None:
-    weight, bias = norm.weight, norm.bias
+    weight, bias = norm.weight, getattr(norm, "bias", None)
     spec.gamma = _array(weight)  # type: ignore[arg-type]
-    spec.beta = _array(torch.zeros_like(weight) if bias is None else bias)  # type: ignore[arg-type]
+    if not isinstance(norm, nn.RMSNorm):
+        spec.beta = _array(torch.zeros_like(weight) if bias is None else bias)  # type: ignore[arg-type]
 
 
 def write_embedding(spec: Any, stack: Any, embedding: Embedding, positions: int) -> None:
-    """Write tokens and positions; `positions` is how many of sinusoidal ones."""
+    """Write tokens, and positions that are added to them; `positions` is how many of sinusoidal ones."""
     spec.weight = _array(embedding.tokens.weight)
     stack.scale_embeddings = embedding.scale != 1.0
+    if hasattr(stack, "position_encodings"):
+        stack.position_encodings.encodings = _array(_positions(embedding, positions))
+
+
+def _positions(embedding: Embedding, positions: int) -> Tensor:
     width = embedding.tokens.embedding_dim
+    if not embedding.adds_positions:
+        return torch.zeros(positions, width)
     learned = embedding.positions
-    table = sinusoidal_positions(positions, width, halves=embedding.halves) if learned is None else learned.weight
-    stack.position_encodings.encodings = _array(table)
+    return sinusoidal_positions(positions, width, halves=embedding.halves) if learned is None else learned.weight
 
 
 def write_stack(spec: Any, stack: Any) -> None:
     """Write the layers and the final norm of a stack; `[q, k, v]` are one matrix on both sides."""
     spec.pre_norm = stack.layers[0].norm_first
     for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
-        attention = layer_spec.self_attention
-        _linear(attention.linear[0], layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias)
-        _linear(attention.linear[1], layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias)
-        _norm(attention.layer_norm, layer.norm1)
-        norms = [layer.norm2]
+        _attention(layer_spec.self_attention, layer.self_attn, layer.norm1)
+        norm = layer.norm2
         if hasattr(layer, "multihead_attn"):
-            attention, cross = layer_spec.attention, layer.multihead_attn
-            D = cross.embed_dim
-            bias = cross.in_proj_bias
-            for linear, rows in ((attention.linear[0], slice(0, D)), (attention.linear[1], slice(D, 3 * D))):
-                _linear(linear, cross.in_proj_weight[rows], None if bias is None else bias[rows])
-            _linear(attention.linear[2], cross.out_proj.weight, cross.out_proj.bias)
-            _norm(attention.layer_norm, layer.norm2)
-            norms = [layer.norm3]
-        _norm(layer_spec.ffn.layer_norm, norms[0])
-        _linear(layer_spec.ffn.linear_0, layer.linear1.weight, layer.linear1.bias)
-        _linear(layer_spec.ffn.linear_1, layer.linear2.weight, layer.linear2.bias)
+            _attention(layer_spec.attention, layer.multihead_attn, layer.norm2)
+            norm = layer.norm3
+        _feed_forward(layer_spec.ffn, layer, norm)
     if stack.norm is not None:
         _norm(spec.layer_norm, stack.norm)
+
+
+def _attention(spec: Any, module: Projections, norm: nn.Module) -> None:
+    """Write an attention module; its projections to queries, keys and values are one matrix there, or two."""
+    *inputs, output = spec.linear
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    queries = module.num_heads * module.head_dim
+    parts = [slice(None)] if len(inputs) == 1 else [slice(queries), slice(queries, None)]
+    for each, rows in zip(inputs, parts, strict=True):
+        _linear(each, weight[rows], None if bias is None else bias[rows])
+    _linear(output, module.out_proj.weight, module.out_proj.bias)
+    _norm(spec.layer_norm, norm)
+    if hasattr(spec, "q_norm"):
+        _norm(spec.q_norm, module.q_norm)
+        _norm(spec.k_norm, module.k_norm)
+
+
+def _feed_forward(spec: Any, layer: Any, norm: nn.Module) -> None:
+    """Write both projections, of a gated one that of the gate apart."""
+    _norm(spec.layer_norm, norm)
+    weight, bias = layer.linear1.weight, layer.linear1.bias
+    inputs = [spec.linear_0, spec.linear_0_noact] if hasattr(spec, "linear_0_noact") else [spec.linear_0]
+    biases = [None] * len(inputs) if bias is None else bias.chunk(len(inputs))
+    for each, w, b in zip(inputs, weight.chunk(len(inputs)), biases, strict=True):
+        _linear(each, w, b)
+    _linear(spec.linear_1, layer.linear2.weight, layer.linear2.bias)

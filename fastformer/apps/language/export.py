@@ -12,9 +12,10 @@ def ctranslate2_spec(
     model: LanguageModel, tokenizers: Sequence[Tokenizer], settings: Mapping[str, Any], positions: int
 ) -> Any:
     """All but the output projection and what every model has; see `fastformer.apps.export.ctranslate2`."""
-    from ctranslate2.specs import TransformerDecoderModelSpec
+    from ctranslate2.specs import TransformerDecoderModelSpec, TransformerDecoderSpec
 
-    spec = TransformerDecoderModelSpec.from_config(len(model.decoder.layers), model.config.heads, **settings)
+    layers, heads = len(model.decoder.layers), model.config.heads
+    spec = TransformerDecoderModelSpec(TransformerDecoderSpec(layers, heads, with_encoder_attention=False, **settings))
     write_embedding(spec.decoder.embeddings, spec.decoder, model.embedding, positions)
     write_stack(spec.decoder, model.decoder)
     (tokens,) = (vocabulary(tokenizer) for tokenizer in tokenizers)

@@ -104,7 +104,7 @@ class ModelSettings(Settings):
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
         if self.positions == "rotary":
-            self._rotary().turned(self.head_width)
+            self.rotary.turned(self.head_width)
         if self.positions == "relative" and (
             self.relative_buckets % 2 or self.relative_distance <= self.relative_buckets // 2
         ):
@@ -142,7 +142,7 @@ class ModelSettings(Settings):
         if self.window is not None:
             found["window"] = (self.window, self.window)
         if self.positions == "rotary":
-            found["rotary"] = self._rotary()
+            found["rotary"] = self.rotary
         elif self.positions == "alibi":
             found["position_bias"] = ALiBi(self.heads)
         elif self.positions == "relative":
@@ -161,7 +161,9 @@ class ModelSettings(Settings):
             made.dropout.p = self.activation_dropout
         return made  # type: ignore[no-any-return]
 
-    def _rotary(self) -> Rotary:
+    @property
+    def rotary(self) -> Rotary:
+        """How queries and keys turn where positions are "rotary"."""
         factor, original = self.rotary_scaling, self.rotary_original
         llama = factor is not None and original is not None
         scaling = Llama3Scaling(factor, original=original) if llama else factor  # type: ignore[arg-type]

@@ -111,17 +111,3 @@ def test_a_cached_step_is_the_model():
         x = model.embedding(ids[:, t : t + 1], torch.full((2, 1), t), t + 1)
         out = model.decoder.step(x, cache)[:, 0]
         torch.testing.assert_close(out, torch.stack([w[t] for w in whole]), rtol=1e-12, atol=1e-12)
-
-
-def test_ctranslate2_knows_none_of_it(tmp_path):
-    pytest.importorskip("ctranslate2")
-    from fastformer.apps.export.ctranslate2 import export_ctranslate2
-    from fastformer.apps.text import WordTokenizer
-
-    tokenizer = WordTokenizer(["<unk>", "<pad>", "<bos>", "<eos>", "a", "b"])
-    size = tokenizer.size
-    for settings in ({"norm": "rms"}, {"activation": "swiglu"}, {"positions": "none"}, {"positions": "rotary"}):
-        model = LanguageModel(LanguageConfig(size, layers=1, **SMALL | settings))
-        with pytest.raises(ValueError, match="CTranslate2 knows no models with"):
-            export_ctranslate2(tmp_path / "out", model, (tokenizer,))
-        assert not (tmp_path / "out").exists()

@@ -29,6 +29,30 @@ VARIANTS = {
     "learned positions": {"positions": "learned", "max_positions": 40},
     "no bias, another epsilon": {"bias": False, "norm_eps": 0.1},
     "not tied, not scaled, output bias": {"embeddings": "separate", "scale_embeddings": False, "output_bias": True},
+    "no positions": {"positions": "none"},
+    "sines before cosines": {"positions": "sinusoidal_halves"},
+    "rms norms": {"norm": "rms", "norm_eps": 0.1},
+    "rms norms after": {"norm": "rms", "norm_first": False, "activation": "silu"},
+    "gelu by tanh": {"activation": "gelu_tanh"},
+    "geglu": {"activation": "geglu"},
+    "swiglu without bias": {"activation": "swiglu", "bias": False},
+    "reglu": {"activation": "reglu"},
+    "rotary": {"positions": "rotary", "rotary_theta": 50.0},
+    "rotary, a share, slowed": {"positions": "rotary", "rotary_share": 0.5, "rotary_scaling": 3.0},
+    "grouped queries": {"heads": 4, "kv_heads": 2},
+    "one head of keys": {"kv_heads": 1},
+    "head size": {"head_size": 12},
+    "no bias of queries": {"qkv_bias": False},
+}
+DECODERS = VARIANTS | {"norms of queries and keys": {"qk_norm": True, "norm_eps": 1e-6}}
+NOT_THERE = {
+    "window": {"window": 4},
+    "softcap": {"softcap": 20.0},
+    "sinks": {"sinks": True},
+    "positions alibi": {"positions": "alibi"},
+    "positions relative": {"positions": "relative"},
+    "rotary_original": {"positions": "rotary", "rotary_scaling": 5.0, "rotary_original": 30},
+    "qk_norm and norm_eps other than 1e-06": {"qk_norm": True},
 }
 
 
@@ -90,10 +114,10 @@ def test_ctranslate2_translates_and_scores_the_same(tmp_path, variant):
         torch.testing.assert_close(torch.tensor(score.log_probs), wanted, **exact(wanted))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DECODERS)
 def test_ctranslate2_scores_a_language_model_the_same(tmp_path, variant):
     ctranslate2 = pytest.importorskip("ctranslate2")
-    model, tokenizer = language_model(**VARIANTS[variant]), TOKENIZERS[0]
+    model, tokenizer = language_model(**DECODERS[variant]), TOKENIZERS[0]
     export_ctranslate2(tmp_path / "model", model, [tokenizer])
     theirs = ctranslate2.Generator(str(tmp_path / "model"))
     for sentence in ("a b c d e", "h g a a"):
@@ -102,6 +126,16 @@ def test_ctranslate2_scores_a_language_model_the_same(tmp_path, variant):
         hidden = model(torch.tensor(ids[:-1]), torch.tensor([len(ids) - 1]))
         wanted = model.logits(hidden).log_softmax(-1)[range(len(ids) - 1), ids[1:]].detach()
         torch.testing.assert_close(torch.tensor(score.log_probs), wanted, **exact(wanted))
+
+
+@pytest.mark.parametrize("words", NOT_THERE)
+def test_what_ctranslate2_has_not_is_refused(tmp_path, words):
+    pytest.importorskip("ctranslate2")
+    with pytest.raises(ValueError, match=f"CTranslate2 has no layers with {words}$"):
+        export_ctranslate2(tmp_path / "model", language_model(**NOT_THERE[words]), TOKENIZERS[:1])
+    with pytest.raises(ValueError, match="CTranslate2 has no cross-attention with qk_norm"):
+        export_ctranslate2(tmp_path / "model", translation_model(qk_norm=True, norm_eps=1e-6), TOKENIZERS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_exported_folder_is_complete(tmp_path):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.race import Contender, Race
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
 from fastformer.apps.language.window import LanguageState
 from fastformer.apps.models.embeddings import sinusoidal_positions
@@ -141,5 +141,6 @@ def _model(vocabulary: int) -> LanguageModel:
             final_norm=False,
             embeddings="separate",
             output_bias=True,
+            **CLASSICAL,
         )
     )

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness.race import Contender, Memory, Race, flat_gradients
-from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.text import LanguageBatch
 
@@ -36,6 +36,7 @@ CONFIG = LanguageConfig(
     output_bias=True,
     embedding_initialisation="uniform",
     embedding_range=0.1,
+    **CLASSICAL,
 )
 
 VOCABULARIES = {"quick": 4000, "usual": CONFIG.vocabulary}

@@ -22,7 +22,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def setting(
     only: Mapping[str, Any] | None = None,
     fixed: bool = False,
     derived: str = "",
+    before: Any = MISSING,
 ) -> Any:
     """A field of `Settings`.
 
@@ -65,10 +66,11 @@ def setting(
         only: beside which other settings it has an effect.
         fixed: a run that goes on cannot change it.
         derived: what it follows from, where it is never a user's: such as "the tokenizer".
+        before: what it was before there was such a setting, where that is not its default.
     """
     bounds = {"at_least": at_least, "above": above, "below": below, "at_most": at_most}
     facts = {"help": help, "choices": tuple(choices), "only": only or {}, "fixed": fixed, "derived": derived}
-    return field(default=default, metadata=facts | bounds)
+    return field(default=default, metadata=facts | bounds | {"before": before})
 
 
 def inherited(settings: type, name: str, **changes: Any) -> Any:
@@ -95,6 +97,12 @@ def declared(settings: type) -> list[tuple["Field[Any]", Any]]:
     """The fields of settings, each with its type."""
     hints = typing.get_type_hints(settings)
     return [(item, hints[item.name]) for item in dataclasses.fields(settings)]
+
+
+def befores(settings: type) -> dict[str, Any]:
+    """Settings that files may not state because they are newer, each with what it was before, where `setting` says."""
+    found = {item.name: item.metadata.get("before", MISSING) for item in dataclasses.fields(settings)}
+    return {name: before for name, before in found.items() if before is not MISSING}
 
 
 def check_value(name: str, value: Any, hint: Any, others: Mapping[str, Any] | None = None, **facts: Any) -> Any:

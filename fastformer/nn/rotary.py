@@ -7,16 +7,19 @@ Letters: K head size, R numbers of a head that are turned, P positions.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.modes import compiling, dispatch_modes, tracing_state, transformed
+from fastformer.modes import capturing, compiling, dispatch_modes, tracing_state, transformed
 from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # tables grow by doubling from here
+_MOST = 64  # tables that are kept; the oldest go
+_KEPT: dict[Any, tuple[Tensor, Tensor]] = {}
+_READ_BY_GRAPHS: dict[Any, tuple[Tensor, Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,19 @@ class Rotary:
             # What they make is of no use to others, and to a trace lengths are tensors.
             return self._tables(head_size, length, like.device, dtype)
         length = max(_SHORTEST, 1 << (length - 1).bit_length())
-        return _kept(self, head_size, length, like.device, dtype)
+        key = self, head_size, length, like.device, dtype
+        captured = capturing(like)
+        kept = _KEPT.get(key)
+        if kept is None:
+            with torch.inference_mode(False), torch.no_grad():  # or they would be of no use to training afterwards
+                kept = self._tables(head_size, length, like.device, dtype)
+            if not captured:  # a graph's lie in its memory, and have values after its first replay
+                while len(_KEPT) >= _MOST:
+                    _KEPT.pop(next(iter(_KEPT)), None)
+                _KEPT[key] = kept
+        elif captured:  # from now on it reads them there
+            _READ_BY_GRAPHS[key] = kept
+        return kept
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         turned = self.turned(head_size)
@@ -112,11 +127,3 @@ class Rotary:
             frequencies = frequencies / self.scaling
         angles = torch.outer(torch.arange(length, **exact), frequencies)  # type: ignore[call-overload]
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-@lru_cache(maxsize=64)
-def _kept(
-    rotary: Rotary, head_size: int, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False), torch.no_grad():  # or they would be of no use to training afterwards
-        return rotary._tables(head_size, length, device, dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fastformer
-from fastformer.apps.language import LanguageConfig, LanguageModel
+from fastformer.apps.language import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.text import ColumnBatches, encode_lines, open_text_dataset
 from tests.support.closeness import assert_close
 from tests.support.translation_task import paper_positions
@@ -45,7 +45,7 @@ def test_its_weights_give_its_outputs(final_norm):
     special = {f"{name}_id": getattr(words, f"{name}_id") for name in ("pad", "bos", "eos")}
     settings = LanguageConfig(
         words.size, d_model=D, heads=3, layers=2, feed_forward=20, norm_first=False, final_norm=final_norm,
-        embeddings="separate", output_bias=True, **special,
+        embeddings="separate", output_bias=True, **special, **CLASSICAL,
     )  # fmt: skip
     ours = LanguageModel(settings).double().eval()
     ours.load_state_dict(weights(theirs.state_dict()))

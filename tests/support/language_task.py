@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.text import EncodedDocuments, LanguageBatch, Sequences, collate_pieces, cut_documents
 from tests.support.translation_task import IDS, paper_positions, random_ids
 
 
 def config(**changes: Any) -> LanguageConfig:
-    given = {"vocabulary": 17, "d_model": 12, "heads": 3, "layers": 2, "feed_forward": 20, "dropout": 0.0}
+    given = {"vocabulary": 17, "d_model": 12, "heads": 3, "layers": 2, "feed_forward": 20, "dropout": 0.0} | CLASSICAL
     return LanguageConfig(**{**given, **changes})
 
 

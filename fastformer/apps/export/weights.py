@@ -21,7 +21,7 @@ from fastformer.apps.train.weights import (
     read_weights,
     write_weights,
 )
-from fastformer.settings import check_value, to_plain
+from fastformer.settings import befores, check_value, to_plain
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -74,7 +74,7 @@ def load_safetensors(folder: Path | str) -> Any:
         content = json.loads(read_file(folder / "config.json", folder))
         application = application_of(content["kind"])
         _check_dtype(content["dtype"])
-        config = application.model(**content["model"])
+        config = application.model(**{**befores(application.model), **content["model"]})
         check_size(config.matrix_numbers, path.stat().st_size if check_path(path, folder) else sys.maxsize, path)
         built = application.network(config).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.evaluation import Perplexity, perplexity
-from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,
@@ -19,6 +19,7 @@ from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.language.window import LanguageState
 
 __all__ = [
+    "CLASSICAL",
     "LanguageConfig",
     "LanguageDataConfig",
     "LanguageModel",

@@ -8,7 +8,7 @@ Letters: B documents, T positions (packed: of all documents together), D model w
 """
 
 from dataclasses import KW_ONLY, MISSING, dataclass
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +32,30 @@ from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
-from fastformer.settings import setting
+from fastformer.settings import inherited, setting
 
 LanguageEmbeddings = Literal["separate", "tied"]
+# The settings of a decoder as Vaswani et al. (2017) and Liu et al. (2018) have it, where the defaults are others.
+CLASSICAL: dict[str, Any] = {"activation": "relu", "norm": "layer", "bias": True, "positions": "sinusoidal"}
 
 
 @dataclass(frozen=True)
 class LanguageConfig(ModelSettings):
-    """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint."""
+    """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint.
+
+    Layers are of the kind of Llama's by default, which learn more from as many tokens than those of 2017 (`CLASSICAL`):
+    the figures stand in the documentation.
+    """
 
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
     _: KW_ONLY
+    feed_forward: int = inherited(
+        ModelSettings, "feed_forward", default=1376, before=2048
+    )  # of three matrices: as 2,064 of two
+    activation: str = inherited(ModelSettings, "activation", default="swiglu", before="relu")
+    norm: str = inherited(ModelSettings, "norm", default="rms", before="layer")
+    bias: bool = inherited(ModelSettings, "bias", default=False, before=True)
+    positions: str = inherited(ModelSettings, "positions", default="rotary", before="sinusoidal")
     layers: int = setting(6, "layers of the decoder", at_least=1, at_most=MOST_LAYERS)
     embedding_dropout: float | None = setting(
         None, "dropout of the embeddings, positions added; unset: dropout", at_least=0, below=1

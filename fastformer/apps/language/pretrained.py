@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
 
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
@@ -56,6 +56,7 @@ def _gpt2(c: Reader) -> dict[str, Any]:
         add_cross_attention=False,
     )
     return {
+        **CLASSICAL,
         "vocabulary": c.vocab_size,
         "d_model": c.n_embd,
         "heads": c.n_head,

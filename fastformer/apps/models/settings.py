@@ -132,12 +132,12 @@ class ModelSettings(Settings):
         return *shape, self.norm_eps, True, self.norm_first, self.bias
 
     def options(self, causal: bool) -> LayerOptions:
-        """The keywords of a layer's constructor, none where nothing is other than torch's.
+        """The keywords of a layer's constructor, none where nothing is other than torch's, as it is here by default.
 
         causal: whether self-attention sees what came before alone.
         """
         names = "norm", "kv_heads", "head_size", "qkv_bias", "qk_norm", "softcap", "sinks"
-        defaults = {f.name: f.default for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(ModelSettings)}
         found: Any = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
         if self.window is not None:
             found["window"] = (self.window, self.window)

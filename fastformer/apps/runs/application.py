@@ -18,7 +18,7 @@ from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
-from fastformer.settings import Given, Settings, declared, refuse_idle
+from fastformer.settings import Given, Settings, befores, declared, refuse_idle
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # what fine-tuning may change of such a model
@@ -218,6 +218,7 @@ class Application:
         needed = {each.name for each in dataclasses.fields(self.model) if each.default is MISSING}
         if missing := sorted(needed.difference(sections["model"])):
             raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
+        sections["model"] = befores(self.model) | sections["model"]
         return sections
 
     def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:

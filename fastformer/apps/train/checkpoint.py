@@ -35,7 +35,7 @@ from fastformer.apps.train.weights import (
     stored_shapes,
     tied_names,
 )
-from fastformer.settings import to_plain
+from fastformer.settings import befores, to_plain
 
 WEIGHTS, STATE, META, SHARDS = "model.safetensors", "state.pt", "meta.json", "shards"
 # What the names of tensors in shards begin with: weights, and the optimiser's ("optimizer.3.exp_avg": parameter 3).
@@ -156,8 +156,8 @@ class Checkpoint:
     def check_architecture(self, config: Any) -> None:
         """Raise CheckpointError naming the first setting that differs in a model (dataclass or mapping; None: any).
 
-        A setting that the checkpoint does not state is newer than it, and has the dataclass's default. One that states
-        none at all was written without a configuration.
+        A setting that the checkpoint does not state is newer than it, and what it was before. One that states none at
+        all was written without a configuration.
         """
         if config is not None and self.config:
             check_architecture({**defaults(config), **self.config}, to_plain(config or {}), self.path)
@@ -250,9 +250,12 @@ def file_facts(path: Path) -> dict[str, Any]:
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """The defaults of a dataclass's fields, as `to_plain` gives its values; a mapping has none."""
-    found = () if config is None or isinstance(config, Mapping) else dataclasses.fields(config)
-    return to_plain({each.name: each.default for each in found if each.default is not dataclasses.MISSING})
+    """What a dataclass's fields were where nothing states them, as `to_plain` gives values; a mapping has none."""
+    if config is None or isinstance(config, Mapping):
+        return {}
+    found = {each.name: each.default for each in dataclasses.fields(config)}
+    found = {name: default for name, default in found.items() if default is not dataclasses.MISSING}
+    return to_plain(found | befores(type(config)))
 
 
 def sha256(path: Path) -> str:

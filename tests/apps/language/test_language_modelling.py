@@ -14,7 +14,7 @@ pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
 from fastformer import functional
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.language.run import (
     APPLICATION as LANGUAGE,
 )
@@ -148,7 +148,7 @@ def test_a_text_of_a_stream_model_begins_like_a_line(tmp_path: Path, data: Langu
 def test_the_test_text_is_scored_with_the_best_weights(tmp_path: Path, data: LanguageDataConfig) -> None:
     # A rate that first learns and then ruins it.
     train = replace(TRAIN, steps=40, validate_every=1, keep=2, lr=3.0, warmup_steps=100, clip_norm=0.0)
-    LanguageRun.create(tmp_path / "run", data, MODEL, train).fit(show=False)
+    LanguageRun.create(tmp_path / "run", data, {**MODEL, **CLASSICAL}, train).fit(show=False)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if r["kind"] == "validation"]
     assert losses[-1] > 1.2 * min(losses)

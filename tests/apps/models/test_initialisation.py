@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.language.run import APPLICATION as LANGUAGE
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 
@@ -98,8 +98,8 @@ def test_a_range_of_what_has_none_is_refused(settings, message):
 
 
 def test_runs_of_before_load(tmp_path: Path):
-    """Their config.toml knows one of the settings."""
+    """Their config.toml knows one of the settings; where others had another default since, they are what they were."""
     text = '[run]\nkind = "language"\n[model]\nvocabulary = 9\ninitialisation = "normal"\n'
     (tmp_path / "config.toml").write_text(text, encoding="utf-8")
     config = LanguageConfig(**LANGUAGE.read_config(tmp_path)["model"])
-    assert config == LanguageConfig(9, initialisation="normal")
+    assert config == LanguageConfig(9, initialisation="normal", feed_forward=2048, **CLASSICAL)

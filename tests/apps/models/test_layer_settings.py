@@ -8,7 +8,7 @@ from torch import nn
 
 import fastformer
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
 
@@ -62,7 +62,7 @@ def test_layers_are_what_the_settings_say():
 
 
 def test_nothing_new_changes_nothing():
-    for model in models():
+    for model in models(**CLASSICAL):
         assert not model.config.options(causal=True)
         assert {type(part) for name, part in model.named_modules() if "norm" in name} == {fastformer.LayerNorm}
 

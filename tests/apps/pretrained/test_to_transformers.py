@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastformer.apps.classification.model import EncoderConfig, TextEncoder
-from fastformer.apps.language import LanguageConfig, LanguageModel
+from fastformer.apps.language import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.pretrained import from_transformers, to_transformers
 from fastformer.apps.translation import TranslationConfig, TranslationModel
 from tests.apps.pretrained.test_from_transformers import FP32, apart, ours_of, theirs_of
@@ -15,7 +15,7 @@ from tests.apps.pretrained.tiny_models import D, V, build
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"d_model": D, "heads": 4, "feed_forward": 24, "scale_embeddings": False}
-GPT2 = {**SIZES, "layers": 2, "positions": "learned", "max_positions": 32, "activation": "gelu_tanh"}
+GPT2 = {**SIZES, **CLASSICAL, "layers": 2, "positions": "learned", "max_positions": 32, "activation": "gelu_tanh"}
 MARIAN = {**SIZES, "encoder_layers": 2, "decoder_layers": 3, "positions": "sinusoidal_halves", "norm_first": False}
 MARIAN |= {"final_norm": False, "embeddings": "shared", "output_bias": True}
 MARIAN |= {"pad_id": V - 1, "bos_id": V - 1, "eos_id": 0, "activation": "relu"}

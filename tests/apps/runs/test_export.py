@@ -1,5 +1,6 @@
 """Exported models compute what ours do: in CTranslate2 itself, and read back from safetensors."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.apps.export import export_ctranslate2, export_safetensors, load_safetensors
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer, load_tokenizer
 from fastformer.apps.text.special_ids import SpecialIds
 from fastformer.apps.train import CheckpointError
+from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
@@ -162,6 +164,21 @@ def test_safetensors_come_back(tmp_path, make, dtype):
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 1.2 * sum(
         p.numel() * p.element_size() for p in model.parameters()
     ) + 20_000
+
+
+def test_exports_of_before_the_defaults_changed_come_back(tmp_path):
+    model = language_model(feed_forward=2048, **CLASSICAL)
+    export_safetensors(tmp_path / "model", model, TOKENIZERS[:1])
+    path = tmp_path / "model" / "config.json"
+    content = json.loads(path.read_text())
+    for name in ("feed_forward", *CLASSICAL):
+        del content["model"][name]
+    path.write_text(json.dumps(content))
+    assert load_safetensors(tmp_path / "model").config == model.config
+    old = Checkpoint(tmp_path, 0, content["model"], {}, {})
+    old.check_architecture(model.config)
+    with pytest.raises(CheckpointError, match="norm"):
+        old.check_architecture(dataclasses.replace(model.config, norm="rms"))
 
 
 def test_mistakes_leave_nothing_behind(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastformer.nn import ALiBi, Llama3Scaling, RelativeBias, Rotary
-from fastformer.nn.rotary import _kept
+from fastformer.nn import rotary as tables
 
 
 def test_the_tables_of_the_paper():
@@ -62,9 +62,27 @@ def test_tables_grow_by_doubling_and_are_made_once():
 
 def test_tables_of_a_transform_are_kept_from_others():
     rotary, like = Rotary(theta=777.0), torch.zeros(1)
-    before = _kept.cache_info().currsize
     torch.func.vmap(lambda x: x * rotary.tables(8, 4, like)[0][0, 0])(torch.zeros(3))
-    assert _kept.cache_info().currsize == before
+    assert not any(key[0] == rotary for key in tables._KEPT)
+
+
+def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypatch):
+    """What is captured for CUDA has no values yet, and later reads the places that it was shown."""
+    rotary, like = Rotary(theta=888.0), torch.zeros(1)
+    for name, value in (("_MOST", 2), ("_KEPT", {}), ("_READ_BY_GRAPHS", {})):
+        monkeypatch.setattr(tables, name, value)
+    monkeypatch.setattr(tables, "capturing", lambda x: True)
+    made = rotary.tables(8, 4, like)
+    assert rotary.tables(8, 4, like)[0] is not made[0]
+    monkeypatch.setattr(tables, "capturing", lambda x: False)
+    before = rotary.tables(8, 4, like)
+    monkeypatch.setattr(tables, "capturing", lambda x: True)
+    assert rotary.tables(8, 4, like) is before
+    monkeypatch.setattr(tables, "capturing", lambda x: False)
+    for theta in (1.0, 2.0, 3.0):
+        Rotary(theta).tables(8, 4, like)
+    assert len(tables._KEPT) == 2
+    assert [kept is before for kept in tables._READ_BY_GRAPHS.values()] == [True]
 
 
 @pytest.mark.parametrize(

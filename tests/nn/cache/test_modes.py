@@ -1,0 +1,152 @@
+"""Caches under inference mode and compilers, of nested and gapped memories, after failures and as copies.
+
+Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, S sources, D model width.
+"""
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.nn.cache import KVCache, LayerCache
+from fastformer.packing import Layout
+from tests.nn.cache.cache_cases import Uncached, assert_reads, both, caches, drawn
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_layouts_of_masks_with_gaps(capacity: int | None) -> None:
+    """A cache has no gaps; new tokens and memories may come from padded batches that do."""
+    hidden = torch.tensor([[True, True, False, True, False], [False, True, False, False, True]])
+    layout = Layout.from_mask(hidden)
+    theirs, ours = both("decoder")
+    memories = drawn(2, 3, seed=9)
+    cache = ours.new_cache(torch.cat(memories), memory_layout=layout, capacity=capacity)
+    uncached = Uncached(theirs, memories, 2)
+    assert_reads(ours, cache, uncached, drawn(1, 2), "padded")
+    new = drawn(2, 3, seed=1)
+    found, expected = ours.step(torch.cat(new), cache, layout), torch.cat(uncached.read(new))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("nested", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_memory(nested: torch.layout) -> None:
+    theirs, ours = both("decoder")
+    memories = drawn(2, 3, seed=9)
+    memory = torch.nested.nested_tensor(memories, layout=nested)
+    assert_reads(ours, ours.new_cache(memory), Uncached(theirs, memories, 2), drawn(2, 2), "equal")
+    with pytest.raises(ValueError, match="memory must not be nested where a mask is given"):
+        ours.new_cache(memory, torch.zeros(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("capacity", [None, 80])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("inside", [*itertools.product([True, False], repeat=3)], ids=str)
+def test_inference_mode_may_come_and_go(inside: tuple[bool, ...], kind: str, capacity: int | None) -> None:
+    """Made, filled and rearranged inside and outside; a cache keeps no graph, so that it can be copied."""
+    with torch.inference_mode(inside[0]):
+        stack, cache, uncached = next(caches(kind, [3, 2], capacity=capacity))
+    for layer in cache.layers:
+        assert not any(x.requires_grad for x in (layer.keys, layer.values, *(layer.memory or ())))
+    for mode, new in itertools.product(inside, ((2, 1), (1, 1), (20, 20))):
+        with torch.inference_mode(mode):
+            before, read = cache.lengths, cache.lengths.tolist()
+            assert_reads(stack, cache, uncached, drawn(*new), "padded" if new == (2, 1) else "equal")
+            cache.reorder(torch.tensor([1, 0]))
+            uncached.choose([1, 0])
+            cache.crop(torch.tensor(read))
+            uncached.rows = [x[:n] for x, n in zip(uncached.rows, read, strict=True)]
+            cache.keep(torch.tensor([1, 1]))
+            uncached.choose([1, 1])
+            cache = copy.deepcopy(cache)
+            assert capacity or before.tolist() == read  # which may be looked at
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("capacity", [None, 80])
+def test_a_step_that_failed_can_be_repeated(kind: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second layer, behind keys that the first has kept; or where memory does not suffice for a larger cache."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    def fail_second(self: LayerCache, capacity: int) -> None:
+        if self is cache.layers[1]:
+            raise MemoryError
+        grow(self, capacity)
+
+    grow = LayerCache.grow
+    for stack, cache, uncached in caches(kind, [3, 3], capacity=capacity):
+        for lengths, how in (((1, 1), "equal"), ((30, 2), "padded"), ((1, 1), "equal"), ((40, 0), "packed")):
+            new, before = drawn(*lengths), list(uncached.rows)
+            for patched in ((LayerCache, "grow", fail_second), (stack.layers[1], "activation", fail)):
+                with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, MemoryError):
+                    patch.setattr(*patched)
+                    assert_reads(stack, cache, uncached, new, how)
+                uncached.rows = list(before)
+                cache.crop(torch.tensor([len(x) for x in before]))  # where nothing had to grow
+            assert_reads(stack, cache, uncached, new, how)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("capacity", [None, 80])
+def test_rows_move_all_or_none(kind: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may not suffice for any one of the copies that it takes; the call may then be repeated."""
+    take = Tensor.index_select
+    for stack, cache, uncached in caches(kind, [3, 2], capacity=capacity):
+        assert_reads(stack, cache, uncached, drawn(3, 2), "padded")
+        for move, chosen in (("reorder", [1, 0]), ("keep", [1, 1])):
+            for enough in itertools.count():
+                left = itertools.count(enough, -1)
+
+                def short(x: Tensor, *given: Any, left: Iterator[int] = left) -> Tensor:
+                    if next(left) == 0:
+                        raise MemoryError
+                    return take(x, *given)
+
+                before = copy.deepcopy(cache)
+                with monkeypatch.context() as patch, contextlib.suppress(MemoryError):
+                    patch.setattr(Tensor, "index_select", short)
+                    getattr(cache, move)(torch.tensor(chosen))
+                    break
+                assert_same_cache(cache, before)
+            assert enough >= 4  # keys and values of two layers
+            uncached.choose(chosen)
+            assert_reads(stack, cache, uncached, drawn(1, 1), "equal")
+
+
+def assert_same_cache(cache: KVCache, other: KVCache) -> None:
+    assert torch.equal(cache.lengths, other.lengths)
+    lengths = [each.memory_lengths for each in (cache, other) if each.memory_lengths is not None]
+    assert not lengths or torch.equal(*lengths)
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        for x, y in zip(
+            (one.keys, one.values, *(one.memory or ())), (two.keys, two.values, *(two.memory or ())), strict=True
+        ):
+            assert torch.equal(x, y)
+
+
+def test_a_step_under_a_compiler() -> None:
+    for stack, cache, uncached in caches("decoder", [3, 3], capacity=8):
+        step = torch.compile(stack.step, backend="eager")
+        for t in range(3):
+            new = drawn(1, 1, seed=t)
+            torch.testing.assert_close(
+                step(torch.stack(new), cache), torch.stack(uncached.read(new)), atol=1e-12, rtol=0
+            )
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    """Where a prompt is read once, and continued in many ways."""
+    ((stack, cache, uncached),) = caches("encoder", [1, 1])
+    assert_reads(stack, cache, uncached, drawn(3, 3), "equal")
+    for seed, other in itertools.product((1, 2), [copy.deepcopy(cache)]):
+        rows = list(uncached.rows)
+        assert_reads(stack, copy.deepcopy(other), uncached, drawn(1, 1, seed=seed), "equal")
+        uncached.rows = rows
+    assert_reads(stack, cache, uncached, drawn(2, 0, seed=5), "packed")

@@ -1,0 +1,173 @@
+"""Stacks that read with a cache, against torch.nn's modules, which read everything again for each new token.
+
+Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, S sources, D model width.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from fastformer.packing import Layout
+from tests.nn.cache.cache_cases import HEADS, LAYERS, D, Uncached, assert_reads, both, caches, drawn
+from tests.support.fused_op import DEVICE, needs_kernels
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("capacity", [None, 16], ids=["growing", "static"])
+def test_every_kind_of_layer(kind: str, layer: str, capacity: int | None) -> None:
+    """Tokens one by one, a chunk, prompts of different lengths, and one by one again."""
+    for stack, cache, uncached in caches(kind, [3, 5, 4], capacity=capacity, **LAYERS[layer]):
+        for seed, lengths, how in (
+            *((1, (1, 1, 1), "equal"), (2, (1, 1, 1), "equal"), (3, (4, 4, 4), "equal"), (4, (2, 0, 3), "padded")),
+            *((5, (1, 1, 1), "equal"), (6, (2, 2, 2), "equal"), (7, (0, 4, 1), "packed"), (8, (1, 1, 1), "equal")),
+        ):
+            assert_reads(stack, cache, uncached, drawn(*lengths, seed=seed), how)
+
+
+@pytest.mark.parametrize("capacity", [None, 8], ids=["growing", "static"])
+@pytest.mark.parametrize("name", ["self_attn", "multihead_attn"])
+def test_attention_drops_its_weights_in_a_step_too(name: str, capacity: int | None) -> None:
+    """Of all weights: what is left is the same whoever draws."""
+    theirs, ours = both("decoder", dropout=1.0)
+    for stack in (theirs, ours):
+        getattr(stack.layers[1], name).train()
+    memories = drawn(4, 3, seed=1)
+    side = {"memory_layout": Layout.from_lengths([4, 3]), "capacity": capacity}
+    cache, uncached = ours.new_cache(torch.cat(memories), **side), Uncached(theirs, memories, 2)
+    assert_reads(ours, cache, uncached, drawn(2, 3), "packed")  # the first, which attends to itself alone
+    assert_reads(ours, cache, uncached, drawn(2, 0), "padded")
+    assert_reads(ours, cache, uncached, drawn(1, 1), "equal")
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_operations(kind: str, seed: int) -> None:
+    """Random steps, chunks, ragged chunks, reorders, rows that leave, come twice, or are cropped; caches that grow."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(below: int, count: int = 1) -> list[int]:
+        return torch.randint(below, (count,), generator=generator).tolist()
+
+    capacity = 70 if seed % 2 else None
+    N = 1 + seed // 2 % 2 if kind == "decoder" else 1
+    for stack, cache, uncached in caches(kind, [3, 1, 4], N, capacity=capacity, norm_first=bool(seed % 3)):
+        for turn in range(14):
+            R, [action] = cache.rows, pick(6)
+            if action == 0:
+                sources = [N * (r // N) + pick(N)[0] for r in range(R)] if N > 1 else pick(R, R)
+                cache.reorder(torch.tensor(sources))
+                uncached.choose(sources)
+            elif action == 1:
+                chosen = pick(R // N, 1 + pick(3)[0])
+                cache.keep(torch.tensor(chosen))
+                uncached.choose([s * N + n for s in chosen for n in range(N)])
+            elif action == 2:
+                kept = [pick(len(x) + 1)[0] for x in uncached.rows]
+                cache.crop(torch.tensor(kept))
+                uncached.rows = [x[:n] for x, n in zip(uncached.rows, kept, strict=True)]
+            else:
+                how = ("equal", "padded", "packed")[action - 3]
+                lengths = [1 + 3 * pick(2)[0]] * R if how == "equal" else pick(5, R)
+                assert_reads(stack, cache, uncached, drawn(*lengths, seed=100 * seed + turn), how)
+
+
+def test_a_cache_grows_by_doubling_and_never_beyond_the_longest() -> None:
+    ((stack, cache, uncached),) = caches("encoder", [1, 1], longest=80)
+    sizes = []
+    for t in range(80):
+        assert_reads(stack, cache, uncached, drawn(1, 1, seed=t), "equal")
+        sizes.append(cache.layers[0].keys.shape[2])
+    assert list(dict.fromkeys(sizes)) == [32, 64, 80]
+    with pytest.raises(ValueError, match="longest must be at least the 81 tokens that a row would have, not 80"):
+        stack.step(torch.zeros(2, 1, D, dtype=torch.float64), cache)
+
+
+def test_a_static_cache_keeps_its_tensors_until_it_grows() -> None:
+    ((stack, cache, uncached),) = caches("encoder", [1, 1], capacity=3)
+    kept = {x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values)} | {cache.lengths.data_ptr()}
+    for t in range(3):
+        assert_reads(stack, cache, uncached, drawn(1, 1, seed=t), "equal")
+        cache.reorder(torch.tensor([1, 0]))
+        uncached.choose([1, 0])
+    assert kept == {x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values)} | {
+        cache.lengths.data_ptr()
+    }
+    with pytest.raises(ValueError, match="capacity must be at least the 4 tokens of a row, not 3"):
+        stack.step(torch.zeros(2, 1, D, dtype=torch.float64), cache)
+    cache.grow(5)  # type: ignore[attr-defined]
+    assert_reads(stack, cache, uncached, drawn(2, 1, seed=7), "padded")
+
+
+@pytest.mark.parametrize("hidden_too", [True, False])
+def test_a_whole_transformer(hidden_too: bool) -> None:
+    """The decoder sees the padding of the source, or does not."""
+    torch.manual_seed(0)
+    theirs = nn.Transformer(D, HEADS, 2, 2, 24, batch_first=True).double().eval()
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    src, tgt = torch.stack(drawn(5, 5)), torch.stack(drawn(4, 4, seed=1))
+    padding = torch.tensor([[False] * 5, [False, False, True, False, True]])
+    memory_padding = padding if hidden_too else None
+    mask = theirs.generate_square_subsequent_mask(4, dtype=torch.float64)
+    with torch.no_grad():
+        expected = theirs(src, tgt, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=memory_padding)
+    cache = ours.new_cache(src, src_key_padding_mask=padding, memory_key_padding_mask=memory_padding)
+    found = torch.cat([ours.step(x, cache) for x in tgt.split(1, 1)], 1)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_a_decoder_of_somebody_elses() -> None:
+    ours = fastformer.Transformer(D, HEADS, 1, 1, 24, custom_decoder=nn.Identity(), batch_first=True)
+    with pytest.raises(TypeError, match=r"decoder must be a fastformer\.TransformerDecoder, not a Identity"):
+        ours.new_cache(torch.zeros(1, 2, D))
+
+
+@needs_kernels
+@pytest.mark.parametrize("capacity", [None, 12])
+def test_kernels(capacity: int | None, triton_backend: None) -> None:
+    """fp32: sums of at most 24 products in another order, through two layers of norms."""
+    theirs, ours = both("decoder", norm_first=True)
+    ours = ours.float().to(DEVICE)
+    memories, tokens = drawn(3, 2, seed=9), drawn(6, 6)
+    uncached = Uncached(theirs, memories, 2)
+    memory = torch.cat(memories).float().to(DEVICE)
+    cache = ours.new_cache(memory, memory_layout=Layout.from_lengths([3, 2], DEVICE), capacity=capacity)
+    expected = torch.stack(uncached.read(tokens)).float()
+    x = torch.stack(tokens).float().to(DEVICE)
+    found = [ours.step(x[:, :3], cache), *(ours.step(x[:, t : t + 1], cache) for t in range(3, 6))]
+    torch.testing.assert_close(torch.cat(found, 1).cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_under_autocast_keys_are_what_projections_give() -> None:
+    _, ours = both("encoder")
+    ours = ours.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = ours.new_cache(2)
+        out = ours.step(torch.randn(2, 3, D), cache)
+    assert {x.dtype for layer in cache.layers for x in (layer.keys, layer.values)} == {torch.bfloat16}
+    assert out.dtype == torch.float32 and not out.requires_grad  # noqa: PT018
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_no_rows_and_no_tokens(kind: str, capacity: int | None) -> None:
+    _, ours = both(kind)
+    empty = torch.zeros(0, dtype=torch.int64)
+    memory = torch.zeros(0, 3, D, dtype=torch.float64)
+    cache = ours.new_cache(0 if kind == "encoder" else memory, capacity=capacity)
+    for count in (2, 1, 0):
+        assert ours.step(torch.zeros(0, count, D, dtype=torch.float64), cache).shape == (0, count, D)
+    cache.keep(empty)
+    cache.crop(0)
+    for stack, read, uncached in caches(kind, [3, 3], capacity=capacity):
+        for lengths in ((0, 0), (2, 1), (0, 0), (1, 1)):
+            assert_reads(stack, read, uncached, drawn(*lengths), "packed")
+        assert stack.step(torch.zeros(2, 0, D, dtype=torch.float64), read).shape == (2, 0, D)
+        nothing = stack.step(torch.ones(2, 3, D, dtype=torch.float64), read, torch.tensor([0, 0]))
+        assert nothing.shape == (2, 3, D)
+        assert not nothing.any()
+        assert_reads(stack, read, uncached, drawn(1, 1), "equal")

@@ -278,8 +278,7 @@ def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: 
 
     Padding and bos never may, eos not before the minimum length, except where nothing else is left.
     """
-    scores[:, config.pad_id] = -math.inf
-    scores[:, config.bos_id] = -math.inf
+    scores[:, [i for i in (config.pad_id, config.bos_id) if i != config.eos_id]] = -math.inf
     early = tokens.shape[1] < options.min_length
     eos = scores[:, config.eos_id].clone()
     if early:

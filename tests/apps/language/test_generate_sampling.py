@@ -220,6 +220,16 @@ def test_frequencies_are_the_probabilities(options):
     assert statistic < degrees + 2 * math.sqrt(14 * degrees) + 28
 
 
+@pytest.mark.parametrize("same", ["pad_id", "bos_id"])
+def test_what_ends_may_be_what_begins_or_pads(same):
+    """As in GPT-2, whose texts begin with what ends them."""
+    eager = random_model(3, output_bias=True, **{same: EOS})
+    with torch.no_grad():
+        eager.output.bias[EOS] += 1000.0
+    found = texts(eager, [[EOS, 5], [EOS]], SamplingOptions(seed=1, max_new_tokens=9, min_new_tokens=3))
+    assert [(len(text), text.index(EOS)) for text in found] == [(4, 3)] * 2
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_scores_that_are_no_numbers(value):
     logits = torch.zeros(3, 5)

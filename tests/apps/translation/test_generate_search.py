@@ -207,6 +207,16 @@ def test_lengths():
         assert [len(unwrap(h).ids) for h in search(model, source, lengths, options)] == [1, 1]
 
 
+@pytest.mark.parametrize("same", ["pad_id", "bos_id"])
+@pytest.mark.parametrize("search", [greedy_search, beam_search])
+def test_what_ends_may_be_what_begins_or_pads(same, search):
+    model = random_model(1, output_bias=True, **{same: EOS}).eval()
+    with torch.no_grad():
+        model.output.bias[EOS] += 1000.0
+    found = search(model, *sources(RAGGED), SearchOptions(min_length=2, max_length=9))
+    assert {len((each[0] if isinstance(each, list) else each).ids) for each in found} == {2}
+
+
 def test_learned_positions_end_the_translation():
     """The limit is also what the model can hold: no error in the middle of a search."""
     model = random_model(9, positions="learned", max_positions=8, output_bias=True)

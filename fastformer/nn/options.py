@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-from fastformer.functional.attention.rules import Window
+from fastformer.functional.attention.rules import Window, check_softcap, check_window
 from fastformer.nn.modules import LayerNorm, RMSNorm
 from fastformer.nn.rotary import Rotary
 from fastformer.settings import check_value
@@ -73,7 +73,7 @@ def check_options(options: Any, kind: Any) -> None:
     """Refuse unknown keywords as Python does, and values that are none of the kind.
 
     Raises:
-        TypeError: a keyword is unknown.
+        TypeError: a keyword is unknown, or a value of another type.
         ValueError: a value does not fit.
     """
     for name in options:
@@ -88,6 +88,8 @@ def check_options(options: Any, kind: Any) -> None:
     check_value("qkv_bias", options.get("qkv_bias"), bool | None)
     for name in ("qk_norm", "sinks"):
         check_value(name, options.get(name, False), bool)
+    check_window(options.get("window"))
+    check_softcap(options.get("softcap"))
     rotary = options.get("rotary")
     if not (rotary is None or isinstance(rotary, Rotary)):
         raise ValueError(f"rotary must be a fastformer.nn.Rotary or None, not {rotary!r}")

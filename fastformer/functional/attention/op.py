@@ -3,14 +3,20 @@
 Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, Kv that of values.
 """
 
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastformer.functional.attention import fused, packed_reference, reference
-from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
+from fastformer.functional.attention.rules import (
+    ALIGNMENTS,
+    Alignment,
+    AttentionRules,
+    Window,
+    check_softcap,
+    check_window,
+)
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import Formula, eager_formula
@@ -273,42 +279,21 @@ def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
     return mask if fits else mask.to(dtype)
 
 
-def _check_window(window: Window | None, causal: bool, length: int) -> Window | None:
+def _effective_window(window: Window | None, causal: bool, length: int) -> Window | None:
     """Return the window with causality in it, or None where it says no more than `causal` does.
 
     Args:
         length: of the longest sequence of queries or keys; a side that reaches as far limits nothing.
     """
+    check_window(window)
     if window is None:
         return None
-    if not isinstance(window, tuple):
-        raise TypeError(f"window must be a tuple (left, right), not {type(window).__name__}")
-    if len(window) != 2:
-        raise ValueError(f"window must be a tuple (left, right), not of {len(window)} elements")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window must hold integers or None, not {side!r}")
-        if side is not None and side < 0:
-            raise ValueError(f"window must not hold negative numbers: {side}")
     # A program that is exported is for all lengths: none of them decides what is left to say.
     known = not exporting()
     left, right = (None if side is None or (known and side >= length) else side for side in window)
     if left is None and (causal or right is None):
         return None
     return left, 0 if causal else right
-
-
-def _check_softcap(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
-        raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
-    if not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be positive and finite, not {softcap}")
-    low, high = SOFTCAPS
-    if not low <= softcap <= high:
-        raise ValueError(f"softcap must lie between {low} and {high}, not {softcap}")
-    return float(softcap)
 
 
 def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alignment:
@@ -341,9 +326,9 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         query_lengths = _check_lengths("query_lengths", query_lengths, "q", q)
     if key_lengths is not None:
         key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
-    window = _check_window(rules.window, rules.causal, max(q.shape[2], k.shape[2]))
+    window = _effective_window(rules.window, rules.causal, max(q.shape[2], k.shape[2]))
     same = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
-    alignment, softcap = _alignment(rules, window, same), _check_softcap(rules.softcap)
+    alignment, softcap = _alignment(rules, window, same), check_softcap(rules.softcap)
     if (
         mask is rules.mask
         and alignment == rules.alignment
@@ -380,9 +365,9 @@ def check_packed_attention(
     check_probability("dropout_p", rules.dropout_p)
     longest = max(layout.max_length, key_layout.max_length)
     _check_of_heads(q.shape[1], longest, rules)
-    window = _check_window(rules.window, rules.causal, longest)
+    window = _effective_window(rules.window, rules.causal, longest)
     alignment = _alignment(rules, window, layout is key_layout)
-    softcap = _check_softcap(rules.softcap)
+    softcap = check_softcap(rules.softcap)
     if alignment == rules.alignment and window is rules.window and softcap == rules.softcap:
         return rules
     return replace(rules, alignment=alignment, window=window, softcap=softcap)

@@ -104,7 +104,7 @@ class Projections(nn.MultiheadAttention):
             weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
             q = self.num_heads * self.head_dim
             kv = self._heads(F.linear(x, weight[q:], None if bias is None else bias[q:]))
-            k, v = kv.split(self.kv_heads, -2)  # type: ignore[no-untyped-call]
+            k, v = kv.split_with_sizes([self.kv_heads] * 2, -2)
         else:
             weights, biases = self._weights()
             k, v = (self._heads(F.linear(x, w, b)) for w, b in zip(weights[1:], biases[1:], strict=True))
@@ -129,11 +129,11 @@ class Projections(nn.MultiheadAttention):
         K = self.head_dim
         sizes = [self.num_heads * K, self.kv_heads * K, self.kv_heads * K]
         if self._qkv_same_embed_dim:
-            weights = in_autocast(self.in_proj_weight).split(sizes)
+            weights = in_autocast(self.in_proj_weight).split_with_sizes(sizes)
         else:
             weights = [in_autocast(x) for x in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
         bias = in_autocast(self.in_proj_bias)
-        return weights, (None, None, None) if bias is None else bias.split(sizes)
+        return weights, (None, None, None) if bias is None else bias.split_with_sizes(sizes)
 
     def _project(
         self,
@@ -150,17 +150,18 @@ class Projections(nn.MultiheadAttention):
             if query is key:
                 qkv = self._heads(F.linear(query, weight, bias))
                 if self.rotary is not None and not self._normed:  # both in one
-                    qk, v = qkv.split([H + Hkv, Hkv], -2)  # type: ignore[no-untyped-call]
-                    q, k = self._turn(qk, positions).split([H, Hkv], -2)  # type: ignore[no-untyped-call]
+                    qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
+                    q, k = self._turn(qk, positions).split_with_sizes([H, Hkv], -2)
                     return q, k, v
-                q, k, v = qkv.split([H, Hkv, Hkv], -2)  # type: ignore[no-untyped-call]
+                q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
             else:
-                # Split: its backward puts both gradients together, where that of a slice fills the rest with zeros.
+                # Split (by its name in C: 1.7 us, not 3.7): its backward puts both gradients together, where that of a
+                # slice fills the rest with zeros.
                 sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
-                weights = weight.split(sizes)
-                biases = (None, None) if bias is None else bias.split(sizes)
+                weights = weight.split_with_sizes(sizes)
+                biases = (None, None) if bias is None else bias.split_with_sizes(sizes)
                 q = self._heads(F.linear(query, weights[0], biases[0]))
-                k, v = self._heads(F.linear(key, weights[1], biases[1])).split(Hkv, -2)  # type: ignore[no-untyped-call]
+                k, v = self._heads(F.linear(key, weights[1], biases[1])).split_with_sizes([Hkv, Hkv], -2)
         else:
             weights, biases = self._weights()
             inputs = zip((query, key, value), weights, biases, strict=True)

@@ -105,12 +105,13 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
     Returns:
         Broadcastable to `[B, 1, T, S]`; None where nothing limits.
     """
+    left, right = rules.band
+    ends = rules.query_lengths, rules.key_lengths
+    if all(x is None for x in (left, right, *ends, rules.key_mask)):  # as in a step of decoding
+        return None
     T, S = q.shape[2], k.shape[2]
     queries, keys = torch.arange(T, device=q.device)[:, None], torch.arange(S, device=q.device)  # [T, 1], [S]
-    query_ends, key_ends = (
-        None if x is None else x[:, None, None, None] for x in (rules.query_lengths, rules.key_lengths)
-    )  # [B, 1, 1, 1]
-    left, right = rules.band
+    query_ends, key_ends = (None if x is None else x[:, None, None, None] for x in ends)  # [B, 1, 1, 1]
     allowed: list[Tensor] = []
     if left is not None or right is not None:
         centre = queries
@@ -126,7 +127,7 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
         allowed.append(rules.key_mask[:, None, None, :])
     if query_ends is not None:
         allowed.append(queries < query_ends)
-    return reduce(torch.logical_and, allowed) if allowed else None
+    return reduce(torch.logical_and, allowed)
 
 
 def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

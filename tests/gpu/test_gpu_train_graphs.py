@@ -77,6 +77,17 @@ def test_steps_are_the_eager_ones(backend, precision, optimizer, captures):
     assert len(captures) == 5  # three shapes, norm and optimiser
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["eager first", "graphs first"])
+def test_steps_with_rotary_positions_are_the_eager_ones(order, captures):
+    """Tables of angles are kept, and read by a graph where it was shown them: made before it, in it, and after it."""
+    settings = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "rotary_theta": 1e4 + order[0]}
+    given, results = groups(12), {}
+    for graphs in order:
+        model = random_model(1, d_model=64, heads=2, dropout=0.0, **settings).to("cuda").train()
+        results[graphs] = train(update_of(model, cuda_graphs=graphs), given)
+    torch.testing.assert_close(results[True], results[False], rtol=1e-3, atol=0)
+
+
 def test_parameters_are_the_eager_ones(captures):
     """With SGD: where gradients are nothing but rounding, as of the biases of keys, Adam makes them large."""
     with fastformer.backend("triton"):

@@ -14,64 +14,26 @@ K head size, D model width.
 """
 
 import copy
+import math
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
+from fastformer.functional.choice import runs_fused
 from fastformer.host.devices import check_tensors, send
+from fastformer.modes import compiling
 from fastformer.nn.attends import Attention
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.padding_free import check_cached
+from fastformer.nn.places import Apart, LayerCache, Packed, Together
 from fastformer.nn.projections import Positions
 from fastformer.nn.wrappers import within
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
 
 _FIRST_CAPACITY = 32
-
-
-class LayerCache:
-    """Keys and values of one layer: its own `[R, H, capacity, K]`; the memory's `[B, H, S, K]`, or None."""
-
-    def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor] | None) -> None:
-        self.keys, self.values, self.memory = keys, values, memory
-
-    @torch.inference_mode(False)
-    def grow(self, capacity: int) -> None:
-        """Have room for `capacity` positions."""
-        self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
-
-    def project(
-        self, attention: MultiheadAttention, x: Tensor, positions: Positions | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x, such as are kept."""
-        q, k, v = attention.queries_keys_values(x, positions)
-        if k.dtype != self.keys.dtype or k.shape[-2:] != self.keys.shape[1::2]:
-            H, K = self.keys.shape[1::2]
-            raise ValueError(
-                f"the cache must be of this stack, its dtype and its autocast: it holds {H} heads of {K}, "
-                f"{self.keys.dtype}, not {k.shape[-2]} of {k.shape[-1]}, {k.dtype}"
-            )
-        return q, k, v
-
-    @torch.inference_mode(False)
-    def of(self, rows: Tensor, sentences: Tensor) -> "LayerCache":
-        """Return that of these rows, and the memory of these sentences."""
-        memory = self.memory
-        if memory is not None:
-            memory = memory[0].index_select(0, sentences), memory[1].index_select(0, sentences)
-        return LayerCache(self.keys.index_select(0, rows), self.values.index_select(0, rows), memory)
-
-
-def _grown(old: Tensor, capacity: int) -> Tensor:
-    # Zeros: what lies beyond the filled positions has weight 0, but 0 times what happens to be in memory may be NaN.
-    new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-    new[:, :, : old.shape[2]] = old
-    return new
 
 
 def without_gaps(layout: Layout, device: torch.device) -> Layout:
@@ -105,94 +67,6 @@ def _of(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
     return found[0]
 
 
-class Together:
-    """New tokens `[R, t, D]`, where all rows are equally long."""
-
-    def __init__(self, position: int, count: int, device: torch.device) -> None:
-        self.position, self.end, self.device = position, position + count, device
-
-    @cached_property
-    def index(self) -> Tensor:
-        """The positions of the new tokens, broadcastable to all but the last dimension of theirs."""
-        return torch.arange(self.position, self.end, device=self.device)
-
-    def project(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the new tokens."""
-        rotary = attention.rotary is not None
-        return kept.project(attention, x, Positions(self.index, self.end) if rotary else None)
-
-    def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        """Keep the keys and values of x; attend to all that its tokens may see."""
-        q, k, v = self.project(attention, kept, x)  # [R, t, H, K]
-        kept.keys[:, :, self.position : self.end] = k.transpose(1, 2)
-        kept.values[:, :, self.position : self.end] = v.transpose(1, 2)
-        causal = self.end > self.position + 1 or attention.by_distance
-        return attention.attend(q, kept.keys[:, :, : self.end], kept.values[:, :, : self.end], causal=causal)
-
-    def attend_to_memory(self, attention: MultiheadAttention, cache: "KVCache", kept: LayerCache, x: Tensor) -> Tensor:
-        """Attend to the memory."""
-        # The hypotheses of a sentence are its queries: the memory is kept once, not once a hypothesis.
-        assert kept.memory is not None
-        sentences = kept.memory[0].shape[0]
-        q = attention.queries(x.reshape(sentences, cache.hypotheses * x.shape[1], x.shape[2]))
-        return attention.attend(q, *kept.memory, cache.memory_lengths).view(x.shape)
-
-
-class Apart(Together):
-    """One new token a row, `[R, 1, D]`, at positions int64 `[R]`, all below `end`."""
-
-    def __init__(self, positions: Tensor, end: int) -> None:
-        self.positions, self.end = positions, end
-        self.rows = torch.arange(positions.numel(), device=positions.device)
-        self.key_lengths = positions + 1
-
-    @cached_property
-    def index(self) -> Tensor:
-        return self.positions[:, None]
-
-    def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = self.project(attention, kept, x)  # [R, 1, H, K]
-        kept.keys[self.rows, :, self.positions] = k[:, 0]
-        kept.values[self.rows, :, self.positions] = v[:, 0]
-        keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
-        return attention.attend(q, keys, values, self.key_lengths, causal=attention.by_distance)
-
-
-class Packed(Together):
-    """New tokens `[T, D]`, of each row as many as a layout says, behind its `past` tokens, int64 `[R]`.
-
-    first: whether rows that read now have read nothing before.
-    """
-
-    def __init__(self, layout: Layout, past: Tensor, end: int, first: bool) -> None:
-        self.layout, self.end, self.first = layout, end, first
-        self.counts = layout.offsets.diff()
-        self.key_lengths = past + self.counts
-        rows = torch.arange(layout.batch, device=past.device)
-        self.rows = rows.repeat_interleave(self.counts, output_size=layout.total)
-        self.positions = past[self.rows] + layout.positions
-
-    @cached_property
-    def index(self) -> Tensor:
-        return self.positions
-
-    def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = self.project(attention, kept, x)  # [T, H, K]
-        kept.keys[self.rows, :, self.positions] = k
-        kept.values[self.rows, :, self.positions] = v
-        if self.first:
-            rules = attention.rules(self.layout.max_length)
-            out = functional.packed_attention(q, k, v, self.layout, causal=True, **rules)
-            return attention.project_out(out.flatten(-2))
-        keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
-        return pack(
-            attention.attend(unpack(q, self.layout), keys, values, self.key_lengths, self.counts, True), self.layout
-        )
-
-    def attend_to_memory(self, attention: MultiheadAttention, cache: "KVCache", kept: LayerCache, x: Tensor) -> Tensor:
-        return pack(super().attend_to_memory(attention, cache, kept, unpack(x, self.layout)), self.layout)
-
-
 class KVCache:
     """Keys and values of all layers of a stack, for R rows; made by its `new_cache`, filled by its `step`.
 
@@ -222,6 +96,7 @@ class KVCache:
         order: Any = stack.layers_batch_first
         self.batch_first = order is not False
         self.memory_lengths: Tensor | None = None
+        self._memory_mask: tuple[Tensor, Tensor] | None = None  # of which lengths, and it
         self.layers: list[LayerCache] = []
         for layer in stack.layers:  # type: ignore[union-attr]
             attention: Any = layer.self_attn
@@ -306,9 +181,27 @@ class KVCache:
             return _of(layer.self_attn, place.attend, kept, x)  # type: ignore[no-any-return]
 
         def memory(x: Tensor) -> Tensor:
-            return _of(layer.multihead_attn, place.attend_to_memory, self, kept, x)  # type: ignore[no-any-return]
+            return _of(layer.multihead_attn, place.attend_to_memory, self.hypotheses, self.memory_limits, kept, x)  # type: ignore[no-any-return]
 
         return (own,) if kept.memory is None else (own, memory)
+
+    def memory_limits(self, q: Tensor, positions: int) -> dict[str, Any]:
+        """What keeps queries from the padding of memories: their lengths, or on a CPU a mask that is made once.
+
+        There lengths cost a mask in every layer, and a look for what is not finite behind them, where memories are 0.
+        """
+        lengths = self.memory_lengths
+        if lengths is None:
+            return {}
+        if not q.is_cpu or compiling() or runs_fused("attention", q):
+            return {"key_lengths": lengths}
+        kept = self._memory_mask
+        if kept is None or kept[0] is not lengths or kept[1].dtype != q.dtype:
+            with torch.inference_mode(False):
+                hidden = torch.arange(positions) >= lengths[:, None]
+                mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]
+            kept = self._memory_mask = lengths, mask
+        return {"mask": kept[1]}
 
     def count(self, count: int, layout: Layout | None) -> None:
         """Remember that new tokens were read."""
@@ -350,6 +243,7 @@ class KVCache:
         filled = self._filled()
         written = [x[:, :, :filled] for kept in self.layers for x in (kept.keys, kept.values)]
         if away:
+            self._memory_mask = None
             written += [x for kept in self.layers for x in kept.memory or ()]
             written += [] if self.memory_lengths is None else [self.memory_lengths]
         lengths = self.lengths[sources.to(self.lengths.device)]

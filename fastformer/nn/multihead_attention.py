@@ -244,15 +244,18 @@ class MultiheadAttention(Projections):
         key_lengths: Tensor | None = None,
         query_lengths: Tensor | None = None,
         causal: bool = False,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attend from q `[B, T, H, K]` to keys and values `[B, Hkv, S, K]` kept from earlier steps: `[B, T, D]`.
 
-        causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
+        Args:
+            causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
+            key_lengths, query_lengths, mask: as of the op.
         """
         rules = self.rules(k.shape[2])
         if causal:
             rules |= {"causal": True, "alignment": "bottom_right", "query_lengths": query_lengths}
-        out = functional.attention(q.transpose(1, 2), k, v, key_lengths=key_lengths, **rules)
+        out = functional.attention(q.transpose(1, 2), k, v, mask, key_lengths=key_lengths, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
     def rules(self, longest: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.modes import readable
-from fastformer.nn.cache import Apart, KVCache, Packed, Together
+from fastformer.nn.cache import KVCache
+from fastformer.nn.places import Apart, Packed, Together
 from fastformer.packing import Layout
 from fastformer.settings import check_value
 

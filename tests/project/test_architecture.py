@@ -27,6 +27,7 @@ FLOORS = (
     {"nn.attends", "nn.sublayers"},
     {"nn.layers"},
     {"nn.padding_free"},
+    {"nn.places"},
     {"nn.cache"},
     {"nn.layer_stack", "nn.static_cache"},
     {"nn.stacks"},

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.nn.cache import KVCache, LayerCache
+from fastformer.nn.cache import KVCache
+from fastformer.nn.places import LayerCache
 from fastformer.packing import Layout
 from tests.nn.cache.cache_cases import Uncached, assert_reads, both, caches, drawn
 

@@ -1,18 +1,17 @@
 """`from_transformers` and `to_transformers`: whole models, objects or folders, by what the applications know.
 
-Folders are read by transformers itself, from safetensors alone and without a network; no code of theirs is run.
+Folders are read from safetensors alone and without a network (`folders.py`); no code of theirs is run.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastformer.apps.pretrained.architecture import TRAINING, Architecture
+from fastformer.apps.pretrained.folders import load_folder
 from fastformer.apps.pretrained.weights import check_implied, check_ties, read, write
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.system.foreign_files import read_file
 
 _HOME = "transformers."
 
@@ -34,9 +33,10 @@ def from_transformers(source: Any) -> Any:
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no such folder, or it holds no safetensors.
+        fastformer.apps.system.foreign_files.IrregularFileError: a file of the folder is a link, a pipe or a device.
         ValueError: naming what has no counterpart here: the class, a setting and its value, or a weight.
     """
-    theirs = load(source) if isinstance(source, str | Path) else source
+    theirs = load_folder(Path(source), _transformers(), architectures()) if isinstance(source, str | Path) else source
     architecture = _architecture_of(type(theirs))
     weights = theirs.state_dict()
     config = architecture.read(theirs.config, weights)
@@ -51,34 +51,6 @@ def from_transformers(source: Any) -> Any:
     ours.load_state_dict(found, assign=True)
     check_implied(ours, weights, architecture)
     return ours.train(theirs.training)
-
-
-def load(folder: Path | str) -> Any:
-    """Load a model of transformers from a folder, if its class is known here; arguments and errors as above."""
-    transformers, folder = _transformers(), Path(folder)
-    try:
-        names = json.loads(read_file(folder / "config.json", folder)).get("architectures") or [None]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder}: no model of transformers, there is no config.json") from None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder / 'config.json'}: not the configuration of a model: {error}") from None
-    kinds = architectures()
-    if len(names) != 1 or names[0] not in kinds:
-        raise ValueError(f"{folder}: architectures must be one of {', '.join(kinds)}, not {names}")
-    try:
-        theirs, report = getattr(transformers, names[0]).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-    except OSError as error:
-        raise FileNotFoundError(f"{folder}: {str(error).splitlines()[0]}") from None
-    for name, what in (
-        ("missing_keys", "not among the weights"),
-        ("unexpected_keys", f"weights that {names[0]} has no place for"),
-        ("mismatched_keys", "weights of another shape than the configuration says"),
-    ):
-        if found := report.get(name):
-            raise ValueError(f"{folder}: {', '.join(sorted(map(str, found)))}: {what}")
-    return theirs
 
 
 def to_transformers(model: Any) -> Any:

@@ -13,6 +13,8 @@ from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, R
 from fastformer.apps.text import Tokenizer, read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 
+_LONGEST = 1 << 16  # rows of the table of positions, which transformers computes before it has a weight
+
 
 def _attention(ours: str, theirs: str) -> dict[str, str]:
     both = {
@@ -60,6 +62,8 @@ def _settings(c: Reader) -> dict[str, Any]:
     shared, tied = c.share_encoder_decoder_embeddings, c.tie_word_embeddings
     if shared and not tied:
         raise c.refuse("tie_word_embeddings", tied, "True with share_encoder_decoder_embeddings")
+    if not 1 <= c.max_position_embeddings <= _LONGEST:
+        raise c.refuse("max_position_embeddings", c.max_position_embeddings, f"from 1 to {_LONGEST:,}")
     ids = c.ids("decoder_start_token_id")
     if ids["bos_id"] == ids["eos_id"]:
         raise c.refuse("decoder_start_token_id", c.decoder_start_token_id, "another token than eos_token_id")
@@ -139,8 +143,8 @@ ARCHITECTURES = {
             "model.encoder.embed_positions.weight": _table,
             "model.decoder.embed_positions.weight": _table,
         },
-        # The length of the table; what generation reads.
-        idle=frozenset({"max_position_embeddings", "forced_eos_token_id", "bos_token_id", "decoder_vocab_size"}),
+        # What generation reads, and the target's vocabulary where both sides have one.
+        idle=frozenset({"forced_eos_token_id", "bos_token_id", "decoder_vocab_size"}),
         configuration=_configuration,
         unlike=frozenset({"output_bias"}),
     )

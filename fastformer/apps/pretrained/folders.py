@@ -1,0 +1,131 @@
+"""Folders of transformers, as `save_pretrained` writes them: read here, and compared before a model is built.
+
+They may be a stranger's. transformers by itself follows links and an index out of the folder, takes up an adapter that
+lies beside the model, fetches the kernels that a configuration names, casts weights of any kind, and builds whatever
+sizes it is asked for. So it gets settings and tensors, and opens no file.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.apps.models.sizes import MOST_LAYERS
+from fastformer.apps.pretrained.architecture import Architecture
+from fastformer.apps.system.foreign_files import check_path
+from fastformer.apps.text import read_json
+from fastformer.apps.train.weights import check_finite, check_size, read_weights, same_kind, stored_shapes
+
+_WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+# What transformers would act on before it builds: other weights, and layers that differ from one another.
+_REFUSED = ("fusion_config", "per_layer_config", "transformers_weights")
+
+
+def load_folder(folder: Path, transformers: Any, kinds: Mapping[str, Architecture]) -> Any:
+    """Load a model of transformers from a folder, if its class is known here.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it holds no safetensors.
+        fastformer.apps.system.foreign_files.IrregularFileError: one of its files is a link, a pipe or a device.
+        ValueError: naming the file, the setting or the weight that is damaged, missing, left over or not known here.
+    """
+    content = _settings(folder)
+    if check_path(folder / _ADAPTER, folder):
+        raise ValueError(f"{folder}: an adapter lies beside the model ({_ADAPTER}); merge it first")
+    name = _class_of(folder, content, kinds)
+    kind, files = getattr(transformers, name), _files(folder)
+    shapes = {name: shape for path in files for name, shape in stored_shapes(path).items()}
+    _check_settings(folder, content, max((size for shape in shapes.values() for size in shape), default=0))
+    with _refusals(folder):
+        config = kind.config_class.from_dict(content)
+        numbers = kinds[name].read(config, shapes).matrix_numbers
+    check_size(numbers, sum(path.stat().st_size for path in files), folder)
+    weights = {name: x for path in files for name, x in read_weights(path).items()}
+    # Whole numbers in old files are masks and positions, which nothing reads.
+    floating = {name: x for name, x in weights.items() if same_kind(x.dtype, torch.float32)}
+    with _refusals(folder):
+        theirs, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=floating,
+            attn_implementation="eager",
+            ignore_mismatched_sizes=True,  # they are in the report
+            output_loading_info=True,
+        )
+    _check_report(folder, name, report, {name: x for name, x in weights.items() if name not in floating})
+    if not theirs.dtype.is_floating_point:
+        raise ValueError(f"{folder}: dtype must be of floating point numbers, not {theirs.dtype}")
+    check_finite(theirs, folder)
+    return theirs
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        content = read_json(path, folder)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder}: no model of transformers, there is no config.json") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not the configuration of a model, but of type {type(content).__name__}")
+    return content
+
+
+def _class_of(folder: Path, content: Mapping[str, Any], kinds: Mapping[str, Architecture]) -> str:
+    names = content.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in kinds:
+        return names[0]
+    raise ValueError(f"{folder}: architectures must be one of {', '.join(kinds)}, not {str(names)[:200]}")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of weights, each a regular one in the folder."""
+    if check_path(folder / _WEIGHTS, folder, folder=False):
+        return [folder / _WEIGHTS]
+    index = folder / _INDEX
+    if not check_path(index, folder, folder=False):
+        raise FileNotFoundError(f"{folder}: there is no {_WEIGHTS}")
+    content = read_json(index, folder)
+    placed = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(placed.values()) if isinstance(placed, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ValueError(f"{index}: damaged: weight_map must name files in this folder")
+    for path in (paths := [folder / name for name in sorted(set(names))]):
+        if not check_path(path, folder, folder=False):
+            raise FileNotFoundError(f"{path}: no such file")
+    return paths
+
+
+def _check_settings(folder: Path, content: Mapping[str, Any], largest: int) -> None:
+    """Refuse settings that transformers would act on; largest: of the sizes of all weights."""
+    for name in _REFUSED:
+        if content.get(name) is not None:
+            raise ValueError(f"{folder}: {name} must be None, not {str(content[name])[:200]}")
+    labels = content.get("num_labels")  # it makes a name for each
+    if isinstance(labels, int) and labels > max(largest, MOST_LAYERS):
+        raise ValueError(f"{folder}: num_labels must be at most {max(largest, MOST_LAYERS):,}, not {labels:,}")
+
+
+def _check_report(folder: Path, kind: str, report: Mapping[str, Any], left: Mapping[str, Tensor]) -> None:
+    other = "".join(f"; {name} is of {x.dtype}, not of floating point numbers" for name, x in sorted(left.items())[:1])
+    for name, what in (
+        ("missing_keys", f"not among the weights{other}"),
+        ("unexpected_keys", f"weights that {kind} has no place for"),
+        ("mismatched_keys", "weights of another shape than the configuration says"),
+    ):
+        if found := report.get(name):
+            raise ValueError(f"{folder}: {', '.join(sorted(map(str, found)))}: {what}")
+
+
+@contextmanager
+def _refusals(folder: Path) -> Iterator[None]:
+    """Turn what transformers raises over settings of anybody's, which has no bounds, into one kind of error."""
+    try:
+        yield
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder}: no model that transformers can make ({type(error).__name__}: {said})") from None

@@ -46,7 +46,7 @@ def load_folder(folder: Path, transformers: Any, kinds: Mapping[str, Architectur
     weights = {name: x for path in files for name, x in read_weights(path).items()}
     # Whole numbers in old files are masks and positions, which nothing reads.
     floating = {name: x for name, x in weights.items() if same_kind(x.dtype, torch.float32)}
-    with _refusals(folder):
+    with _refusals(folder), _no_progress(transformers.utils.logging):
         theirs, report = kind.from_pretrained(
             None,
             config=config,
@@ -117,6 +117,18 @@ def _check_report(folder: Path, kind: str, report: Mapping[str, Any], left: Mapp
     ):
         if found := report.get(name):
             raise ValueError(f"{folder}: {', '.join(sorted(map(str, found)))}: {what}")
+
+
+@contextmanager
+def _no_progress(logging: Any) -> Iterator[None]:
+    """Without their progress bar, whose writes to a broken terminal would end us."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

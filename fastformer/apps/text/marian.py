@@ -15,7 +15,7 @@ import sentencepiece
 
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
 
-from .files import TextError, check_texts, read_json
+from .files import TextError, check_texts, encode_text, read_json
 from .special_ids import SpecialIds, WithSpecialIds
 
 _MODEL_FILE, _VOCABULARY_FILE = "sentencepiece.model", "vocabulary.json"
@@ -32,16 +32,21 @@ class MarianTokenizer(WithSpecialIds):
         words: every piece, by id.
 
     Raises:
-        TextError: it is no sentencepiece model, or a special token is not among the pieces.
+        TextError: it is no sentencepiece model, the pieces are no texts, or a special token is not among them.
     """
 
     kind = "marian"
 
     def __init__(self, model: bytes, words: Sequence[str]) -> None:
+        if not model:
+            raise TextError("not a sentencepiece model: it is empty")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError) as error:
             raise TextError("not a sentencepiece model") from error
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise TextError("the vocabulary must be a list of pieces")
+        encode_text("".join(words), "the vocabulary")
         self.model, self.words = model, list(words)
         self._ids = {word: i for i, word in enumerate(self.words)}
         if missing := [word for word in (_UNK, _EOS, _PAD) if word not in self._ids]:
@@ -128,7 +133,10 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
         if not check_path(folder / name, folder):
             raise FileNotFoundError(f"{folder / name}: no such file; the folder holds no tokenizers of Marian")
     settings = folder / "tokenizer_config.json"
-    separate = check_path(settings, folder) and read_json(settings, folder).get("separate_vocabs", False)
+    content = read_json(settings, folder) if check_path(settings, folder) else {}
+    if not isinstance(content, dict):
+        raise TextError(f"{settings}: not the settings of a tokenizer, but of type {type(content).__name__}")
+    separate = content.get("separate_vocabs", False)
     files = ("source.spm", "vocab.json"), ("target.spm", "target_vocab.json" if separate else "vocab.json")
     source, target = (_side(folder, model, vocabulary) for model, vocabulary in files)
     return source, target
@@ -136,7 +144,9 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
 
 def _side(folder: Path, model: str, vocabulary: str) -> MarianTokenizer:
     content = read_json(folder / vocabulary, folder)
-    if not isinstance(content, dict) or sorted(content.values(), key=repr) != sorted(range(len(content)), key=repr):
+    if not isinstance(content, dict):
+        raise TextError(f"{folder / vocabulary}: not a vocabulary, but of type {type(content).__name__}")
+    if sorted(content.values(), key=repr) != sorted(range(len(content)), key=repr):
         raise TextError(f"{folder / vocabulary}: not a vocabulary: ids must be 0 to {len(content) - 1}, each once")
     try:
         return MarianTokenizer(read_file(folder / model, folder), sorted(content, key=content.__getitem__))

@@ -278,7 +278,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             return MarianTokenizer.load(folder, content)
         checksum, lowercase = content["sha256"], content["lowercase"]
         special_ids = SpecialIds(**content["special_ids"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TextError(f"{path}: not a tokenizer file, or damaged ({error!r})") from error
     if not isinstance(lowercase, bool):
         raise TextError(f"{path}: lowercase must be true or false, not {lowercase!r}")

@@ -1,8 +1,10 @@
 """Folders of transformers that are a stranger's: one sentence each, no way out of the folder, no size that is built."""
 
+import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,8 @@ import torch
 
 from fastformer.apps.pretrained import folders as folders_of_theirs
 from fastformer.apps.pretrained import from_transformers
+from fastformer.apps.text import TextError, load_tokenizer, number_corpus, read_marian
+from tests.apps.pretrained.marian_folder import write_marian_folder
 from tests.apps.pretrained.tiny_models import build
 
 transformers = pytest.importorskip("transformers")
@@ -20,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES: list[Any] = [5, True, "GPT2LMHeadModel", {"a": 1}, [["x"]], [{}], [None], []]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +48,7 @@ def copied(saved: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(
     "content",
-    ["null", "[]", "5", "{}", "[" * 10**5]
-    + [json.dumps({"architectures": x}) for x in (5, True, "GPT2LMHeadModel", {"a": 1}, [["x"]], [{}], [None], [])],
+    ["null", "[]", "5", "{}", "[" * 10**5] + [json.dumps({"architectures": names}) for names in NAMES],
 )
 def test_a_configuration_of_any_form_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -52,16 +56,17 @@ def test_a_configuration_of_any_form_is_refused(tmp_path: Path, content: str) ->
         from_transformers(tmp_path)
 
 
+WIDTHS: list[Any] = [0, -16, "16", None, 10**6, 2**40]
 ROPES: list[Any] = [5, [1], {"rope_type": "linear"}, {"rope_type": 5, "rope_theta": 1}]
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    *(("gpt2", {"n_embd": x}) for x in (0, -16, "16", None, 10**6, 2**40)),
+    *(("gpt2", {"n_embd": x}) for x in WIDTHS),
     *(("gpt2", {"n_layer": x}) for x in (-1, 0, "x", 10**6, 10**9)),
     *(("gpt2", {"vocab_size": x}) for x in (-1, 1.5, 38, 10**9, 2**63)),
     *(("gpt2", {name: 5}) for name in ("activation_function", "id2label", "to_dict", "quantization_config")),
     *(("gpt2", {name: 5}) for name in ("fusion_config", "per_layer_config", "transformers_weights", "dtype")),
     *(("gpt2", {"dtype": x}) for x in ("float8", "os", "uint8", "complex64")),
     *(("gpt2", {"n_head": 0}), ("gpt2", {"__class__": "x"}), ("gpt2", {"num_labels": 10**9})),
-    *(("llama", {"rope_parameters": x}) for x in ROPES),
+    *(("llama", {"rope_parameters": rope}) for rope in ROPES),
     *(("llama", {"num_key_value_heads": x}) for x in (0, 3, -2, 8)),
     *(("llama", {"head_dim": x}) for x in (0, 5, -4, 10**9)),
     *(("marian", {"max_position_embeddings": x}) for x in (-1, 0, 10**9)),
@@ -193,3 +198,51 @@ def test_a_size_is_compared_with_the_files_before_it_is_built(
     monkeypatch.setattr(folders_of_theirs, "read_weights", lambda path: pytest.fail("read before it was compared"))
     with pytest.raises(ValueError, match="the settings are of a model with"):
         from_transformers(folder)
+
+
+def test_what_is_shown_meanwhile_is_not_worth_the_model(
+    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    with open("/dev/full", "w") as full, suppress(OSError):
+        monkeypatch.setattr(sys, "stderr", full)
+        from_transformers(copied("gpt2"))
+        assert transformers.utils.logging.is_progress_bar_enabled() == shown
+        return
+    pytest.fail("a full disk behind standard error ended it")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizers") / "marian"
+    write_marian_folder(folder, number_corpus("fr", 1, 1, 300)[0])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(("tokenizer_config.json", x, "tokenizer_config.json: not") for x in (b"[]", b"null", b"5", b"[" * 10**5)),
+        *(("vocab.json", x, "vocab.json: not a vocabulary") for x in (b"null", b"[]", b'{"a": 1}', b'{"a": "0"}')),
+        ("vocab.json", b'{"\\ud800": 0}', "vocabulary: .*ud800 at character 1 is not text"),
+        *(("source.spm", x, "source.spm, .*not a sentencepiece model") for x in (b"", b"x" * 100)),
+    ],
+)
+def test_tokenizers_of_any_form_are_refused(
+    tokenizers: Path, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    folder = shutil.copytree(tokenizers, tmp_path / "marian")
+    (folder / name).write_bytes(content)
+    with pytest.raises(TextError, match=message):
+        read_marian(folder)
+
+
+@pytest.mark.parametrize("words", ["5", "null", '"abc"', "{}", "[" * 10**5, '["<unk>", "</s>", "<pad>", 5]', "[[]]"])
+def test_a_saved_vocabulary_of_any_form_is_refused(tokenizers: Path, tmp_path: Path, words: str) -> None:
+    read_marian(tokenizers)[0].save(tmp_path)
+    (tmp_path / "vocabulary.json").write_text(words)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["vocabulary_sha256"] = hashlib.sha256(words.encode()).hexdigest()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TextError, match=r"tokenizer\.json: not a tokenizer file, or damaged"):
+        load_tokenizer(tmp_path)

@@ -1,7 +1,8 @@
 """Which names in a run folder are a run's own: a new run takes no folder with others, and no output replaces one.
 
-A folder is a run's if all in it bears such names and says that a run made it: config.toml with data.json, which are
-written together, or the lock of a run that was killed before.
+A folder is a run's if all in it bears such names and says that a run made it, since others have a config.toml, too: the
+settings with the kind of run beside its data's fingerprint, which are written together, or the lock of a run that was
+killed before.
 """
 
 import os
@@ -9,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastformer.apps.system.foreign_files import check_path, same_file
+from fastformer.apps.system.foreign_files import check_path, read_file, same_file
 from fastformer.apps.system.run_lock import LOCK
 from fastformer.apps.train.checkpoint_folder import INDEX, OURS
 
@@ -17,13 +18,15 @@ CONFIG, DATA = "config.toml", "data.json"
 _METRICS = ("metrics.jsonl", "metrics.csv")
 PICTURES = ("history.png", "attention.png")  # drawn anew from the others
 _TOKENIZER = ("tokenizer.json", "sentencepiece.model", "vocabulary.json")
-_DEMO = "demo.txt"
-_FILES = (CONFIG, DATA, *_METRICS, *PICTURES, _DEMO)
+DEMO = "demo.txt"
+_FILES = (CONFIG, DATA, *_METRICS, *PICTURES, DEMO)
 _FOLDERS = {
     "tokenizer": re.compile("|".join(("source|target", *(rf"\.?{re.escape(name)}" for name in _TOKENIZER)))),
     "checkpoints": re.compile(rf"\.?{re.escape(INDEX)}|{OURS.pattern}"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
 }
+_BEGUN = {LOCK, DEMO, DATA, f".{DATA}", f".{CONFIG}", "tokenizer"}  # what a run has that is killed before its settings
+_KIND = re.compile(rb"^\[run\]\s+kind = ", re.MULTILINE)
 _OWN = {*_FILES, *(f".{name}" for name in _FILES), *_FOLDERS, LOCK}
 
 
@@ -44,8 +47,17 @@ def refuse_foreign(folder: Path) -> None:
                 f"{folder} is no run folder: {path} is not a run's; choose an empty folder or a new one"
             )
     refuse_links(folder)
-    if there and not {CONFIG, DATA} <= there and not {LOCK, _DEMO} & there:
+    if there and not _is_run(folder, there):
         raise FileExistsError(f"{folder} is no run folder, and holds {min(there)}; choose an empty folder or a new one")
+
+
+def _is_run(folder: Path, there: set[str]) -> bool:
+    if DATA in there and b'"fingerprint"' not in read_file(folder / DATA, folder):
+        return False
+    if CONFIG in there:
+        return DATA in there and _KIND.search(read_file(folder / CONFIG, folder)) is not None
+    said = read_file(folder / LOCK, folder) if LOCK in there else b""
+    return there <= _BEGUN and (said.startswith(b"process ") or there <= {LOCK, DEMO})
 
 
 def refuse_links(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.foreign_files import same_file
+from fastformer.apps.system.foreign_files import check_path, same_file
 from fastformer.apps.system.run_lock import locked
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
@@ -43,6 +43,7 @@ _NOTICES = {
     ),
 }
 DATASETS = tuple(_NOTICES)
+_REPORT = "dataset.json"
 
 _MULTI30K_LINES = {"train": 29_000, "valid": 1_014, "test": 1_000}
 _MULTI30K_FILES = {"train": ("train",), "valid": ("val", "valid"), "test": ("test_2016_flickr", "test2016")}
@@ -75,7 +76,8 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
 
     Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name,
     equal folders, or files of somebody's own that would be replaced, ``FileNotFoundError`` when a file is missing,
-    ``TextError`` when one is not what was published, and ``RunLockedError`` while something else writes to the folder.
+    ``TextError`` when one is not what was published, ``IrregularFileError`` when a file to be written is a link, and
+    ``RunLockedError`` while something else writes to the folder.
     """
     if name not in DATASETS:
         raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
@@ -107,18 +109,28 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):  # of two at once, each would say of the other's files that they are its own
-        if not (folder / "dataset.json").is_file():
+        for file in (*files, _REPORT):
+            check_path(folder / file, folder, folder=False)
+        if not _was_prepared(folder):
             _refuse_replacing(folder, files)
-        write_atomic(folder / "dataset.json", b"{}")  # what follows is half a dataset, and ours to replace
+        write_atomic(folder / _REPORT, b"{}")  # what follows is half a dataset, and ours to replace
         for file, lines in files.items():
             write_lines(folder / file, lines)
-        write_atomic(folder / "dataset.json", json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
+        write_atomic(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
     return report
+
+
+def _was_prepared(folder: Path) -> bool:
+    """Whether a dataset was, or half of one: others have a dataset.json, too."""
+    try:
+        return read_json(folder / _REPORT, folder) == {} or _read_report(folder).name in DATASETS
+    except (FileNotFoundError, TextError):
+        return False
 
 
 def _refuse_replacing(folder: Path, files: Iterable[str]) -> None:
     """Raise ValueError where a file to be written is there, in a folder that no dataset was prepared in."""
-    for file in files:
+    for file in (*files, _REPORT):
         if os.path.lexists(folder / file):
             raise ValueError(f"{folder / file} is there, and of no prepared dataset; choose another folder")
 
@@ -185,7 +197,7 @@ def open_text_dataset(
 
 
 def _read_report(folder: Path) -> DatasetReport:
-    path = folder / "dataset.json"
+    path = folder / _REPORT
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; make the folder with: fastformer data NAME --from PATH")
     content: Any = None

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastformer.apps.plots import plot_history, save
-from fastformer.apps.system.foreign_files import write_file
+from fastformer.apps.runs.own_files import DEMO, refuse_foreign
+from fastformer.apps.system.foreign_files import check_path, read_file, write_file
 from fastformer.apps.system.run_lock import LOCK, locked
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
@@ -44,13 +45,14 @@ TRAIN = TrainConfig(
     metric="chrf",  # a German number is one word, where BLEU, of four words in a row, is always 0
 )
 SHOWN = 6
+_MARK = b"made by `fastformer demo`, which may replace this folder\n"
 
 
 def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scores:
     """Train, evaluate on held-out numbers, translate a few, draw an attention map; report as it goes.
 
     Args:
-        folder: of the run; an earlier demo in it is replaced, anything else is left alone.
+        folder: of the run; an earlier demo is replaced, but no folder that holds anything else.
         target: "fr" or "de".
         device: of the model.
         console: where to report.
@@ -59,11 +61,10 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         The scores on held-out numbers.
 
     Raises:
-        FileExistsError: the folder holds something that is not a demo.
+        FileExistsError: the folder holds something that is not a demo's.
+        fastformer.apps.system.foreign_files.IrregularFileError: one of its names is a link, a pipe or a device.
     """
-    marker = folder / "demo.txt"
-    if folder.exists() and any(folder.iterdir()) and not marker.exists():
-        raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
+    _check_folder(folder)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
     TranslationRun.check(data, MODEL, TRAIN, device)
     corpora = read_corpora(data)
@@ -75,8 +76,9 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     started = time.perf_counter(), time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
+        _check_folder(folder)  # what came meanwhile stays
+        write_file(folder / DEMO, _MARK, folder)
         _empty(folder)
-        write_file(marker, b"made by `fastformer demo`, which may replace this folder\n", folder)
         run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
         result = run.fit()
     if result.signal is not None and result.signal != signal.SIGINT:
@@ -101,10 +103,19 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     return scores
 
 
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder with anything else than an earlier demo."""
+    if not folder.exists() or all(path.name == LOCK for path in folder.iterdir()):
+        return
+    if not check_path(folder / DEMO, folder) or read_file(folder / DEMO, folder) != _MARK:
+        raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
+    refuse_foreign(folder)
+
+
 def _empty(folder: Path) -> None:
-    """Remove what an earlier demo left; a link is removed, never what it leads to."""
+    """Remove what an earlier demo left, but its mark: who is killed here is followed by the next."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != LOCK:
+        elif path.name not in (LOCK, DEMO):
             path.unlink()

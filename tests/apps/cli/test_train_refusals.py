@@ -95,7 +95,7 @@ def test_a_backend_that_cannot_be_met_is_refused_before_data_is_read(
     unread: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     (unread / "new").mkdir()
-    (unread / "new" / "demo.txt").write_text("an earlier demo")
+    (unread / "new" / "demo.txt").write_text("made by `fastformer demo`, which may replace this folder\n")
     before = sorted(unread.rglob("*"))
     monkeypatch.setattr("fastformer.functional.choice._INTERPRETED", False)
     with package.backend("triton"):

@@ -46,13 +46,9 @@ def main() -> None:
 
 
 def _main() -> None:
-    _open_streams()
-    # The package's warnings, such as a vocabulary that was clamped, belong on standard error.
-    console = Console(file=cast("TextIO", Terminal(sys.stderr)))
-    handler = RichHandler(console=console, show_time=False, show_path=False)
-    handler.setFormatter(_Escaping())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
+        _open_streams()
+        _show_warnings()
         for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
             encode_text(argument, f"argument {argument!r}")
         app()
@@ -74,6 +70,14 @@ def _main() -> None:
     finally:
         for stream in (sys.stdout, sys.stderr):
             give_up_on(stream)
+
+
+def _show_warnings() -> None:
+    """The package's warnings, such as a vocabulary that was clamped, belong on standard error."""
+    console = Console(file=cast("TextIO", Terminal(sys.stderr)))
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler.setFormatter(_Escaping())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class _Escaping(logging.Formatter):

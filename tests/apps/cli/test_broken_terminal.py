@@ -8,6 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from fastformer.apps import cli
 from fastformer.apps.text import prepare
 from fastformer.apps.train import CheckpointFolder, Result, TrainConfig, read_metrics
 from fastformer.apps.train.interrupt import Interrupt
@@ -145,6 +146,17 @@ def test_an_interrupted_import_shows_no_traceback(tmp_path, module, ignored):
     finally:
         signal.signal(signal.SIGINT, before)
     assert (ended.returncode, ended.stderr) == (3 if ignored else -signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize("where", ["_open_streams", "_show_warnings", "app"])
+def test_ctrl_c_at_any_time_shows_no_traceback(monkeypatch, where):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, where, interrupted)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 130
 
 
 def test_nohup_is_respected(tmp_path):

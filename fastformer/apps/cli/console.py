@@ -1,6 +1,7 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -59,8 +60,9 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
         ValueError: there are arguments and a file, or neither and standard input is closed; or lines are to be typed
             and something is to be written to a file; or standard input is the file to write, or standard output is
             wanted and closed. At once; what is wrong with a file, when it is read.
+        OSError: see `check_output`.
     """
-    refuse_closed(output)
+    check_output(output)
     if texts and input is not None:
         raise ValueError(f"give {what} or --input, not both")
     if not texts and input is None and sys.stdin is None:  # translate <&-
@@ -73,10 +75,27 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
     return _typed_lines() if typed else _lines_at_once(texts, input)
 
 
-def refuse_closed(output: Path | None) -> None:
-    """Raise ValueError where a command's texts are to go to standard output, and that is closed: all would be lost."""
-    if output is None and sys.__stdout__ is None:  # translate >&-; sys.stdout is to nothing then
-        raise ValueError("standard output is closed: give --output")
+def check_output(output: Path | None) -> None:
+    """Refuse a place where a command's texts could not go once they are made: all would be lost.
+
+    Args:
+        output: where to write; None: standard output.
+
+    Raises:
+        ValueError: standard output is closed.
+        IsADirectoryError, FileNotFoundError, PermissionError: it is a folder, in none, or may not be written.
+    """
+    if output is None:
+        if sys.__stdout__ is None:  # translate >&-; sys.stdout is to nothing then
+            raise ValueError("standard output is closed: give --output")
+        return
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder")
+    folder = Path(os.path.realpath(output)).parent  # where a file is replaced in one step
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    if not os.access(folder if output.is_file() or not output.exists() else output, os.W_OK):
+        raise PermissionError(f"{output} cannot be written")
 
 
 def _typed_lines() -> Iterator[list[str]]:

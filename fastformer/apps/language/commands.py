@@ -11,9 +11,9 @@ from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
     app,
+    check_output,
     choose_device,
     console,
-    refuse_closed,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.training import add_training
@@ -59,11 +59,7 @@ def generate(
     """
     if prompts and prompt_file is not None:
         raise ValueError("give prompts or --prompt-file, not both")
-    refuse_closed(output)
-    if output is not None and output.is_dir():
-        raise IsADirectoryError(f"{output} is a folder")
-    if output is not None and not output.parent.is_dir():
-        raise FileNotFoundError(f"{output.parent}: no such folder")
+    check_output(output)
     refuse_output(output, prompt_file, runs=(run,))
     options = made(SamplingOptions, sampling)
     given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]

@@ -14,11 +14,11 @@ from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
     app,
+    check_output,
     choose_device,
     console,
     given_lines,
     put_lines,
-    refuse_closed,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.training import add_training
@@ -96,7 +96,7 @@ def score(
 
     The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
     """
-    refuse_closed(output)
+    check_output(output)
     refuse_output(output, source, target, runs=(run,))
     sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
     if len(sources) != len(targets):
@@ -125,6 +125,8 @@ def evaluate_run(
 ) -> None:
     """sacreBLEU and chrF of translations that come from real search, with the signatures of the scores."""
     part: Any = evaluation.split_of(split, source)
+    if output is not None:
+        check_output(output)
     options = made(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
     read = [path for path in vars(data).values() if isinstance(path, Path)]

@@ -270,6 +270,18 @@ def test_an_output_never_replaces_its_input(runs, invoke, tmp_path, name, way):
     assert (runs / "source.txt").read_bytes() == before
 
 
+@pytest.mark.parametrize(("output", "message"), [("no/such", "no: no such folder"), ("translation", "is a folder")])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(runs, invoke, monkeypatch, name, output, message):
+    def read(*arguments, **more):
+        raise AssertionError("a model was read for what cannot be written")
+
+    monkeypatch.setattr("fastformer.apps.runs.application.Application.load_weights", read)
+    ended = invoke(OUTPUTS[name].format(output))
+    assert isinstance(ended.exception, OSError), ended.exception
+    assert message in str(ended.exception)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="standard input has a name")
 def test_an_output_never_replaces_standard_input(runs):
     before = (runs / "source.txt").read_bytes()

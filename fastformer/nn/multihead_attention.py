@@ -268,7 +268,9 @@ class MultiheadAttention(Projections):
             bias = self._distances
             # By name: what prunes or parametrises a parameter keeps it elsewhere.
             rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
-            rules["distance_bias"] = None if bias is None else bias(max(longest, 1))  # there is no bias of no position
+            if bias is not None:  # and none of no position
+                bias = bias(max(longest, 1)).to(next(self.parameters()).device)
+            rules["distance_bias"] = bias
         return rules
 
     @property

@@ -33,7 +33,9 @@ class ALiBi(nn.Module):
     def forward(self, length: int) -> Tensor:
         """The bias at all distances below `length`: `[H, 2 P - 1]`, in fp32 at least, for bf16 counts to 256 only."""
         place: Tensor = self.place  # type: ignore[assignment]
-        where: Any = {"device": place.device, "dtype": torch.promote_types(place.dtype, torch.float32)}
+        # `load_state_dict(assign=True)` takes no buffer off "meta"; attention moves the bias to where its weights are.
+        device = "cpu" if place.is_meta else place.device
+        where: Any = {"device": device, "dtype": torch.promote_types(place.dtype, torch.float32)}
         power = 1 << (self.heads.bit_length() - 1)
         i = torch.arange(1, self.heads + 1, **where)
         slopes = torch.exp2(-8 / power * torch.where(i > power, i - power - 0.5, i))

@@ -1,5 +1,7 @@
 """What is set on an attention after it was made, pruned or put elsewhere counts, and counts where padding is."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -170,3 +172,13 @@ def test_a_trace_is_the_module(name):
     module = Attention().eval()
     traced = torch.jit.trace(module, (tokens(),), check_trace=False)
     torch.testing.assert_close(traced(tokens().flip(1)), module(tokens().flip(1)))
+
+
+@pytest.mark.parametrize("name", ["rotary", "position_bias", "window", "softcap"])
+def test_weights_may_be_assigned_to_what_was_built_on_meta(name):
+    option = ALiBi(H) if name == "position_bias" else LATER[name]
+    made, x = attention(**{name: option}), tokens()
+    expected = made(x, x, x)[0]
+    other = copy.deepcopy(made).to("meta")
+    other.load_state_dict(made.state_dict(), assign=True)
+    torch.testing.assert_close(other(x, x, x)[0], expected, rtol=0, atol=0)

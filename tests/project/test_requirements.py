@@ -57,3 +57,10 @@ def test_each_file_of_the_lock_has_a_hash() -> None:
     assert len(entries) == len(pins("requirements.lock")) > 80
     for entry in entries:
         assert re.fullmatch(r"[^\\]+ \\\n( +--hash=sha256:[0-9a-f]{64}( \\\n)?)+", entry), entry
+
+
+def test_torch_brings_nothing_whose_hash_nobody_compares() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    installed = re.findall(r"pip install (.*)", workflow)
+    assert installed
+    assert all("--no-deps" in each for each in installed)

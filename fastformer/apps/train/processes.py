@@ -194,7 +194,9 @@ _joined = Processes()
 
 def _launched() -> bool:
     """Whether torchrun, or another launcher that speaks its language, started several processes."""
-    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    world = os.environ.get("WORLD_SIZE", "1")
+    one = world.isdecimal() and int(world) <= 1
+    return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and not one  # what is no number, torch refuses
 
 
 def local_device(device: str) -> str:

@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 from torch import Tensor, nn
 from transformers import FalconConfig, FalconForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, masking_utils
 
-from fastformer.integrations.transformers import attention_forward
-from fastformer.integrations.transformers_masks import MaskRules, mask_rules
+from fastformer.integrations.transformers.attention import attention_forward
+from fastformer.integrations.transformers.masks import MaskRules, mask_rules
 from tests.integrations.tiny_transformers import GROUPED, LENGTH, ROUNDINGS, VOCABULARY, WINDOW, batch, tiny
 from tests.support.closeness import assert_close
 

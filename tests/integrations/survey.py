@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import gc
 import json
+import signal
 import time
 import warnings
 from collections import Counter
@@ -34,7 +35,7 @@ VOCABULARY, ROWS, LENGTH, TARGETS = 99, 3, 9, 7
 SIDES = ("right", "left", "gaps", "empty", "none")
 # Two layers with large weights, added up in another order, and a softmax that many models take in fp32.
 ROUNDINGS, EPS = 2000.0, torch.finfo(torch.float32).eps
-MOST_PARAMETERS = 3_000_000
+MOST_PARAMETERS, LONGEST = 3_000_000, 30  # seconds
 
 logging.set_verbosity_error()
 
@@ -48,21 +49,21 @@ class NotSmall(Exception):
     """A type cannot be built small by these rules, or is no text model."""
 
 
-def build(name: str, attention: str) -> nn.Module:
+def build(name: str, attention: str, dtype: torch.dtype) -> nn.Module:
     """A small model with weights of about unit gain; the same for every attention."""
     torch.manual_seed(1)
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
     auto = transformers.AutoModel
+    if getattr(modeling_class(config), "main_input_name", "input_ids") != "input_ids":
+        raise NotSmall("takes no text")
     with torch.device("meta"):
         model = auto.from_config(config, attn_implementation="eager")
-    if model.main_input_name != "input_ids":
-        raise NotSmall(f"takes {model.main_input_name}")
     count = sum(x.numel() for x in model.parameters())
     if count > MOST_PARAMETERS:
         raise NotSmall(f"has {count} parameters")
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
     torch.manual_seed(1)
-    model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").double()
+    model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
     generator = torch.Generator().manual_seed(2)
     for x in model.parameters():
         scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.1
@@ -70,6 +71,11 @@ def build(name: str, attention: str) -> nn.Module:
         with torch.no_grad():
             x.copy_(noise if x.dim() > 1 else x + noise)
     return model.eval()
+
+
+def modeling_class(config: Any) -> Any:
+    """The base model of a configuration's type."""
+    return transformers.MODEL_MAPPING[type(config)]
 
 
 def mask(side: str, length: int) -> Tensor:
@@ -155,6 +161,27 @@ def counted() -> Iterator[Counter[str]]:
             setattr(functional, name, before[name])
 
 
+def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
+    """Eager's numbers for each kind of padding, where they are finite, and the dtype that they were computed in.
+
+    fp64, but fp32 where that gives more: many models take the softmax in fp32, in which fp64's lowest number is -inf.
+    """
+    most: tuple[torch.dtype, dict[str, Any]] = (torch.float64, {})
+    for dtype in (torch.float64, torch.float32):
+        try:
+            model = build(name, "eager", dtype)
+            found = {side: results(model, side) for side in SIDES}
+        except RuntimeError:  # a dtype of its own
+            if dtype == torch.float32 and not most[1]:
+                raise
+            continue
+        finite = {side: its for side, its in found.items() if all(bool(x.isfinite().all()) for x in its.values())}
+        most = (dtype, finite) if len(finite) > len(most[1]) else most
+        if len(finite) == len(SIDES):
+            break
+    return most
+
+
 def outcome(name: str) -> dict[str, Any]:
     """What becomes of one type of model: what `tested.json` holds of it.
 
@@ -164,16 +191,13 @@ def outcome(name: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            eager = build(name, "eager")
-            wanted = {side: results(eager, side) for side in SIDES}
+            dtype, wanted = expected(name)
         except Exception as error:
             return {"outcome": "not built", "reason": _first_line(error)}
-        if any(not bool(x.isfinite().all()) for its in wanted.values() for x in its.values()):
-            wanted = {side: its for side, its in wanted.items() if all(bool(x.isfinite().all()) for x in its.values())}
-            if not wanted:
-                return {"outcome": "not built", "reason": "eager's numbers are not finite"}
+        if not wanted:
+            return {"outcome": "not built", "reason": "eager's numbers are not finite"}
         try:
-            ours = build(name, "fastformer")
+            ours = build(name, "fastformer", dtype)
             with counted() as alone:
                 found = {side: results(ours, side) for side in wanted}
         except Exception as error:
@@ -217,14 +241,20 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
 
 
+def _late(*_: object) -> None:
+    raise NotSmall("takes too long")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--update", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {}
+    signal.signal(signal.SIGALRM, _late)
     for name in options.types or types():
         began = time.process_time()
+        signal.alarm(LONGEST)
         try:
             found[name] = outcome(name)
         except AssertionError as error:
@@ -236,7 +266,8 @@ def main() -> None:
         gc.collect()
     print(Counter(its["outcome"] for its in found.values()))
     if options.update:
-        text = json.dumps({"transformers": transformers.__version__, "types": found}, indent=1)
+        kept = obstacles.survey()["types"] if options.types else {}
+        text = json.dumps({"transformers": transformers.__version__, "types": dict(sorted((kept | found).items()))}, indent=1)
         RECORD.write_text(text + "\n", encoding="utf-8")
 
 

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fastformer.integrations.transformers.caches import takes, unpacking
 from fastformer.integrations.transformers.masks import MaskRules
-from fastformer.modes import recorded, transformed
+from fastformer.modes import has_values, recorded
 from fastformer.packing import Layout, pack, unpack
 
 MASK, STATES, STATES_MASK, CACHE = "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"
@@ -51,7 +50,7 @@ def parameters(cls: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
 
 def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Forward pre-hook of every layer."""
-    if recorded() or transformed():
+    if recorded():
         return None
     names = parameters(type(layer))[0]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -59,6 +58,8 @@ def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if len(args) > len(names) or type(rules) is not MaskRules or rules.key_mask is None or not isinstance(x, Tensor):
         return None
     if x.dim() != 3 or rules.mask is not None or rules.layout is not None:
+        return None
+    if not (has_values(rules.key_mask) and has_values(x)):
         return None
     layout = rules.real_keys(x.device)
     padded = x.shape[:2] == (rules.shape[0], rules.shape[2])
@@ -229,6 +230,6 @@ def foreign_hooks(layer: nn.Module) -> bool:
         state = part.__dict__
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             for hook in state[name].values():
-                if not getattr(hook, "__module__", "").startswith(_LOOK_AT_NO_BATCH):
+                if not (getattr(hook, "__module__", None) or "").startswith(_LOOK_AT_NO_BATCH):
                     return True
     return False

@@ -48,6 +48,15 @@ def small(cls: Any, vocabulary: int) -> Any:
     if "qk_rope_head_dim" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention shares none
         settings |= {"qk_rope_head_dim": 4, "head_dim": 4} if "head_dim" in settings else {"qk_rope_head_dim": 4}
+    values = default.to_dict()
+    deep = values.get("num_hidden_layers")
+    for name, value in values.items():  # what is said of each layer: of the first and the last
+        if isinstance(value, list) and len(value) == deep and deep > 1 and "num_hidden_layers" in settings:
+            settings[name] = [value[0], value[-1]]
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        pairs = int(8 * rope.get("partial_rotary_factor", 1)) // 2
+        settings["rope_parameters"] = {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
     theirs = getattr(cls, "attribute_map", {})
     settings = {name: value for name, value in settings.items() if name not in theirs}
     for name, part in getattr(cls, "sub_configs", {}).items():

@@ -27,7 +27,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     **dict.fromkeys(("eos_token_id", "sep_token_id", "forced_eos_token_id"), 2),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size", "state_size", "chunk_size"), 8),
+    **dict.fromkeys(
+        ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size", "state_size", "chunk_size"), 8
+    ),
     **dict.fromkeys(("mamba_d_ssm", "rnn_hidden_size", "lru_width"), 64),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
@@ -44,7 +46,9 @@ def small(cls: Any, vocabulary: int) -> Any:
     """A small configuration of a class, and of the parts that it has."""
     default = cls()
     settings: dict[str, Any] = {name: value for name, value in SIZES.items() if _has(default, name)}
-    settings |= {name: vocabulary for name in ("vocab_size", "decoder_vocab_size", "src_vocab_size") if _has(default, name)}
+    settings |= {
+        name: vocabulary for name in ("vocab_size", "decoder_vocab_size", "src_vocab_size") if _has(default, name)
+    }
     if "qk_rope_head_dim" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention shares none
         settings |= {"qk_rope_head_dim": 4, "head_dim": 4} if "head_dim" in settings else {"qk_rope_head_dim": 4}

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import json
 import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -36,6 +37,9 @@ SIDES = ("right", "left", "gaps", "empty", "none")
 # Two layers with large weights, added up in another order, and a softmax that many models take in fp32.
 ROUNDINGS, EPS = 2000.0, torch.finfo(torch.float32).eps
 MOST_PARAMETERS, LONGEST = 6_000_000, 20  # seconds of CPU
+
+NO_TEXT = "NotSmall: takes no text"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hugging-face-models.md"
 
 logging.set_verbosity_error()
 
@@ -209,7 +213,10 @@ def outcome(name: str) -> dict[str, Any]:
         reasons = {entry.name: entry.outcome for entry in report.padded}
         if not report.packed:
             if not alone:
-                return {"outcome": "no attention", "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers"}
+                return {
+                    "outcome": "no attention",
+                    "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers",
+                }
             return {"outcome": "padded", "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers"}
         layers: set[str] = set()
         most = 0
@@ -249,6 +256,42 @@ def _late(*_: object) -> None:
     raise NotSmall("takes too long")
 
 
+GETS = {
+    "packed": 'All layers of these stacks run without padding; attention alone with the name "fastformer".',
+    "padded": "Attention leaves the padding out; the other layers work on it.",
+    "no attention": "There is no attention of transformers' interface to replace: nothing changes.",
+    "refused": "The name raises: use `eager` or `sdpa`.",
+    "not built": "Not tried: these cannot be built small by the rules of `tests/integrations/small_configs.py`, or their "
+    "base model gives no states of text.",
+}
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page of the documentation: what each type of model gets."""
+    kept = {name: its for name, its in record["types"].items() if its.get("reason") != NO_TEXT}
+    count = Counter(its["outcome"] for its in kept.values())
+    lines = [
+        "# Hugging Face's types of models",
+        "",
+        f'What `padding_free` and `attn_implementation="fastformer"` do with each type of text model of transformers '
+        f"{record['transformers']}: small, with random weights, outputs and gradients against `eager`, under padding on "
+        "the right, on the left, with gaps, with an empty row, and without. `make survey` does it again; this page is "
+        "written by `python -m tests.integrations.survey --update`. How to use it is on [the page before](hugging-face.md).",
+        "",
+        "| | types | |",
+        "|---|---:|---|",
+        *(f"| {outcome} | {count[outcome]} | {said} |" for outcome, said in GETS.items()),
+    ]
+    for outcome in GETS:
+        lines += ["", f"## {outcome.capitalize()}", "", "| type | |", "|---|---|"]
+        for name, its in kept.items():
+            if its["outcome"] == outcome:
+                classes = ", ".join(f"`{stack.rpartition('.')[2]}`" for stack in its.get("packed", ()))
+                said = "; ".join(filter(None, (classes, its.get("reason", "").replace("|", "/"))))
+                lines.append(f"| {name} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
@@ -268,13 +311,21 @@ def main() -> None:
             found[name] = {"outcome": "ERROR", "reason": _first_line(error)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         its = found[name]
-        print(f"{time.process_time() - began:5.1f} s  {name:28} {its['outcome']:10} {its.get('calls', '')} {its.get('reason', '')}", flush=True)
+        print(
+            f"{time.process_time() - began:5.1f} s  {name:28} {its['outcome']:10} {its.get('calls', '')} {its.get('reason', '')}",
+            flush=True,
+        )
         gc.collect()
     print(Counter(its["outcome"] for its in found.values()))
+    recorded = obstacles.survey()
+    changed = [name for name, its in found.items() if its != recorded["types"].get(name)]
     if options.update:
         kept = obstacles.survey()["types"] if options.types else {}
-        text = json.dumps({"transformers": transformers.__version__, "types": dict(sorted((kept | found).items()))}, indent=1)
-        RECORD.write_text(text + "\n", encoding="utf-8")
+        record = {"transformers": transformers.__version__, "types": dict(sorted((kept | found).items()))}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(record), encoding="utf-8")
+    elif changed:
+        sys.exit(f"not as {RECORD.name} has it: {', '.join(changed)}")
 
 
 if __name__ == "__main__":

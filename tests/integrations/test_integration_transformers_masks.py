@@ -13,7 +13,7 @@ from transformers import LlamaConfig, masking_utils
 
 from fastformer.integrations.transformers.attention import attention_forward
 from fastformer.integrations.transformers.masks import MaskRules, mask_rules
-from tests.integrations.tiny_transformers import GROUPED, LENGTH, ROUNDINGS, VOCABULARY, WINDOW, batch, tiny
+from tests.integrations.tiny_transformers import GROUPED, LENGTH, ROUNDINGS, VOCABULARY, batch, tiny
 from tests.support.closeness import assert_close
 
 B, H, K = 3, 2, 8

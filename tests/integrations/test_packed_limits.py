@@ -47,7 +47,9 @@ class Shifting(nn.Linear):
         return super().forward(x.roll(1, 1))
 
 
-@pytest.mark.parametrize("part", [Shifting(32, 16), nn.Sequential(nn.Conv1d(1, 1, 1)), nn.GRU(32, 16), nn.LazyLinear(3)])
+@pytest.mark.parametrize(
+    "part", [Shifting(32, 16), nn.Sequential(nn.Conv1d(1, 1, 1)), nn.GRU(32, 16), nn.LazyLinear(3)]
+)
 def test_a_part_of_somebodys_own(part):
     model = tiny("bert")
     model.bert.encoder.layer[1].output.dense = part
@@ -92,8 +94,30 @@ def test_a_layer_of_somebodys_own(seen):
 
 def test_the_list_holds_no_class_that_mixes_tokens():
     """Recurrences, convolutions and experts of limited capacity, by the names of their types."""
-    mixing = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "lfm2", "switch_transformers", "nllb_moe", "convbert")
-    mixing += ("qwen3_next", "funnel", "reformer", "longformer", "longt5", "bigbird", "fnet", "canine", "falcon_h1", "xlstm")
+    mixing = (
+        "mamba",
+        "rwkv",
+        "recurrent",
+        "jamba",
+        "bamba",
+        "zamba",
+        "lfm2",
+        "switch_transformers",
+        "nllb_moe",
+        "convbert",
+    )
+    mixing += (
+        "qwen3_next",
+        "funnel",
+        "reformer",
+        "longformer",
+        "longt5",
+        "bigbird",
+        "fnet",
+        "canine",
+        "falcon_h1",
+        "xlstm",
+    )
     assert len(obstacles.tested()) > 100
     assert not [stack for stack in obstacles.tested() if stack.startswith(mixing)]
 

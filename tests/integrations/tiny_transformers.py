@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from fastformer import functional
 import fastformer.integrations.transformers  # noqa: F401  (registers the attention)
+from fastformer import functional
 
 logging.set_verbosity_error()
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from fastformer.packing import Layout, unpack
 
 
-class Unpacking(DynamicCache):
+class Unpacking(DynamicCache):  # type: ignore[misc]
     """A DynamicCache that is filled for the first time, by a layer whose batch is packed.
 
     It shares all that the real one has; `update` hands over what was computed, and returns it as it came.

@@ -13,7 +13,7 @@ Letters: B batch, L padded length, D model width, H heads, P positions, N tokens
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +26,24 @@ from fastformer.integrations.transformers.masks import MaskRules
 from fastformer.modes import has_values, recorded
 from fastformer.packing import Layout, pack, unpack
 
-MASK, STATES, STATES_MASK, CACHE = "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"
+MASK, STATES, STATES_MASK, CACHE = (
+    "attention_mask",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "past_key_values",
+)
 BIAS, CROSS_BIAS = "position_bias", "encoder_decoder_position_bias"
 # Tensors with a row for each token, [B, L, ...] or [1, L, ...], or tuples of such.
 BY_TOKEN = ("position_ids", "position_embeddings", "per_layer_input")
 # What a layer may be given beside these: no numbers of tokens, or none that a layer computes with.
-OTHERS = {"use_cache", "output_attentions", "output_router_logits", "cache_position", "return_dict", "num_items_in_batch"}
+OTHERS = {
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+    "cache_position",
+    "return_dict",
+    "num_items_in_batch",
+}
 KNOWN = {MASK, STATES, STATES_MASK, CACHE, BIAS, CROSS_BIAS, *BY_TOKEN, *OTHERS}
 # Who may register hooks within a layer: they look at no batch.
 _LOOK_AT_NO_BATCH = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.", "deepspeed.")
@@ -41,18 +53,23 @@ class PackedRules(MaskRules):
     """Rules of a batch that `padding_free` packed: queries of `layout`, keys of `key_layout`."""
 
 
-@lru_cache(maxsize=None)
-def parameters(cls: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
-    """The names of what a class's forward takes by position, and whether it takes others by name."""
+def parameters(layer: nn.Module) -> tuple[str, ...]:
+    """The names of what a layer's forward takes by position."""
+    cls: Any = type(layer)
+    return _parameters(cls)
+
+
+@cache
+def _parameters(cls: Any) -> tuple[str, ...]:
     its = list(inspect.signature(cls.forward).parameters.values())[1:]
-    return tuple(p.name for p in its if p.kind is p.POSITIONAL_OR_KEYWORD), any(p.kind is p.VAR_KEYWORD for p in its)
+    return tuple(p.name for p in its if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Forward pre-hook of every layer."""
     if recorded():
         return None
-    names = parameters(type(layer))[0]
+    names = parameters(layer)
     given = dict(zip(names, args, strict=False)) | kwargs
     rules, x = given.get(MASK), given.get(names[0])
     if len(args) > len(names) or type(rules) is not MaskRules or rules.key_mask is None or not isinstance(x, Tensor):
@@ -119,7 +136,7 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
     bias, states, states_mask = given.get(BIAS), given.get(STATES), given.get(STATES_MASK)
     if bias is not None and bias.dim() != 2:
         return False  # made by a layer that ran padded
-    if (rules.window is not None or BIAS in parameters(type(layer))[0]) and layout.has_gaps:
+    if (rules.window is not None or BIAS in parameters(layer)) and layout.has_gaps:
         return False
     if states is None:
         return True
@@ -153,9 +170,9 @@ def _packed(
         changed[STATES_MASK] = PackedRules(its.shape, its.used, layout=layout, key_layout=key_layout)
     if given.get(CACHE) is not None:
         changed[CACHE] = unpacking(given[CACHE], layout, key_layout)
-    if BIAS in parameters(type(layer))[0] and given.get(BIAS) is None:
+    if BIAS in parameters(layer) and given.get(BIAS) is None:
         changed[BIAS] = _bias(layer, layout)
-    if CROSS_BIAS in parameters(type(layer))[0] and given.get(CROSS_BIAS) is None:
+    if CROSS_BIAS in parameters(layer) and given.get(CROSS_BIAS) is None:
         changed[CROSS_BIAS] = given[first].new_zeros(1)  # T5 would make zeros of all pairs
     return changed
 

@@ -106,9 +106,8 @@ class MaskRules:
         key_mask, mask = (
             None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.mask)
         )
-        layouts = {"layout": self.layout, "key_layout": self.key_layout}
-        moved = {name: None if its is None else its.to(device) for name, its in layouts.items()}
-        return replace(self, key_mask=key_mask, mask=mask, **moved)
+        layout, key_layout = (None if its is None else its.to(device) for its in (self.layout, self.key_layout))
+        return replace(self, key_mask=key_mask, mask=mask, layout=layout, key_layout=key_layout)
 
     def __getitem__(self, index: Any) -> NoReturn:
         self._refuse()

@@ -51,7 +51,7 @@ def structure(owner: Any, stack: nn.ModuleList) -> str | None:
     for index, layer in enumerate(stack):
         if not isinstance(layer, GradientCheckpointingLayer):
             return f"layer {index} is a {type(layer).__name__}"
-        names = parameters(type(layer))[0]
+        names = parameters(layer)
         others = [name for name in names[1:] if name not in KNOWN]
         if others or "attention_mask" not in names:
             return f"its layers take {', '.join(others) or 'no attention_mask'}"
@@ -67,7 +67,9 @@ def structure(owner: Any, stack: nn.ModuleList) -> str | None:
 
 def identity(owner: nn.Module, layer: nn.Module) -> str:
     """A stack as the list of tested ones has it."""
-    return f"{type(owner).__module__.removeprefix('transformers.models.')}.{type(owner).__name__}/{type(layer).__name__}"
+    return (
+        f"{type(owner).__module__.removeprefix('transformers.models.')}.{type(owner).__name__}/{type(layer).__name__}"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -63,7 +63,7 @@ def small(cls: Any, vocabulary: int) -> Any:
         settings["rope_parameters"] = {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
     theirs = getattr(cls, "attribute_map", {})
     settings = {name: value for name, value in settings.items() if name not in theirs}
-    for name, part in getattr(cls, "sub_configs", {}).items():
+    for name in getattr(cls, "sub_configs", {}):
         if getattr(default, name, None) is not None:
             settings.pop(name, None)
             settings[name] = small(type(getattr(default, name)), vocabulary).to_dict()

@@ -261,8 +261,8 @@ GETS = {
     "padded": "Attention leaves the padding out; the other layers work on it.",
     "no attention": "There is no attention of transformers' interface to replace: nothing changes.",
     "refused": "The name raises: use `eager` or `sdpa`.",
-    "not built": "Not tried: these cannot be built small by the rules of `tests/integrations/small_configs.py`, or their "
-    "base model gives no states of text.",
+    "not built": "Not tried: these cannot be built small by the rules of `tests/integrations/small_configs.py`, or "
+    "their base model gives no states of text.",
 }
 
 
@@ -274,9 +274,9 @@ def page(record: dict[str, Any]) -> str:
         "# Hugging Face's types of models",
         "",
         f'What `padding_free` and `attn_implementation="fastformer"` do with each type of text model of transformers '
-        f"{record['transformers']}: small, with random weights, outputs and gradients against `eager`, under padding on "
-        "the right, on the left, with gaps, with an empty row, and without. `make survey` does it again; this page is "
-        "written by `python -m tests.integrations.survey --update`. How to use it is on [the page before](hugging-face.md).",
+        f"{record['transformers']}: small, with random weights, outputs and gradients against `eager`, under padding "
+        "on the right, on the left, with gaps, with an empty row, and without. `make survey` does it again; this page "
+        "is written by `python -m tests.integrations.survey --update`. How to use it: [](hugging-face.md).",
         "",
         "| | types | |",
         "|---|---:|---|",
@@ -311,10 +311,8 @@ def main() -> None:
             found[name] = {"outcome": "ERROR", "reason": _first_line(error)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         its = found[name]
-        print(
-            f"{time.process_time() - began:5.1f} s  {name:28} {its['outcome']:10} {its.get('calls', '')} {its.get('reason', '')}",
-            flush=True,
-        )
+        said = f"{its['outcome']:10} {its.get('calls', '')} {its.get('reason', '')}"
+        print(f"{time.process_time() - began:5.1f} s  {name:28} {said}", flush=True)
         gc.collect()
     print(Counter(its["outcome"] for its in found.values()))
     recorded = obstacles.survey()

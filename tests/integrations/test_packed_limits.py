@@ -125,8 +125,8 @@ def test_the_list_holds_no_class_that_mixes_tokens():
 def test_experts_of_limited_capacity():
     """Which tokens an expert drops depends on all others, those of padding included."""
     config = transformers.SwitchTransformersConfig(
-        vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, num_experts=2, num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1, num_decoder_layers=2,
+        vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, num_experts=2, num_decoder_layers=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
     )  # fmt: skip
     assert "experts drop what exceeds their capacity" in reasons(transformers.SwitchTransformersModel(config))
 
@@ -324,7 +324,7 @@ def test_the_report():
     assert lines == [
         "1 stacks packed, 1 padded",
         "  packed  one.model.encoder.layers  transformers.MarianEncoderLayer : 2 layers",
-        "  padded  one.model.decoder.layers  transformers.MarianDecoderLayer : layerdrop is 0.1: layers are left out at "
-        "random",
+        "  padded  one.model.decoder.layers  transformers.MarianDecoderLayer : layerdrop is 0.1: layers are left out "
+        "at random",
     ]
     assert str(padding_free(nn.Linear(3, 3))) == "0 stacks packed, 0 padded"

@@ -10,8 +10,8 @@ Padding is never materialised as a mask `[B, 1, T, S]` where a pattern can be sa
 Numbers are those of `attn_implementation="eager"` at every real position. One deliberate difference: a query that may
 attend to nothing (padding on the left) gives 0, where eager gives the mean over the padding; a loss sees it only where
 it asks for the first token after the padding, whose label is better -100. What cannot be said to
-`fastformer.functional.attention` raises; nothing is ignored that changes the result, and a model whose own code computes
-attention refuses the name.
+`fastformer.functional.attention` raises; nothing is ignored that changes the result, and a model whose own code
+computes attention refuses the name.
 
 transformers >= 5.18: the oldest release tested, whose T5 passes its position bias to the attention interface.
 

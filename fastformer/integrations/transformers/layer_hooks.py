@@ -1,9 +1,9 @@
 """What a packed stack of a Hugging Face model does around each of its layers: the hooks of `padding_free`.
 
 Before a layer, its padded arguments become those of one sequence of N tokens, and its mask a `PackedRules`, which tells
-the attention where sequences lie; after the last layer the tokens go back, zeros in place of padding. Each layer decides
-for itself whether it runs packed, by its own arguments: which form its input has shows in the shape, so that nothing is
-remembered between layers, a layer may be computed again, and one that cannot run packed unpacks first.
+the attention where sequences lie; after the last layer the tokens go back, zeros in place of padding. Each layer
+decides for itself whether it runs packed, by its own arguments: which form its input has shows in the shape, so that
+nothing is remembered between layers, a layer may be computed again, and one that cannot run packed unpacks first.
 
 The hooks are functions of this module, so that models with them can be pickled and copied.
 

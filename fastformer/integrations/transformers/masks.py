@@ -160,8 +160,8 @@ def _cells(function: Any) -> dict[str, Any]:
 def _flattened(function: Any) -> tuple[Layout, Window] | None:
     """Read the mask function of a flattened batch: its sequences in `[B * L]`, and how far a query sees within one.
 
-    transformers makes it where position ids begin again within a row: `[B, L]` numbers of sequences, and a mask function
-    of the positions, which count by one within each. Waits for the device, for the lengths.
+    transformers makes it where position ids begin again within a row: `[B, L]` numbers of sequences, and a mask
+    function of the positions, which count by one within each. Waits for the device, for the lengths.
     """
     if compiling() or getattr(function, "__code__", None) is not _ALL_OF:
         return None

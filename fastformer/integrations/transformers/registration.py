@@ -37,8 +37,8 @@ def register() -> None:
     def correct(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME and not calls_the_interface(self):
             raise ValueError(
-                f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which computes it '
-                'by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
+                f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which computes '
+                'it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
             )
         return theirs(self, requested_attention, *args, **kwargs)  # type: ignore[no-any-return]
 

@@ -31,8 +31,8 @@ class Conversion:
         left: modules that look like ours to change, or to change back, and were not, with the reason: also attention
             and feed-forward networks that a model has written itself.
         zeroed: changed stacks whose outputs are 0 at padding now, where torch computes something.
-        padded: stacks that are ours and still work on padding, with the reason; and models of Hugging Face's, with what to
-            do about them.
+        padded: stacks that are ours and still work on padding, with the reason; and models of Hugging Face's, with
+            what to do about them.
     """
 
     changed: list[Entry] = field(default_factory=list)

@@ -231,6 +231,29 @@ def test_the_encoder_is_padded_and_the_decoder_is_not(seen):
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("states_padded", [False, True])
+def test_a_decoder_that_is_given_states(name, states_padded, seen):
+    """Cross attention by configuration, as in EncoderDecoderModel: the states' gradient too."""
+    inputs = batch(name, "left")
+    given = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]) if states_padded else None
+    found = []
+    for pack in (False, True):
+        model = tiny(name, "eager", is_decoder=True, add_cross_attention=True).base_model
+        if pack:
+            assert padding_free(model).packed
+        given.grad = None
+        out = model(
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], encoder_hidden_states=given,
+            encoder_attention_mask=mask, use_cache=False,
+        ).last_hidden_state[inputs["attention_mask"].bool()]  # fmt: skip
+        out.square().sum().backward()
+        found.append([out, given.grad.clone(), *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert_same(found[1], found[0])
+    assert len(seen) == 4
+
+
 def test_training_draws_dropout_for_tokens_alone(seen):
     model = tiny("bert").train()
     padding_free(model)

@@ -26,12 +26,8 @@ from fastformer.integrations.transformers.masks import MaskRules
 from fastformer.modes import has_values, recorded
 from fastformer.packing import Layout, pack, unpack
 
-MASK, STATES, STATES_MASK, CACHE = (
-    "attention_mask",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-    "past_key_values",
-)
+MASK, STATES, STATES_MASK = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
+CACHES = ("past_key_values", "layer_past")  # one of them
 BIAS, CROSS_BIAS = "position_bias", "encoder_decoder_position_bias"
 # Tensors with a row for each token, [B, L, ...] or [1, L, ...], or tuples of such.
 BY_TOKEN = ("position_ids", "position_embeddings", "per_layer_input")
@@ -44,7 +40,7 @@ OTHERS = {
     "return_dict",
     "num_items_in_batch",
 }
-KNOWN = {MASK, STATES, STATES_MASK, CACHE, BIAS, CROSS_BIAS, *BY_TOKEN, *OTHERS}
+KNOWN = {MASK, STATES, STATES_MASK, *CACHES, BIAS, CROSS_BIAS, *BY_TOKEN, *OTHERS}
 # Who may register hooks within a layer: they look at no batch.
 _LOOK_AT_NO_BATCH = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.", "deepspeed.")
 
@@ -123,7 +119,7 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
         return False  # a cache that holds something, or no padding
     if _active_collector.get() or given.get("output_attentions") or foreign_hooks(layer):
         return False
-    if not takes(given.get(CACHE)):
+    if not all(takes(given.get(name)) for name in CACHES):
         return False
     if getattr(layer, "chunk_size_feed_forward", 0):
         return False
@@ -168,8 +164,9 @@ def _packed(
         key_layout = its.real_keys(states.device)
         changed[STATES] = _states(layer, states, key_layout, rules)
         changed[STATES_MASK] = PackedRules(its.shape, its.used, layout=layout, key_layout=key_layout)
-    if given.get(CACHE) is not None:
-        changed[CACHE] = unpacking(given[CACHE], layout, key_layout)
+    for name in CACHES:
+        if given.get(name) is not None:
+            changed[name] = unpacking(given[name], layout, key_layout)
     if BIAS in parameters(layer) and given.get(BIAS) is None:
         changed[BIAS] = _bias(layer, layout)
     if CROSS_BIAS in parameters(layer) and given.get(CROSS_BIAS) is None:

@@ -85,17 +85,10 @@ def modeling_class(config: Any) -> Any:
 def mask(side: str, length: int) -> Tensor:
     """int64 `[ROWS, length]`, 1 = real."""
     steps, lengths = torch.arange(length), torch.tensor([[length], [length // 2], [length - 3]])
-    match side:
-        case "right":
-            real = steps < lengths
-        case "left":
-            real = steps >= length - lengths
-        case "gaps":
-            real = (steps < lengths) | (steps % 3 == 2)
-        case "empty":
-            real = (steps < lengths) & (torch.arange(ROWS)[:, None] != 1)
-        case _:
-            real = torch.ones(ROWS, length, dtype=torch.bool)
+    starts = {"right": steps < lengths, "left": steps >= length - lengths}
+    gaps = {"gaps": steps % 3 == 2, "empty": (torch.arange(ROWS) != 1)[:, None]}
+    real = {**starts, "gaps": starts["right"] | gaps["gaps"], "empty": starts["right"] & gaps["empty"]}.get(side)
+    real = torch.ones(ROWS, length, dtype=torch.bool) if real is None else real
     return real.long()
 
 

@@ -47,7 +47,7 @@ def on_hub(network: Any) -> Any:
             write_weights(save_directory / _WEIGHTS, self.state_dict())
 
         @classmethod
-        def _from_pretrained(
+        def _from_pretrained(  # type: ignore[override]
             cls, *, model_id: str, map_location: str = "cpu", strict: bool = True, config: Any, **hub: Any
         ) -> nn.Module:
             if not strict:

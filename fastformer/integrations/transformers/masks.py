@@ -106,7 +106,8 @@ class MaskRules:
         key_mask, mask = (
             None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.mask)
         )
-        layout, key_layout = (None if its is None else its.to(device) for its in (self.layout, self.key_layout))
+        layouts = (self.layout, self.key_layout)
+        layout, key_layout = (None if its is None else its.to(torch.device(device)) for its in layouts)
         return replace(self, key_mask=key_mask, mask=mask, layout=layout, key_layout=key_layout)
 
     def __getitem__(self, index: Any) -> NoReturn:

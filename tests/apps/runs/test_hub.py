@@ -17,9 +17,12 @@ from fastformer.apps.translation import TranslationConfig, TranslationModel
 
 SIZES = {"d_model": 16, "heads": 2, "feed_forward": 32}
 MODELS = {
-    "translation": (TranslationModel, TranslationConfig(50, 50, encoder_layers=1, decoder_layers=1, embeddings="shared", **SIZES)),
+    "translation": (
+        TranslationModel,
+        TranslationConfig(50, 50, encoder_layers=1, decoder_layers=1, embeddings="shared", **SIZES),
+    ),
     "language": (LanguageModel, LanguageConfig(50, layers=1, norm="rms", positions="rotary", **SIZES)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -70,7 +73,7 @@ def test_other_weights_are_refused(folder):
     path = folder / "model.safetensors"
     weights = read_weights(path)
     write_weights(path, {**weights, "decoder.norm.weight": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="holds decoder.norm.weight of shape"):
+    with pytest.raises(CheckpointError, match=r"holds decoder.norm.weight of shape"):
         load(folder)
     write_weights(path, {**weights, "decoder.norm.weight": weights["decoder.norm.weight"] * torch.nan})
     with pytest.raises(CheckpointError, match="NaN"):
@@ -80,7 +83,7 @@ def test_other_weights_are_refused(folder):
 
 
 def test_only_models_of_ours():
-    with pytest.raises(TypeError, match="network must be a class of .*TranslationModel.*, not <class 'torch.nn"):
+    with pytest.raises(TypeError, match=r"network must be a class of .*TranslationModel.*, not <class 'torch.nn"):
         on_hub(torch.nn.Linear)
     assert issubclass(on_hub(SequenceClassifier), SequenceClassifier)
     assert EncoderConfig(5).layers == 4

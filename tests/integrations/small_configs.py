@@ -41,6 +41,9 @@ SIZES: dict[str, Any] = {
     "num_kv_shared_layers": 0,
 }
 
+# Rotary positions in three sections, which add up to half of the head size.
+SECTIONED = ("glm4v", "glm_image", "glm_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")
+
 
 def small(cls: Any, vocabulary: int) -> Any:
     """A small configuration of a class, and of the parts that it has."""
@@ -53,12 +56,12 @@ def small(cls: Any, vocabulary: int) -> Any:
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention shares none
         settings |= {"qk_rope_head_dim": 4, "head_dim": 4} if "head_dim" in settings else {"qk_rope_head_dim": 4}
     values = default.to_dict()
-    deep = values.get("num_hidden_layers")
-    for name, value in values.items():  # what is said of each layer: of the first and the last
-        if isinstance(value, list) and len(value) == deep and deep > 1 and "num_hidden_layers" in settings:
-            settings[name] = [value[0], value[-1]]
+    if "num_hidden_layers" in settings:
+        settings |= _layers(values)
+    if "attention_types" in values:
+        settings["attention_types"] = [[["global", "local"], 1]]
     rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
+    if isinstance(rope, dict) and cls.model_type.startswith(SECTIONED):
         pairs = int(8 * rope.get("partial_rotary_factor", 1)) // 2
         settings["rope_parameters"] = {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
     theirs = getattr(cls, "attribute_map", {})
@@ -68,6 +71,18 @@ def small(cls: Any, vocabulary: int) -> Any:
             settings.pop(name, None)
             settings[name] = small(type(getattr(default, name)), vocabulary).to_dict()
     return cls(**settings)
+
+
+def _layers(values: dict[str, Any]) -> dict[str, Any]:
+    """Two layers, or one of each kind that a configuration has: what it says of each layer, for those alone."""
+    deep = values["num_hidden_layers"]
+    lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == deep > 1}
+    if not lists:
+        return {}
+    kinds = {str(each): index for index, each in reversed(list(enumerate(zip(*lists.values(), strict=True))))}
+    chosen = sorted({*kinds.values(), deep - 1})[:4]
+    chosen = chosen if len(chosen) > 1 else [0, deep - 1]
+    return {"num_hidden_layers": len(chosen), **{name: [x[i] for i in chosen] for name, x in lists.items()}}
 
 
 def _has(config: Any, name: str) -> bool:

@@ -13,6 +13,8 @@ from transformers import BertConfig, BertModel, RecurrentGemmaConfig, RecurrentG
 
 import fastformer
 from fastformer.integrations.transformers import obstacles, padded, padding_free
+from fastformer.integrations.transformers.layer_hooks import enter
+from fastformer.integrations.transformers.masks import mask_rules
 from tests.integrations.test_packed_models import assert_same, outcome
 from tests.integrations.tiny_transformers import PLAIN, ROUNDINGS, batch, count_packed, pairs, tiny
 from tests.support.closeness import assert_close
@@ -92,43 +94,49 @@ def test_a_layer_of_somebodys_own(seen):
         padding_free(model, also=["BertLayer"])
 
 
+MIXING = (
+    "mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "convbert", "qwen3_next", "funnel", "reformer",
+    "longformer", "longt5", "bigbird", "fnet", "canine", "falcon_h1", "xlstm", "minimax.", "granitemoehybrid", "nemotron_h",
+)  # fmt: skip
+
+
 def test_the_list_holds_no_class_that_mixes_tokens():
-    """Recurrences, convolutions and experts of limited capacity, by the names of their types."""
-    mixing = (
-        "mamba",
-        "rwkv",
-        "recurrent",
-        "jamba",
-        "bamba",
-        "zamba",
-        "lfm2",
-        "switch_transformers",
-        "nllb_moe",
-        "convbert",
-    )
-    mixing += (
-        "qwen3_next",
-        "funnel",
-        "reformer",
-        "longformer",
-        "longt5",
-        "bigbird",
-        "fnet",
-        "canine",
-        "falcon_h1",
-        "xlstm",
-    )
-    assert len(obstacles.tested()) > 100
-    assert not [stack for stack in obstacles.tested() if stack.startswith(mixing)]
+    """Recurrences, convolutions and blocks of tokens, by the names of their types."""
+    assert len(obstacles.tested()) > 150
+    assert not [stack for stack in obstacles.tested() if stack.startswith(MIXING)]
 
 
-def test_experts_of_limited_capacity():
-    """Which tokens an expert drops depends on all others, those of padding included."""
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, num_experts=2, num_decoder_layers=2,
-        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-    )  # fmt: skip
-    assert "experts drop what exceeds their capacity" in reasons(transformers.SwitchTransformersModel(config))
+SMALL = {
+    "vocab_size": 60,
+    "d_model": 16,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "d_ff": 32,
+    "num_heads": 4,
+    "d_kv": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "settings", "reason"),
+    [
+        (
+            "Lfm2Model",
+            "Lfm2Config",
+            {**PLAIN, "num_key_value_heads": 2, "layer_types": ["full_attention", "conv"]},
+            "layer 1, conv.conv is a Conv1d",
+        ),
+        (
+            "SwitchTransformersModel",
+            "SwitchTransformersConfig",
+            {**SMALL, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+            "layer 1, layer.1.mlp.router: experts drop what exceeds their capacity, padding included",
+        ),
+    ],
+)
+def test_classes_that_mix_tokens_by_configuration(model, config, settings, reason):
+    """The record has them without; which tokens an expert drops depends on all others, those of padding included."""
+    assert reason in reasons(getattr(transformers, model)(getattr(transformers, config)(**settings)))
 
 
 def test_layers_left_out_at_random():
@@ -218,6 +226,18 @@ def test_a_layer_that_unpacks_has_t5s_bias_in_full(seen):
     inputs = pairs("t5", "left")
     assert_same(outcome(model, inputs), outcome(tiny("t5", "eager", num_layers=3), inputs))
     assert len(seen) == 1 + 2 * 3  # of the encoder the first layer: a bias in full stays so
+
+
+def test_positions_in_several_dimensions_run_padded(seen):
+    """`[3, B, L]`, as for pictures: where B and L are 3, their first dimensions look like those of tokens."""
+    model = tiny("llama").model
+    padding_free(model)
+    layer, table = model.layers[0], torch.randn(3, 3, 3, 4)
+    rules = mask_rules(3, 3, 3, attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]).bool())
+    given = {"attention_mask": rules, "position_embeddings": (table[0], table[0])}
+    assert enter(layer, (torch.randn(3, 3, 16),), given) is not None
+    given["position_embeddings"] = (table, table)
+    assert enter(layer, (torch.randn(3, 3, 16),), given) is None
 
 
 def test_feed_forward_in_chunks():

@@ -29,8 +29,8 @@ from fastformer.packing import Layout, pack, unpack
 MASK, STATES, STATES_MASK = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
 CACHES = ("past_key_values", "layer_past")  # one of them
 BIAS, CROSS_BIAS = "position_bias", "encoder_decoder_position_bias"
-# Tensors with a row for each token, [B, L, ...] or [1, L, ...], or tuples of such.
-BY_TOKEN = ("position_ids", "position_embeddings", "per_layer_input")
+# Tensors with a row for each token, [B, L, ...] or [1, L, ...], or tuples of such, and how many dimensions they have.
+BY_TOKEN = {"position_ids": 2, "position_embeddings": 3, "per_layer_input": 3}
 # What a layer may be given beside these: no numbers of tokens, or none that a layer computes with.
 OTHERS = {
     "use_cache",
@@ -125,7 +125,7 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
         return False
     for name, value in given.items():
         if name in BY_TOKEN:
-            if any(not _is_by_token(x, B, S) for x in _tensors(value)):
+            if any(x.dim() != BY_TOKEN[name] or x.shape[0] not in (1, B) or x.shape[1] != S for x in _tensors(value)):
                 return False
         elif name not in KNOWN and name != first and any(True for _ in _tensors(value)):
             return False
@@ -230,10 +230,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for x in value.values():
             yield from _tensors(x)
-
-
-def _is_by_token(x: Tensor, B: int, L: int) -> bool:
-    return x.dim() > 1 and x.shape[0] in (1, B) and x.shape[1] == L
 
 
 def foreign_hooks(layer: nn.Module) -> bool:

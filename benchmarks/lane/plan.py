@@ -47,10 +47,10 @@ PLAN: dict[str, dict[str, float]] = {
         "packing": _kept(30, 2.0),
         "decoding": _kept(16, 4.0, kernels=2),  # three searches of both sides, and captures
     },
-    "models": {  # 9.1 minutes
+    "models": {  # 8.8 minutes
         "multihead_attention": _kept(18, 0.5, kernels=4),
         "modules": _kept(12, 1.0),
-        "integrations": _kept(5, 10.0, kernels=6),
+        "integrations": _kept(3, 10.0, kernels=6),
         "language": _kept(1, 10.0),
         "generation": _kept(3, 15.0),  # a thousand words from the whole prefix
         "cached_decoding": _kept(2, 4.0),  # 512 steps of 0.4 ms, some ten times

@@ -19,13 +19,14 @@ Letters: B batch, T queries, S keys.
 """
 
 try:
-    from fastformer.integrations.transformers.registration import NAME, register
+    from fastformer.integrations.transformers.registration import NAME as NAME
+    from fastformer.integrations.transformers.registration import register
     from fastformer.integrations.transformers.stacks import PaddingFree, padded, padding_free
 except ImportError as error:
     raise ImportError(
         "fastformer.integrations.transformers needs transformers 5.18 or newer: pip install 'fastformer[transformers]'"
     ) from error
 
-__all__ = ["NAME", "PaddingFree", "padded", "padding_free", "register"]
+__all__ = ["PaddingFree", "padded", "padding_free", "register"]
 
 register()

@@ -126,14 +126,17 @@ def test_a_prefix_in_the_cache_runs_padded(seen):
     assert not seen
 
 
-def test_accelerate_moves_its_weights(seen):
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_accelerate_moves_its_weights(name, seen):
+    """Between calls they are on meta, T5's bias too."""
     accelerate = pytest.importorskip("accelerate")
-    inputs = batch("llama", "left")
-    expected = tiny("llama", "eager")(**inputs).loss
-    model = tiny("llama")
+    inputs = pairs(name, "left")
+    expected = tiny(name, "eager")(**inputs).loss
+    model = tiny(name)
     padding_free(model)
     accelerate.cpu_offload(model)
     assert_close(model(**inputs).loss, expected, ROUNDINGS)
+    assert len(seen) == (6 if name == "t5" else 2)
 
 
 @pytest.mark.slow

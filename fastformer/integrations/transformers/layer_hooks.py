@@ -168,7 +168,7 @@ def _packed(
         if given.get(name) is not None:
             changed[name] = unpacking(given[name], layout, key_layout)
     if BIAS in parameters(layer) and given.get(BIAS) is None:
-        changed[BIAS] = _bias(layer, layout)
+        changed[BIAS] = _bias(layer, given[first], layout)
     if CROSS_BIAS in parameters(layer) and given.get(CROSS_BIAS) is None:
         changed[CROSS_BIAS] = given[first].new_zeros(1)  # T5 would make zeros of all pairs
     return changed
@@ -186,13 +186,13 @@ def _unpacked(first: str, given: dict[str, Any], layout: Layout) -> dict[str, An
     return changed
 
 
-def _bias(layer: nn.Module, layout: Layout) -> Tensor:
+def _bias(layer: nn.Module, x: Tensor, layout: Layout) -> Tensor:
     """T5's relative bias by distance, `[H, 2 P - 1]`, by the layer's own function, for one query."""
     its: Any = next((part for part in layer.modules() if hasattr(part, "relative_attention_bias")), None)
     if its is None:  # the layers before it gave none
-        return next(layer.parameters()).new_zeros(1)
+        return x.new_zeros(1)
     P = max(layout.max_length, 1)
-    found: Tensor = its.compute_bias(1, 2 * P - 1, past_seen_tokens=P - 1)
+    found: Tensor = its.compute_bias(1, 2 * P - 1, device=x.device, past_seen_tokens=P - 1)
     return found[0, :, 0]
 
 

@@ -25,6 +25,13 @@ def seen(monkeypatch):
     return count_packed(monkeypatch)
 
 
+def flattened(pattern: Any, positions: Tensor, numbers: Tensor) -> Any:
+    """The mask function of a flattened batch, as the installed transformers makes it."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(pattern, positions, numbers)
+    return masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(numbers))
+
+
 def collated(**options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -74,9 +81,7 @@ def test_attention_weights_are_of_rows(name, seen):
 
 def test_no_mask_is_made(monkeypatch):
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
-    function = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS)
-    )
+    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
     rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
     assert rules.mask is rules.key_mask is None
     assert rules.causal
@@ -84,8 +89,21 @@ def test_no_mask_is_made(monkeypatch):
     assert rules.layout.lengths.tolist() == [4, 3, 2, 2, 7]
 
 
+def test_the_form_of_older_releases():
+    """There the pattern goes by columns: the same within each sequence."""
+    numbers = masking_utils.find_packed_sequence_indices(ROWS)
+    for pattern, window in (
+        (masking_utils.causal_mask_function, None),
+        (masking_utils.sliding_window_causal_mask_function(2), (1, 0)),
+    ):
+        function = masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(numbers))
+        rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
+        assert rules.layout.lengths.tolist() == [4, 3, 2, 2, 7]
+        assert (rules.causal, rules.window) == (True, window)
+
+
 def test_a_mask_function_that_says_more_has_its_mask():
-    function = masking_utils.packed_sequence_compatibility_function(
+    function = flattened(
         masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)),
         ROWS,
         masking_utils.find_packed_sequence_indices(ROWS),
@@ -106,9 +124,7 @@ def test_sequences_that_nothing_keeps_apart_raise():
 
 
 def test_rules_of_a_run_move_between_devices():
-    function = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS)
-    )
+    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
     rules = mask_rules(2, LENGTH, LENGTH, mask_function=function).to("meta")
     assert rules.layout.offsets.device.type == rules.key_layout.offsets.device.type == "meta"
 
@@ -116,9 +132,7 @@ def test_rules_of_a_run_move_between_devices():
 def test_compiled_it_is_a_mask(monkeypatch):
     """Its lengths are no constants of a graph."""
     monkeypatch.setattr("fastformer.integrations.transformers.masks.compiling", lambda: True)
-    function = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS)
-    )
+    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
     rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
     assert rules.layout is None
     assert rules.mask is not None

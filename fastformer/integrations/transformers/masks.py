@@ -28,9 +28,9 @@ _ALL_OF = masking_utils.and_masks().__code__
 _LOOKS_BACK = masking_utils.sliding_window_overlay(1).__code__
 _LOOKS_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
 _SAME_SEQUENCE = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
-_BY_POSITION = masking_utils.remap_positions_for_packed_sequence(
-    masking_utils.causal_mask_function, torch.empty(0)
-).__code__
+# In later releases the pattern counts by positions; in 5.18 by columns, which is the same within a sequence.
+_by_position = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_BY_POSITION = _by_position and _by_position(masking_utils.causal_mask_function, torch.empty(0)).__code__
 
 _REFUSAL = (
     "this model computes with its attention mask by itself, outside of transformers' attention interface, "
@@ -167,10 +167,13 @@ def _flattened(function: Any) -> tuple[Layout, Window] | None:
     if compiling() or getattr(function, "__code__", None) is not _ALL_OF:
         return None
     parts = _cells(function)["mask_functions"]
-    if [getattr(part, "__code__", None) for part in parts] != [_SAME_SEQUENCE, _BY_POSITION]:
+    same = [part for part in parts if getattr(part, "__code__", None) is _SAME_SEQUENCE]
+    others = [part for part in parts if part not in same]
+    if (len(same), len(others)) != (1, 1):
         return None
-    numbers = _cells(parts[0])["packed_sequence_mask"]
-    window = _window(_cells(parts[1])["mask_function"])
+    by_position = _BY_POSITION is not None and getattr(others[0], "__code__", None) is _BY_POSITION
+    window = _window(_cells(others[0])["mask_function"] if by_position else others[0])
+    numbers = _cells(same[0])["packed_sequence_mask"]
     if window is None or not has_values(numbers):
         return None
     rows = torch.arange(numbers.shape[0], device=numbers.device)[:, None]

@@ -100,6 +100,18 @@ MIXING = (
 )  # fmt: skip
 
 
+def test_a_class_that_fully_shard_made_is_that_which_it_was_made_of(seen):
+    model = tiny("bert", "eager")
+    for module in (*model.bert.encoder.layer, model.bert.encoder):
+        kind = type(module)
+        made = {"__module__": "torch.distributed.fsdp._fully_shard._fully_shard"}
+        module.__class__ = type(f"FSDP{kind.__name__}", (kind,), made)
+    inputs = batch("bert", "left")
+    assert padding_free(model).packed
+    assert_same(outcome(model, inputs), outcome(tiny("bert", "eager"), inputs))
+    assert len(seen) == 2
+
+
 def test_the_list_holds_no_class_that_mixes_tokens():
     """Recurrences, convolutions and blocks of tokens, by the names of their types."""
     assert len(obstacles.tested()) > 150

@@ -67,9 +67,13 @@ def structure(owner: Any, stack: nn.ModuleList) -> str | None:
 
 def identity(owner: nn.Module, layer: nn.Module) -> str:
     """A stack as the list of tested ones has it."""
-    return (
-        f"{type(owner).__module__.removeprefix('transformers.models.')}.{type(owner).__name__}/{type(layer).__name__}"
-    )
+    its, kind = _class(owner), _class(layer)
+    return f"{its.__module__.removeprefix('transformers.models.')}.{its.__name__}/{kind.__name__}"
+
+
+def _class(module: nn.Module) -> type[nn.Module]:
+    """A module's class, or that of which fully_shard made another, which adds hooks alone."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
 @lru_cache(maxsize=1)

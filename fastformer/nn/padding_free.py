@@ -31,7 +31,7 @@ _FUNCTIONS = (
     F.hardswish, torch.relu, torch.tanh, torch.sigmoid, *DEFINED_HERE,
 )  # fmt: skip
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
-_PARTS = (*_LINEAR, nn.Dropout, *_NORMS, *_ACTIVATIONS)
+TOKEN_WISE = (*_LINEAR, nn.Dropout, *_NORMS, *_ACTIVATIONS)
 
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -68,29 +68,30 @@ def mixes_tokens(stack: nn.Module) -> str | None:
     """Return which part of a stack, beside attention, may look at several tokens at once, or None."""
     layers: Any = stack.layers
     reasons = {f"layers.{index}": _layer_mixes(layer) for index, layer in enumerate(layers)}
-    reasons["norm"] = _mixes(stack.norm, _NORMS) if isinstance(stack.norm, nn.Module) else None
+    reasons["norm"] = mixes(stack.norm, _NORMS) if isinstance(stack.norm, nn.Module) else None
     return next((f"{name}{reason}" for name, reason in reasons.items() if reason is not None), None)
 
 
 def _layer_mixes(layer: Any) -> str | None:
     layer = unwrap(layer)
     for name, part in layer.named_children():
-        reason = _mixes(part, (*_PARTS, MultiheadAttention))
+        reason = mixes(part, (*TOKEN_WISE, MultiheadAttention))
         if reason is not None:
             return f".{name}{reason}"
         inner = unwrap(part)
-        if isinstance(inner, MultiheadAttention) and (reason := _mixes(inner.out_proj, _LINEAR)) is not None:
+        if isinstance(inner, MultiheadAttention) and (reason := mixes(inner.out_proj, _LINEAR)) is not None:
             return f".{name}.out_proj{reason}"
         for its in ("q_norm", "k_norm") if isinstance(inner, MultiheadAttention) else ():
             norm = inner._modules.get(its)
-            if norm is not None and (reason := _mixes(norm, _NORMS)) is not None:
+            if norm is not None and (reason := mixes(norm, _NORMS)) is not None:
                 return f".{name}.{its}{reason}"
     activation = layer.activation
     own = not isinstance(activation, nn.Module) and activation not in (*_FUNCTIONS, *_declared)
     return ".activation is a function of your own" if own else None
 
 
-def _mixes(part: Any, known: tuple[type[nn.Module], ...]) -> str | None:
+def mixes(part: Any, known: tuple[type[nn.Module], ...]) -> str | None:
+    """Return why a part may not see tokens in place of batches, or None: it is of a known class, or was declared."""
     kind = type(part)
     if not (kind in known or kind in _declared):
         part = unwrap(part)
@@ -98,7 +99,7 @@ def _mixes(part: Any, known: tuple[type[nn.Module], ...]) -> str | None:
     if not (kind in known or kind in _declared):
         if f"{kind.__module__}.{kind.__qualname__}" not in _ELSEWHERE:
             return f" is a {type(part).__name__}"
-        reason = _mixes(part.base_layer, _LINEAR)
+        reason = mixes(part.base_layer, known)
         return None if reason is None else f".base_layer{reason}"
     shape = part.normalized_shape if kind in _NORMS and kind is not nn.Identity else ()
     return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None
@@ -141,7 +142,7 @@ def _layer_obstacle(layer: Any) -> str | None:
 def _has_hooks_within(part: Any) -> bool:
     """Whether a part has hooks, or one that it is made of and hands over what it sees."""
     kind = type(part)
-    if kind in _PARTS:
+    if kind in TOKEN_WISE:
         return has_hooks(part)
     if kind is MultiheadAttention:
         return has_hooks(part) or any(map(_has_hooks_within, part.children()))

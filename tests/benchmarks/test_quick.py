@@ -85,7 +85,7 @@ def break_integration(monkeypatch, race):
     transformers = pytest.importorskip("transformers")
     attention = transformers.models.bert.modeling_bert.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(attention._global_mapping, "sdpa", broken)
-    bench_integrations.bench_transformers(race, "quick", "BERT", "sdpa")
+    bench_integrations.bench_transformers(race, "quick", "BERT", "layers", 0.45, "training step", "sdpa")
 
 
 def breaking(place, name, bench, by=broken):

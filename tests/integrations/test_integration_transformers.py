@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache, StaticCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 import fastformer
@@ -291,9 +291,9 @@ def test_with_the_kernels(name):
 
 
 def test_registering_twice_changes_nothing():
-    before = integration.AttentionInterface().valid_keys()
+    before = AttentionInterface().valid_keys()
     integration.register()
-    assert integration.AttentionInterface().valid_keys() == before
+    assert AttentionInterface().valid_keys() == before
     assert "fastformer" in before
 
 

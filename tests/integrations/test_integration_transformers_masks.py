@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import Tensor, nn
-from transformers import FalconConfig, FalconForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, masking_utils
+from transformers import LlamaConfig, masking_utils
 
-from fastformer.integrations.transformers import attention_forward
-from fastformer.integrations.transformers_masks import MaskRules, mask_rules
-from tests.integrations.tiny_transformers import GROUPED, LENGTH, ROUNDINGS, VOCABULARY, WINDOW, batch, tiny
+from fastformer.integrations.transformers.attention import attention_forward
+from fastformer.integrations.transformers.masks import MaskRules, mask_rules
+from tests.integrations.tiny_transformers import GROUPED, LENGTH, ROUNDINGS, VOCABULARY, batch, tiny
 from tests.support.closeness import assert_close
 
 B, H, K = 3, 2, 8
@@ -163,20 +163,6 @@ def outputs(name: str, attention: str, **inputs: Any) -> Tensor:
     return tiny(name, attention)(**inputs).logits
 
 
-def test_packed_sequences():
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH))
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
-    for name in ("llama", "mistral"):
-        inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        assert_close(outputs(name, "fastformer", **inputs), outputs(name, "eager", **inputs), ROUNDINGS)
-    inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = torch.tensor([0, 4, 7, 9])
-    outputs("llama", "fastformer", **inputs)
-    with pytest.raises(ValueError, match="cu_seq_lens_q has several sequences a row"):
-        outputs("llama", "fastformer", **{**inputs, "position_ids": None})
-    inputs["cu_seq_lens_q"] = torch.tensor([0, 9])
-    outputs("llama", "fastformer", **{**inputs, "position_ids": None})
-
-
 @pytest.mark.parametrize("shape", [(3, 1, LENGTH, LENGTH), (1, 1, LENGTH, LENGTH), (3, 1, 1, LENGTH)])
 def test_masks_of_the_user(shape):
     ids = torch.randint(3, VOCABULARY, (3, LENGTH))
@@ -224,8 +210,7 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"s_aux": torch.zeros(4)}, "does not know s_aux, which may change the result"),
-        ({"head_mask": torch.ones(4)}, "does not know head_mask"),
+        ({"head_mask": torch.ones(4)}, "does not know head_mask, which may change the result"),
         ({"indices": torch.zeros(1), "cache": object()}, "does not know indices, cache"),
         ({"T": 2, "S": 6}, "attention_mask is None: 2 causal queries have no known place among 6 keys"),
         ({"sliding_window": 2}, "attention_mask is None, and does not hold the sliding window of 2"),
@@ -255,20 +240,17 @@ def test_one_query_for_the_whole_batch():
     assert_close(out, attention_forward(Layer(), q.expand(B, -1, -1, -1), k, k, rules)[0])
 
 
-def test_a_model_with_attention_sinks_raises():
-    config = GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1, head_dim=4, sliding_window=WINDOW)
-    config._attn_implementation = "fastformer"
-    with pytest.raises(ValueError, match="does not know s_aux"):
-        GptOssForCausalLM(config)(torch.randint(3, VOCABULARY, (2, 5)))
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_model_that_uses_its_mask_itself_raises(padded):
-    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
-    config._attn_implementation = "fastformer"
-    mask = torch.tensor([[0, 1, 1, 1, 1]]) if padded else None
-    with pytest.raises((TypeError, KeyError), match="fastformer"):
-        FalconForCausalLM(config)(torch.randint(3, VOCABULARY, (1, 5)), attention_mask=mask)
+def test_sinks():
+    sinks = torch.randn(4).requires_grad_()
+    rules = mask_rules(B, 5, 5, attention_mask=padding_mask("left", 5))
+    q, k = torch.randn(B, 4, 5, K), torch.randn(B, 2, 5, K)
+    out, weights = attention_forward(Layer(), q, k, k, rules, s_aux=sinks, output_attentions=True)
+    scores = q @ k.repeat_interleave(2, 1).mT * K**-0.5
+    scores = scores.masked_fill(~expected(5, 5, 0, 0, PATTERNS["causal"], padding_mask("left", 5))[:, None], -torch.inf)
+    whole = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(B, 4, 5, 1)], -1).softmax(-1)
+    assert_close(weights, whole[..., :-1])
+    assert_close(attention_forward(Layer(), q, k, k, rules, s_aux=sinks)[0], out)
+    assert float(torch.autograd.grad(out.sum(), sinks)[0].abs().max()) > 0
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 import fastformer.integrations.transformers  # noqa: F401  (registers the attention)
+from fastformer import functional
 
 logging.set_verbosity_error()
 
@@ -169,3 +170,27 @@ def batch(name: str, side: str | None) -> dict[str, Tensor]:
             asked = asked & asked.roll(1, 1)
         labels = labels.masked_fill(~asked, -100)
     return {"input_ids": ids.masked_fill(real == 0, 0), "attention_mask": real, "labels": labels}
+
+
+def pairs(name: str, side: str | None) -> dict[str, Tensor]:
+    """`batch`, and where there is a decoder of its own, the mask that says what of its input is padding."""
+    inputs = batch(name, side)
+    if MODELS[name][0] is PAIRS and side is not None:
+        inputs["decoder_attention_mask"] = (inputs["labels"] != -100).long()
+    return inputs
+
+
+class Packed(list[int]):
+    """How many tokens each packed attention got."""
+
+
+def count_packed(monkeypatch: Any) -> Packed:
+    """Write down every call of `functional.packed_attention` from now on."""
+    seen, op = Packed(), functional.packed_attention
+
+    def counting(q: Tensor, *args: Any, **settings: Any) -> Tensor:
+        seen.append(q.shape[0])
+        return op(q, *args, **settings)
+
+    monkeypatch.setattr(functional, "packed_attention", counting)
+    return seen

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 import fastformer.nn.transformer  # noqa: F401  all classes of OURS are defined from here on
-from fastformer.nn.conversion.reasons import is_feed_forward, reason, tell_of_others
-from fastformer.nn.conversion.report import ZEROED, Conversion, Entry, name_of
+from fastformer.nn.conversion.reasons import hugging_face, is_feed_forward, reason, tell_of_others
+from fastformer.nn.conversion.report import FROM_OUTSIDE, ZEROED, Conversion, Entry, name_of
 from fastformer.nn.conversion.trial import difference
 from fastformer.nn.modules import OURS, SequentialFeedForward
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
@@ -69,6 +69,7 @@ def convert(model: nn.Module, *, padding_free: bool = True, also: Also | None = 
         obstacle = stack.obstacle() if stack.padding_free else "padding_free is False"
         if obstacle is not None:
             report.padded.append(Entry(name, name_of(type(stack)), obstacle))
+    report.padded += [Entry(name, name_of(type(its)), FROM_OUTSIDE) for name, its in hugging_face(model)]
     return report
 
 

@@ -5,6 +5,7 @@ module that only holds others which are told of, or were changed, is not told of
 """
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ _NAMES: dict[Kind, re.Pattern[str]] = {
     "attention": re.compile("Attention|Attn|MHA"),
     "feed-forward": re.compile("Feed_?[Ff]orward|FFN|Ffn|MLP|Mlp"),
 }
+_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 _AFFIXES = re.compile(r"proj|linear|lin|layer|fc|to|c_|w|_|\d")  # q_proj, to_q, q_lin, Wq: all q
 _QUERIES_KEYS_VALUES = ({"q", "k", "v"}, {"query", "key", "value"}, {"qkv"}, {"querykeyvalue"}, {"attn"}, {"inqkv"})
 _MOST_LINEAR = 3  # of a gated feed-forward network
@@ -51,6 +53,19 @@ def reason(module: nn.Module) -> str | None:
 def is_feed_forward(module: nn.Module) -> bool:
     """Whether it is an nn.Sequential that is a feed-forward network."""
     return type(module) is nn.Sequential and SequentialFeedForward.recognises(module)
+
+
+def hugging_face(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The models of transformers in a model, outermost ones, whose layers are not packed; needs no transformers."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        theirs = any(f"{cls.__module__}.{cls.__name__}" == _PRETRAINED for cls in type(module).__mro__)
+        if not theirs or any(other == "" or name.startswith(f"{other}.") for other in names):
+            continue
+        names.append(name)
+        hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+        if not any((getattr(hook, "__module__", None) or "").startswith("fastformer.integrations.") for hook in hooks):
+            yield name, module
 
 
 def tell_of_others(model: nn.Module) -> dict[str, str]:

@@ -7,6 +7,11 @@ ZEROED = (
     "them; what reads them, such as a mean over all positions, changes: padding_free=False keeps torch's"
 )
 
+FROM_OUTSIDE = (
+    "a model of Hugging Face transformers: fastformer.integrations.transformers.padding_free(model) has its layers run "
+    "without padding"
+)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -26,7 +31,8 @@ class Conversion:
         left: modules that look like ours to change, or to change back, and were not, with the reason: also attention
             and feed-forward networks that a model has written itself.
         zeroed: changed stacks whose outputs are 0 at padding now, where torch computes something.
-        padded: stacks that are ours and still work on padding, with the reason.
+        padded: stacks that are ours and still work on padding, with the reason; and models of Hugging Face's, with
+            what to do about them.
     """
 
     changed: list[Entry] = field(default_factory=list)

@@ -1,19 +1,6 @@
-"""fastformer's attention in Hugging Face transformers: import this module, then `attn_implementation="fastformer"`.
+"""The attention of one layer of a Hugging Face model: its arguments in the words of `fastformer.functional.attention`.
 
-    import fastformer.integrations.transformers
-    model = AutoModel.from_pretrained(name, attn_implementation="fastformer")
-    model.set_attn_implementation("fastformer")  # or later, on any model that transformers can switch
-
-Padding is never materialised as a mask `[B, 1, T, S]` where a pattern can be said shorter: see `transformers_masks`.
-
-Numbers are those of `attn_implementation="eager"` at every real position. One deliberate difference: a query that may
-attend to nothing (padding on the left) gives 0, where eager gives the mean over the padding; a loss sees it only where
-it asks for the first token after the padding, whose label is better -100. What cannot be said to
-`fastformer.functional.attention`, such as attention sinks, raises; nothing is ignored that changes the result.
-
-transformers >= 5.18: the oldest release tested, whose T5 passes its position bias to the attention interface.
-
-Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values.
+Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values, P positions, N tokens of a packed batch.
 """
 
 from collections.abc import Sequence
@@ -22,23 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
+from fastformer.integrations.transformers.masks import MaskRules
 from fastformer.modes import compiling
-
-__all__ = ["register"]
-
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.utils.output_capturing import _active_collector
-
-    from fastformer.integrations.transformers_masks import MaskRules, mask_rules
-except ImportError as error:
-    raise ImportError(
-        "fastformer.integrations.transformers needs transformers 5.18 or newer: pip install 'fastformer[transformers]'"
-    ) from error
-
-NAME = "fastformer"
 
 # Keywords that pass through layers on their way elsewhere; no attention of transformers reads them.
 _NOT_FOR_ATTENTION = {
@@ -65,6 +40,8 @@ def _rules_of(
     """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
     T, S = query.shape[2], key.shape[2]
     if isinstance(mask, MaskRules):
+        if mask.layout is not None:
+            return mask  # the op compares the layouts with what it is given
         by_position = mask.causal or mask.window is not None or mask.mask is not None
         if mask.shape[3] != S or (by_position and mask.shape[2] != T):
             raise ValueError(
@@ -118,7 +95,7 @@ def _check(kwargs: dict[str, Any], rules: MaskRules) -> None:
             'use attn_implementation="eager" for this model or call'
         )
     offsets: Sequence[Any] | Tensor | None = kwargs.get("cu_seq_lens_q")
-    if offsets is not None and len(offsets) > 2 and rules.mask is None:
+    if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
         raise ValueError(
             "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
             "pass position_ids that start again at 0 for each, and no attention_mask"
@@ -137,32 +114,49 @@ def attention_forward(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer; registered with transformers' AttentionInterface.
 
     Args:
         module: the layer; `training` says whether there is dropout.
-        query: `[B, H, T, K]`.
+        query: `[B, H, T, K]`; packed, `[1, H, N, K]`.
         key, value: `[B, Hkv, S, K]` and `[B, Hkv, S, Kv]`; H is a multiple of Hkv.
         attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None for
             models without masks.
         dropout: of the attention weights, in training.
         scaling: K ** -0.5 if None.
         is_causal: `module.is_causal` if None; counts where there is no mask.
-        position_bias: added to the scores, broadcastable to `[B, H, T, S]` (T5).
+        position_bias: added to the scores, broadcastable to `[B, H, T, S]` (T5); packed, by distance, `[H, 2 P - 1]`.
         softcap: as in `functional.attention` (Gemma 2).
         sliding_window: stands in the mask already.
+        s_aux: sinks `[H]`, as in `functional.attention` (gpt-oss).
         **kwargs: what passes through the layers.
 
     Returns:
-        `[B, T, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None.
+        `[B, T, H, Kv]`, packed `[1, N, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None.
 
     Raises:
         ValueError: something that would change the result cannot be said to `functional.attention`.
     """
     rules = _rules_of(module, query, key, attention_mask, is_causal, sliding_window)
     _check(kwargs, rules)
+    weights_too = _wants_weights(kwargs.get("output_attentions"))
+    settings: dict[str, Any] = {
+        "causal": rules.causal,
+        "alignment": "bottom_right",
+        "window": rules.window,
+        "softcap": softcap,
+        "dropout_p": dropout if module.training else 0.0,
+        "scale": scaling,
+        "sinks": s_aux,
+    }
+    if rules.layout is not None:
+        by_distance = position_bias is None or position_bias.dim() < 3
+        if by_distance and not weights_too:
+            return _in_runs(query, key, value, rules, settings, position_bias), None
+        rules = rules.as_mask()
     S = key.shape[2]
     if query.shape[0] == 1:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -170,25 +164,19 @@ def attention_forward(
     if rules.used < S:
         key, value = key[:, :, : rules.used], value[:, :, : rules.used]
         mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., : rules.used]
-    settings: dict[str, Any] = {
-        "causal": rules.causal,
-        "alignment": "bottom_right",
-        "window": rules.window,
-        "key_mask": rules.key_mask,
-        "softcap": softcap,
-        "dropout_p": dropout if module.training else 0.0,
-        "scale": scaling,
-    }
-    if not _wants_weights(kwargs.get("output_attentions")):
+    settings["key_mask"] = rules.key_mask
+    if not weights_too:
         return functional.attention(query, key, value, mask, **settings).transpose(1, 2).contiguous(), None
     out, weights = functional.attention_with_weights(query, key, value, mask, **settings)
     return out.transpose(1, 2).contiguous(), F.pad(weights, (0, S - rules.used))
 
 
-def register() -> None:
-    """Make `attn_implementation="fastformer"` known to transformers; done on import, and harmless to repeat."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask_rules)
-
-
-register()
+def _in_runs(
+    query: Tensor, key: Tensor, value: Tensor, rules: MaskRules, settings: dict[str, Any], bias: Tensor | None
+) -> Tensor:
+    """Attend within the sequences of a run of tokens, which may fill several rows: `[B, T, H, Kv]`."""
+    assert rules.layout is not None
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [N, H, K]
+    bias = None if bias is None or bias.numel() == 1 else bias
+    out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:])

@@ -2,27 +2,35 @@
 
 transformers asks an attention implementation once a forward pass for the mask of a pattern. Others answer with a tensor
 `[B, 1, T, S]`; the answer here is a `MaskRules`: the padding of the keys `[B, S]`, causality and the window, from which
-the kernels skip tiles of padding. A tensor is built where these words do not suffice: packed or chunked sequences,
-custom mask functions, several new tokens in a static cache that holds some, and windows under torch.compile.
+the kernels skip tiles of padding, or the `Layout` of sequences that position ids of a flattened batch tell apart. A
+tensor is built where these words do not suffice: chunked sequences, custom mask functions, several new tokens in a
+static cache that holds some, and windows or flattened batches under torch.compile.
 
 Letters: B batch, H heads, T queries, S keys.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
 from fastformer.functional.attention.rules import Window
-from fastformer.modes import compiling
+from fastformer.modes import compiling, has_values
+from fastformer.packing import Layout
+
+V = TypeVar("V")
 
 # The functions that transformers makes for a pattern differ in their cells, never in their code.
 _ALL_OF = masking_utils.and_masks().__code__
 _LOOKS_BACK = masking_utils.sliding_window_overlay(1).__code__
 _LOOKS_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+_SAME_SEQUENCE = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
+# In later releases the pattern counts by positions; in 5.18 by columns, which is the same within a sequence.
+_by_position = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_BY_POSITION = _by_position and _by_position(masking_utils.causal_mask_function, torch.empty(0)).__code__
 
 _REFUSAL = (
     "this model computes with its attention mask by itself, outside of transformers' attention interface, "
@@ -43,6 +51,7 @@ class MaskRules:
         causal, window: as in `functional.attention`; the last query meets the last of the used keys.
         used: how many keys count; later ones are empty slots of a static cache.
         mask: `[B, 1, T, S]`, bool (True = may attend) or additive, where the other words do not suffice.
+        layout, key_layout: where sequences lie in the run of tokens that queries, and keys, are; None: they are padded.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +60,33 @@ class MaskRules:
     causal: bool = False
     window: Window | None = None
     mask: Tensor | None = None
+    layout: Layout | None = None
+    key_layout: Layout | None = None
+    _memory: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, name: object, make: Callable[[], V]) -> V:
+        """Return what `make` returned the first time; the layers of a model share their rules."""
+        if name not in self._memory:
+            self._memory[name] = make()
+        found: V = self._memory[name]
+        return found
+
+    def real_keys(self, device: torch.device) -> Layout:
+        """Where the real keys lie in the padded batch `[B, S]`; waits for the device once a mask."""
+        B, S, key_mask = self.shape[0], self.shape[3], self.key_mask
+        if key_mask is None:
+            return self.once("keys", lambda: Layout.from_lengths([S] * B, device, S))
+        return self.once("keys", lambda: Layout.from_mask(~key_mask)).to(device)
+
+    def as_mask(self) -> "MaskRules":
+        """The rules of a flattened batch with a mask `[B, 1, L, L]` in place of the layout, for attention weights."""
+        layout = self.layout
+        if layout is None or layout.total != self.shape[0] * self.shape[2]:
+            raise ValueError("attention weights, or a bias of all pairs, were asked for in a layer that runs packed")
+        numbers = torch.repeat_interleave(
+            torch.arange(layout.batch, device=layout.offsets.device), layout.offsets.diff(), output_size=layout.total
+        ).view(self.shape[0], 1, -1)
+        return replace(self, mask=numbers[..., None] == numbers[..., None, :], layout=None, key_layout=None)
 
     @property
     def ndim(self) -> int:
@@ -70,7 +106,9 @@ class MaskRules:
         key_mask, mask = (
             None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.mask)
         )
-        return replace(self, key_mask=key_mask, mask=mask)
+        layouts = (self.layout, self.key_layout)
+        layout, key_layout = (None if its is None else its.to(torch.device(device)) for its in layouts)
+        return replace(self, key_mask=key_mask, mask=mask, layout=layout, key_layout=key_layout)
 
     def __getitem__(self, index: Any) -> NoReturn:
         self._refuse()
@@ -101,7 +139,7 @@ def _window(function: Callable[..., Any]) -> Window | None:
     code = getattr(function, "__code__", None)
     if code not in (_ALL_OF, _LOOKS_BACK, _LOOKS_BOTH_WAYS):
         return None
-    cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    cells = _cells(function)
     if code is _ALL_OF:
         windows = [_window(each) for each in cells["mask_functions"]]
         if any(each is None for each in windows):
@@ -112,6 +150,35 @@ def _window(function: Callable[..., Any]) -> Window | None:
     if not isinstance(size, int) or size < 1:
         return None
     return (size - 1, None) if code is _LOOKS_BACK else (size, size)
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """The values that a function has from where it was made, by name."""
+    contents = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, contents, strict=True))
+
+
+def _flattened(function: Any) -> tuple[Layout, Window] | None:
+    """Read the mask function of a flattened batch: its sequences in `[B * L]`, and how far a query sees within one.
+
+    transformers makes it where position ids begin again within a row: `[B, L]` numbers of sequences, and a mask
+    function of the positions, which count by one within each. Waits for the device, for the lengths.
+    """
+    if compiling() or getattr(function, "__code__", None) is not _ALL_OF:
+        return None
+    parts = _cells(function)["mask_functions"]
+    same = [part for part in parts if getattr(part, "__code__", None) is _SAME_SEQUENCE]
+    others = [part for part in parts if part not in same]
+    if (len(same), len(others)) != (1, 1):
+        return None
+    by_position = _BY_POSITION is not None and getattr(others[0], "__code__", None) is _BY_POSITION
+    window = _window(_cells(others[0])["mask_function"] if by_position else others[0])
+    numbers = _cells(same[0])["packed_sequence_mask"]
+    if window is None or not has_values(numbers):
+        return None
+    rows = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
+    lengths = (numbers + rows * numbers.shape[1]).flatten().unique_consecutive(return_counts=True)[1]
+    return Layout.from_lengths(lengths.cpu(), numbers.device), window
 
 
 def mask_rules(
@@ -143,6 +210,10 @@ def mask_rules(
     if isinstance(attention_mask, MaskRules):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
+    if attention_mask is None and (found := _flattened(mask_function)) is not None:
+        layout, (left, right) = found
+        within = None if (left, right) in ((None, None), (None, 0)) else (left, right)
+        return MaskRules(shape, kv_length, causal=right == 0, window=within, layout=layout, key_layout=layout)
     window = _window(mask_function)
     used = None
     if window is not None and (attention_mask is None or attention_mask.shape[:-1] == (batch_size,)):

@@ -1,0 +1,122 @@
+"""All layers of a Hugging Face model without padding, from outside: `padding_free`, and `padded`, which undoes it."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave
+from fastformer.integrations.transformers.obstacles import obstacle
+from fastformer.integrations.transformers.registration import NAME, calls_the_interface
+from fastformer.nn.conversion import Entry
+from fastformer.nn.conversion.report import name_of
+
+_BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
+
+
+@dataclass
+class PaddingFree:
+    """What `padding_free` or `padded` did; printed, a line a stack of layers.
+
+    Attributes:
+        packed: stacks whose layers run without padding now; or did, before `padded`.
+        padded: stacks that work on padding, with the reason.
+    """
+
+    packed: list[Entry] = field(default_factory=list)
+    padded: list[Entry] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.packed)} stacks packed, {len(self.padded)} padded"]
+        for title, entries in (("packed", self.packed), ("padded", self.padded)):
+            lines += [f"  {title}  {x.name}  {x.before} : {x.outcome}" for x in entries]
+        return "\n".join(lines)
+
+
+def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) -> PaddingFree:
+    """Have the layers of a Hugging Face model run on the real tokens of a batch alone, in place.
+
+    Each stack of layers that can takes its tokens out of the padding before its first layer, and puts them back, zeros
+    in place of padding, after its last; the model's attention becomes `attn_implementation="fastformer"`. Parameters,
+    the state dict and outputs at real positions stay what they are. What reads positions of padding sees other values:
+    the first column under padding on the left, or a loss whose labels there are not -100.
+
+    A batch runs padded where nothing says what is padding, or hidden states, attention weights or router logits are
+    asked for; where a cache holds something already or is none of DynamicCache's; under torch.compile and in traces;
+    where hooks within a layer would see tokens for batches; and where padding lies between tokens, in layers that count
+    positions (windows, T5's bias). Training, checkpointed activations, generation (the prompt), pickle and copies work.
+
+    Args:
+        model: a transformers model, or a module that holds some.
+        also: classes of layers of your own that treat each token alone but for attention through transformers'
+            interface. Those of transformers are known by what was tested.
+
+    Returns:
+        The report, with the reason for each stack that stays as it was.
+
+    Raises:
+        TypeError: also holds what is no class of modules.
+    """
+    for cls in also:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"also must hold classes of modules, not {cls!r}")
+    padded(model)
+    report = PaddingFree()
+    for name, owner, stack, home in list(_stacks(model)):
+        its = name_of(type(stack[0]))
+        reason = obstacle(owner, stack, frozenset(also))
+        if reason is None and (home is None or not calls_the_interface(home)):
+            reason = "computes its attention outside of transformers' attention interface"
+        if reason is not None or home is None:
+            report.padded.append(Entry(name, its, reason or ""))
+            continue
+        if home.config._attn_implementation != NAME:
+            home.__dict__[_BEFORE] = home.config._attn_implementation
+            home.set_attn_implementation(NAME)
+        for layer in stack:
+            layer.register_forward_pre_hook(enter, with_kwargs=True)
+        stack[-1].register_forward_hook(leave, with_kwargs=True)
+        owner.register_forward_hook(check_left, with_kwargs=True)
+        report.packed.append(Entry(name, its, f"{len(stack)} layers"))
+    return report
+
+
+def padded(model: nn.Module) -> PaddingFree:
+    """Undo `padding_free`, in place; return the stacks that were packed."""
+    report = PaddingFree()
+    for name, owner, stack, _ in _stacks(model):
+        found = [_without(layer, "_forward_pre_hooks", enter) for layer in stack]
+        _without(stack[-1], "_forward_hooks", leave)
+        _without(owner, "_forward_hooks", check_left)
+        if any(found):
+            report.packed.append(Entry(name, name_of(type(stack[0])), f"{len(stack)} layers"))
+    for module in model.modules():
+        before = module.__dict__.pop(_BEFORE, None)
+        if before is not None and isinstance(module, PreTrainedModel):
+            module.set_attn_implementation(before)
+    return report
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.ModuleList, PreTrainedModel | None]]:
+    """Every stack of layers: its name, whose it is, its layers, and the model of transformers that holds them."""
+    homes: dict[str, PreTrainedModel] = {}
+    for name, owner in model.named_modules():
+        if isinstance(owner, PreTrainedModel):
+            homes[name] = owner
+        within = [path for path in homes if path == "" or name == path or name.startswith(f"{path}.")]
+        for child, stack in owner.named_children():
+            if isinstance(stack, nn.ModuleList) and len(stack) and isinstance(stack[0], GradientCheckpointingLayer):
+                yield f"{name}.{child}".lstrip("."), owner, stack, homes[max(within, key=len)] if within else None
+
+
+def _without(module: nn.Module, kind: str, hook: Any) -> bool:
+    """Remove a hook by what it is; handles of hooks do not survive pickling."""
+    hooks = module.__dict__[kind]
+    found = [key for key, each in hooks.items() if each is hook]
+    for key in found:
+        for name in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+            module.__dict__.get(name, {}).pop(key, None)
+    return bool(found)

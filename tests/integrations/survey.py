@@ -1,0 +1,323 @@
+"""Every text model of the installed transformers, small, without padding against `eager`: outputs and gradients.
+
+    python -m tests.integrations.survey              all types, held to tested.json; 10 minutes of a core
+    python -m tests.integrations.survey --update     writes what was found there: padding_free packs these stacks
+    python -m tests.integrations.survey bert llama   only these
+
+A type is *packed* (the stacks that gave eager's numbers and did run packed), *padded* (our attention alone, with the
+reason for each stack), *refused* (with the error), or cannot be built small by these rules. A wrong number is an error.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.utils import logging
+
+from fastformer import functional
+from fastformer.integrations.transformers import obstacles, padding_free
+from tests.integrations.small_configs import small
+
+RECORD = Path(obstacles.__file__).with_name("tested.json")
+VOCABULARY, ROWS, LENGTH, TARGETS = 99, 3, 9, 7
+SIDES = ("right", "left", "gaps", "empty", "none")
+# Two layers with large weights, added up in another order, and a softmax that many models take in fp32.
+ROUNDINGS, EPS = 2000.0, torch.finfo(torch.float32).eps
+MOST_PARAMETERS, LONGEST = 6_000_000, 20  # seconds of CPU
+
+NO_TEXT = "NotSmall: takes no text"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hugging-face-models.md"
+
+logging.set_verbosity_error()
+
+
+def types() -> list[str]:
+    """All types of models that transformers has a base model for."""
+    return sorted(name for name in modeling_auto.MODEL_MAPPING_NAMES if name in configuration_auto.CONFIG_MAPPING_NAMES)
+
+
+class NotSmall(Exception):
+    """A type cannot be built small by these rules, or is no text model."""
+
+
+def build(name: str, attention: str, dtype: torch.dtype) -> nn.Module:
+    """A small model with weights of about unit gain; the same for every attention."""
+    torch.manual_seed(1)
+    config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
+    auto = transformers.AutoModel
+    if getattr(modeling_class(config), "main_input_name", "input_ids") != "input_ids":
+        raise NotSmall("takes no text")
+    with torch.device("meta"):
+        model = auto.from_config(config, attn_implementation="eager")
+    count = sum(x.numel() for x in model.parameters())
+    if count > MOST_PARAMETERS:
+        raise NotSmall(f"has {count} parameters")
+    config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
+    torch.manual_seed(1)
+    model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    for x in model.parameters():
+        scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.1
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) * scale
+        with torch.no_grad():
+            x.copy_(noise if x.dim() > 1 else x + noise)
+    return model.eval()
+
+
+def modeling_class(config: Any) -> Any:
+    """The base model of a configuration's type."""
+    return transformers.MODEL_MAPPING[type(config)]
+
+
+def mask(side: str, length: int) -> Tensor:
+    """int64 `[ROWS, length]`, 1 = real."""
+    steps, lengths = torch.arange(length), torch.tensor([[length], [length // 2], [length - 3]])
+    starts = {"right": steps < lengths, "left": steps >= length - lengths}
+    gaps = {"gaps": steps % 3 == 2, "empty": (torch.arange(ROWS) != 1)[:, None]}
+    real = {**starts, "gaps": starts["right"] | gaps["gaps"], "empty": starts["right"] & gaps["empty"]}.get(side)
+    real = torch.ones(ROWS, length, dtype=torch.bool) if real is None else real
+    return real.long()
+
+
+def batch(model: Any, side: str) -> dict[str, Tensor]:
+    """Ids and masks, of both sides where there are two."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = {
+        "input_ids": torch.randint(5, VOCABULARY, (ROWS, LENGTH), generator=generator),
+        "attention_mask": mask(side, LENGTH),
+    }
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(5, VOCABULARY, (ROWS, TARGETS), generator=generator)
+        inputs["decoder_attention_mask"] = mask(side, TARGETS)
+    return inputs
+
+
+def results(model: Any, side: str) -> dict[str, Tensor]:
+    """Hidden states at real positions, and the gradient of every parameter."""
+    inputs = batch(model, side)
+    model.zero_grad(set_to_none=True)
+    out = model(**inputs, use_cache=False) if "use_cache" in model.config.to_dict() else model(**inputs)
+    hidden = out[0]
+    real = inputs.get("decoder_attention_mask", inputs["attention_mask"]).bool()
+    if hidden.shape[:2] != real.shape:
+        raise NotSmall(f"gives {list(hidden.shape)} for {list(real.shape)}")
+    chosen = hidden[real]
+    direction = torch.randn(chosen.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    (chosen * direction.to(chosen.dtype)).sum().backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"outputs": chosen.detach(), **gradients}
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
+    """In what results differ by more than another order of adding, or None."""
+    if found.keys() != wanted.keys():
+        return f"gradients of {sorted(found.keys() ^ wanted.keys())[:3]} in one of the two only"
+    largest = max(float(x.abs().max()) for name, x in wanted.items() if name != "outputs")
+    for name, x in wanted.items():
+        own = float(x.abs().max())
+        error = float((found[name].double() - x.double()).abs().max())
+        scale = own if name == "outputs" else max(own, 0.01 * largest)
+        if not error <= ROUNDINGS * EPS * scale:
+            return f"{name} differs by {error:.2g} of {own:.2g}"
+    return None
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often our attention runs packed and padded."""
+    calls: Counter[str] = Counter()
+    names = ("packed_attention", "attention", "attention_with_weights")
+    before = {name: getattr(functional, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return before[name](*args, **kwargs)
+
+        return run
+
+    try:
+        for name in names:
+            setattr(functional, name, counting(name))
+        yield calls
+    finally:
+        for name in names:
+            setattr(functional, name, before[name])
+
+
+def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
+    """Eager's numbers for each kind of padding, where they are finite, and the dtype that they were computed in.
+
+    fp64, but fp32 where that gives more: many models take the softmax in fp32, in which fp64's lowest number is -inf.
+    """
+    most: tuple[torch.dtype, dict[str, Any]] = (torch.float64, {})
+    for dtype in (torch.float64, torch.float32):
+        try:
+            model = build(name, "eager", dtype)
+            found = {side: results(model, side) for side in SIDES}
+        except RuntimeError:  # a dtype of its own
+            if dtype == torch.float32 and not most[1]:
+                raise
+            continue
+        finite = {side: its for side, its in found.items() if all(bool(x.isfinite().all()) for x in its.values())}
+        most = (dtype, finite) if len(finite) > len(most[1]) else most
+        if len(finite) == len(SIDES):
+            break
+    return most
+
+
+def outcome(name: str) -> dict[str, Any]:
+    """What becomes of one type of model: what `tested.json` holds of it.
+
+    Raises:
+        AssertionError: a number is wrong, or our attention was given the name and never called.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            dtype, wanted = expected(name)
+        except Exception as error:
+            return {"outcome": "not built", "reason": _first_line(error)}
+        if not wanted:
+            return {"outcome": "not built", "reason": "eager's numbers are not finite"}
+        try:
+            ours = build(name, "fastformer", dtype)
+            with counted() as alone:
+                found = {side: results(ours, side) for side in wanted}
+        except Exception as error:
+            return {"outcome": "refused", "reason": _first_line(error)}
+        for side, its in found.items():
+            assert (wrong := difference(its, wanted[side])) is None, f"{name}, attention alone, {side}: {wrong}"
+        classes = {type(x) for x in ours.modules() if isinstance(x, obstacles.GradientCheckpointingLayer)}
+        report = padding_free(ours, also=classes)
+        reasons = {entry.name: entry.outcome for entry in report.padded}
+        if not report.packed:
+            if not alone:
+                return {
+                    "outcome": "no attention",
+                    "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers",
+                }
+            return {"outcome": "padded", "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers"}
+        layers: set[str] = set()
+        most = 0
+        for side in wanted:
+            with counted() as calls:
+                try:
+                    wrong = difference(results(ours, side), wanted[side])
+                except Exception as error:
+                    wrong = _first_line(error)
+            if wrong is not None:  # so it is not on the list, and padding_free leaves it padded
+                return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
+            most = max(most, calls["packed_attention"])
+            assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
+        if not most:
+            return {"outcome": "padded", "reason": "its layers are given no mask that says what is padding"}
+        names = {entry.name for entry in report.packed}
+        for path, owner, stack, _ in padding_free_stacks(ours):
+            if path in names:
+                layers |= {obstacles.identity(owner, layer) for layer in stack}
+        made = {"outcome": "packed", "packed": sorted(layers), "calls": most}
+        if reasons:
+            made["reason"] = "; ".join(sorted(set(reasons.values())))
+        return made
+
+
+def padding_free_stacks(model: nn.Module) -> Any:
+    from fastformer.integrations.transformers import stacks
+
+    return stacks._stacks(model)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+
+
+def _late(*_: object) -> None:
+    raise NotSmall("takes too long")
+
+
+GETS = {
+    "packed": 'All layers of these stacks run without padding; attention alone with the name "fastformer".',
+    "padded": "Attention leaves the padding out; the other layers work on it.",
+    "no attention": "There is no attention of transformers' interface to replace: nothing changes.",
+    "refused": "The name raises: use `eager` or `sdpa`.",
+    "not built": "Not tried: these cannot be built small by the rules of `tests/integrations/small_configs.py`, or "
+    "their base model gives no states of text.",
+}
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page of the documentation: what each type of model gets."""
+    kept = {name: its for name, its in record["types"].items() if its.get("reason") != NO_TEXT}
+    count = Counter(its["outcome"] for its in kept.values())
+    lines = [
+        "# Hugging Face's types of models",
+        "",
+        f'What `padding_free` and `attn_implementation="fastformer"` do with each type of text model of transformers '
+        f"{record['transformers']}: small, with random weights, outputs and gradients against `eager`, under padding "
+        "on the right, on the left, with gaps, with an empty row, and without. `make survey` does it again; this page "
+        "is written by `python -m tests.integrations.survey --update`. How to use it: [](hugging-face.md).",
+        "",
+        "| | types | |",
+        "|---|---:|---|",
+        *(f"| {outcome} | {count[outcome]} | {said} |" for outcome, said in GETS.items()),
+    ]
+    for outcome in GETS:
+        lines += ["", f"## {outcome.capitalize()}", "", "| type | |", "|---|---|"]
+        for name, its in kept.items():
+            if its["outcome"] == outcome:
+                classes = ", ".join(f"`{stack.rpartition('.')[2]}`" for stack in its.get("packed", ()))
+                said = "; ".join(filter(None, (classes, its.get("reason", "").replace("|", "/"))))
+                lines.append(f"| {name} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--update", action="store_true")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    signal.signal(signal.SIGPROF, _late)
+    for name in options.types or types():
+        began = time.process_time()
+        try:
+            signal.setitimer(signal.ITIMER_PROF, LONGEST)
+            found[name] = outcome(name)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        except AssertionError as error:
+            found[name] = {"outcome": "WRONG", "reason": _first_line(error)}
+        except Exception as error:
+            found[name] = {"outcome": "ERROR", "reason": _first_line(error)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        its = found[name]
+        said = f"{its['outcome']:10} {its.get('calls', '')} {its.get('reason', '')}"
+        print(f"{time.process_time() - began:5.1f} s  {name:28} {said}", flush=True)
+        gc.collect()
+    print(Counter(its["outcome"] for its in found.values()))
+    recorded = obstacles.survey()
+    changed = [name for name, its in found.items() if its != recorded["types"].get(name)]
+    if options.update:
+        kept = obstacles.survey()["types"] if options.types else {}
+        record = {"transformers": transformers.__version__, "types": dict(sorted((kept | found).items()))}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(record), encoding="utf-8")
+    elif changed:
+        sys.exit(f"not as {RECORD.name} has it: {', '.join(changed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Flattened batches, whose position ids begin again with each sequence: a Layout in place of a mask over all pairs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, masking_utils
+
+from fastformer.integrations.transformers import padding_free
+from fastformer.integrations.transformers.masks import mask_rules
+from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, count_packed, tiny
+from tests.support.closeness import assert_close
+
+LENGTHS = (4, 1, 3, 2)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+ROWS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return count_packed(monkeypatch)
+
+
+def flattened(pattern: Any, positions: Tensor, numbers: Tensor) -> Any:
+    """The mask function of a flattened batch, as the installed transformers makes it."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(pattern, positions, numbers)
+    return masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(numbers))
+
+
+def collated(**options: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+    found = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": row} for row in rows])
+    return {name: x for name, x in found.items() if x is not None} | {"use_cache": False}
+
+
+def outcome(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    result = model(**inputs)
+    result.loss.backward()
+    return [result.logits, result.loss, *(x.grad for x in model.parameters())]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_the_collator_of_transformers(name, options, pack, seen):
+    """Every attention gets the run of tokens, whether all layers were asked to be packed or not."""
+    inputs = collated(**options)
+    plain = collated()
+    expected = outcome(tiny(name, "eager"), plain)
+    model = tiny(name)
+    if pack:
+        padding_free(model)
+    for actual, other in zip(outcome(model, inputs), expected, strict=True):
+        assert_close(actual, other, ROUNDINGS)
+    assert seen == [sum(LENGTHS)] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_several_rows_of_sequences(name, seen):
+    inputs = {"input_ids": torch.randint(3, VOCABULARY, (2, LENGTH)), "position_ids": ROWS, "use_cache": False}
+    actual = tiny(name)(**inputs).logits
+    assert_close(actual, tiny(name, "eager")(**inputs).logits, ROUNDINGS)
+    assert seen == [2 * LENGTH] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_attention_weights_are_of_rows(name, seen):
+    inputs = {"input_ids": torch.randint(3, VOCABULARY, (2, LENGTH)), "position_ids": ROWS, "use_cache": False}
+    expected = tiny(name, "eager")(**inputs, output_attentions=True)
+    actual = tiny(name)(**inputs, output_attentions=True)
+    for one, other in zip(actual.attentions, expected.attentions, strict=True):
+        assert_close(one, other, ROUNDINGS)
+    assert not seen
+
+
+def test_no_mask_is_made(monkeypatch):
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
+    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
+    rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
+    assert rules.mask is rules.key_mask is None
+    assert rules.causal
+    assert rules.layout is rules.key_layout
+    assert rules.layout.lengths.tolist() == [4, 3, 2, 2, 7]
+
+
+def test_the_form_of_older_releases():
+    """There the pattern goes by columns: the same within each sequence."""
+    numbers = masking_utils.find_packed_sequence_indices(ROWS)
+    for pattern, window in (
+        (masking_utils.causal_mask_function, None),
+        (masking_utils.sliding_window_causal_mask_function(2), (1, 0)),
+    ):
+        function = masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(numbers))
+        rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
+        assert rules.layout.lengths.tolist() == [4, 3, 2, 2, 7]
+        assert (rules.causal, rules.window) == (True, window)
+
+
+def test_a_mask_function_that_says_more_has_its_mask():
+    function = flattened(
+        masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)),
+        ROWS,
+        masking_utils.find_packed_sequence_indices(ROWS),
+    )
+    assert mask_rules(2, LENGTH, LENGTH, mask_function=function).layout is None
+    both = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k >= 0)
+    assert mask_rules(2, LENGTH, LENGTH, mask_function=both).layout is None
+
+
+def test_sequences_that_nothing_keeps_apart_raise():
+    inputs = {**collated(), "cu_seq_lens_q": torch.tensor([0, 4, 5, 8, 10])}
+    tiny("llama")(**inputs)
+    inputs["position_ids"] = None
+    with pytest.raises(ValueError, match="cu_seq_lens_q has several sequences a row"):
+        tiny("llama")(**inputs)
+    inputs["cu_seq_lens_q"] = torch.tensor([0, 10])
+    tiny("llama")(**inputs)
+
+
+def test_rules_of_a_run_move_between_devices():
+    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
+    rules = mask_rules(2, LENGTH, LENGTH, mask_function=function).to("meta")
+    assert rules.layout.offsets.device.type == rules.key_layout.offsets.device.type == "meta"
+
+
+def test_compiled_it_is_a_mask(monkeypatch):
+    """Its lengths are no constants of a graph."""
+    monkeypatch.setattr("fastformer.integrations.transformers.masks.compiling", lambda: True)
+    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
+    rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
+    assert rules.layout is None
+    assert rules.mask is not None

@@ -1,0 +1,213 @@
+"""What people do with a Hugging Face model beside calling it, while its layers run without padding."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch import nn
+
+from fastformer.integrations.transformers import padded, padding_free
+from tests.integrations.test_packed_models import assert_same, outcome
+from tests.integrations.tiny_transformers import ROUNDINGS, VOCABULARY, batch, count_packed, pairs, tiny
+from tests.support.closeness import assert_close
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return count_packed(monkeypatch)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model.train()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["bert", "llama", "marian", "t5"])
+def test_checkpointed_activations(name, reentrant, seen):
+    inputs = pairs(name, "left")
+    expected = outcome(without_dropout(tiny(name, "eager")), inputs)
+    model = without_dropout(tiny(name, "eager"))
+    padding_free(model)
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.20 and later
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(outcome(model, inputs), expected)
+    assert len(seen) == 2 * (6 if name in ("marian", "t5") else 2)  # computed again
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_a_file])
+def test_copies_run_packed_and_can_be_undone(way, seen):
+    inputs = pairs("marian", "right")
+    model = tiny("marian", "sdpa")
+    padding_free(model)
+    expected = outcome(model, inputs)
+    made = way(model)
+    seen.clear()
+    made.zero_grad()
+    assert_same(outcome(made, inputs), expected)
+    assert len(seen) == 6
+    padded(made)
+    seen.clear()
+    made(**inputs)
+    assert not seen
+    model(**inputs)  # the original is as it was
+    assert len(seen) == 6
+
+
+def test_saved_and_loaded_it_is_an_ordinary_model(tmp_path, seen):
+    model = tiny("bert", "sdpa")
+    names = list(model.state_dict())
+    padding_free(model)
+    assert list(model.state_dict()) == names
+    model.save_pretrained(tmp_path)
+    made = type(model).from_pretrained(tmp_path)
+    assert made.config._attn_implementation == "sdpa"
+    made(**batch("bert", "right"))
+    assert not seen
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+@pytest.mark.parametrize("order", ["adapter first", "adapter last"])
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_adapters(name, order, seen):
+    peft = pytest.importorskip("peft")
+    targets = {"bert": ["query", "dense"], "llama": "all-linear", "gpt2": ["c_attn", "c_fc"]}[name]
+    settings = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=name == "gpt2", init_lora_weights=False)
+    found, inputs = [], batch(name, "left")
+    for pack in (False, True):
+        model = tiny(name, "eager")
+        if pack and order == "adapter last":
+            assert padding_free(model).packed
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, settings).to(model.dtype)
+        if pack and order == "adapter first":
+            assert padding_free(adapted).packed
+        found.append(outcome(adapted.eval(), inputs))
+    assert_same(found[1], found[0])
+    assert len(found[1]) > 6
+    assert len(seen) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_prefix_in_the_cache_runs_padded(seen):
+    peft = pytest.importorskip("peft")
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        model = tiny("llama", "eager")
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        if pack:
+            padding_free(adapted)
+        found.append(adapted.eval()(**inputs).loss)
+    assert_close(found[1], found[0], ROUNDINGS)
+    assert not seen
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_accelerate_moves_its_weights(name, seen):
+    """Between calls they are on meta, T5's bias too."""
+    accelerate = pytest.importorskip("accelerate")
+    inputs = pairs(name, "left")
+    expected = tiny(name, "eager")(**inputs).loss
+    model = tiny(name)
+    padding_free(model)
+    accelerate.cpu_offload(model)
+    assert_close(model(**inputs).loss, expected, ROUNDINGS)
+    assert len(seen) == (6 if name == "t5" else 2)
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path, seen):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{key: x[i] for key, x in batch("bert", "right").items()} for i in range(3)]
+    losses = []
+    for pack in (False, True):
+        model = without_dropout(tiny("bert", "eager").float())
+        if pack:
+            padding_free(model)
+        settings = TrainingArguments(
+            str(tmp_path / str(pack)), max_steps=4, per_device_train_batch_size=3, per_device_eval_batch_size=3,
+            report_to=[], use_cpu=True, logging_steps=1, save_strategy="no", disable_tqdm=True, learning_rate=0.01,
+        )  # fmt: skip
+        trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses[-1].append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # Adam divides by its own gradients' size
+    assert losses[0][0] > losses[0][-1]
+    assert len(seen) == 2 * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_compiled_it_is_one_graph_of_padded_batches(name, seen):
+    inputs = batch(name, "right")
+    model = tiny(name)
+    padding_free(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        seen.clear()
+        actual = torch.compile(model, backend="eager", fullgraph=True)(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    assert_close(actual[real], expected[real], ROUNDINGS)
+    assert not seen
+
+
+def test_autocast(seen):
+    inputs = batch("llama", "left")
+    found = []
+    for pack in (False, True):
+        model = tiny("llama", "eager")
+        if pack:
+            padding_free(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(model(**inputs).loss)
+    # Two layers and the loss in bf16, whose inputs are rounded alike: a few roundings of the result.
+    assert abs((found[0] - found[1]).item()) < 8 * torch.finfo(torch.bfloat16).eps * found[0].item()
+    assert len(seen) == 2
+
+
+def test_gradients_of_each_example(seen):
+    """torch.func sees one example at a time: nothing is packed, and nothing is wrong."""
+    inputs = batch("bert", "right")
+    model = tiny("bert")
+    padding_free(model)
+    parameters = dict(model.named_parameters())
+    real = inputs["attention_mask"].bool()
+
+    def loss(its, ids):
+        out = torch.func.functional_call(model, its, (), {"input_ids": ids, "attention_mask": inputs["attention_mask"]})
+        return out.logits[real].square().mean()
+
+    found = torch.func.grad(loss)(parameters, inputs["input_ids"])
+    eager = tiny("bert", "eager")
+    logits = eager(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    logits[real].square().mean().backward()
+    for name, x in eager.named_parameters():
+        if x.grad is not None:
+            assert_close(found[name], x.grad, ROUNDINGS)
+    assert logits.shape[-1] == VOCABULARY

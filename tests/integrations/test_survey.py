@@ -1,0 +1,63 @@
+"""`tested.json` says what is: a part of the survey of transformers' text models, and what the record must have."""
+
+import json
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from tests.integrations import survey
+
+RECORD = json.loads(survey.RECORD.read_text(encoding="utf-8"))
+# One of each way to be what it is; `make survey` has them all.
+PART = (
+    "bart", "bert", "bloom", "cohere2", "deberta-v2", "distilbert", "electra", "gemma3_text", "gpt_neox", "gpt_oss",
+    "llama", "m2m_100", "mamba", "minimax", "mixtral", "modernbert", "mt5", "opt", "phi3", "qwen3", "qwen3_moe",
+    "recurrent_gemma", "switch_transformers", "umt5", "xlnet",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(transformers.__version__ != RECORD["transformers"], reason="the record is of another transformers")
+@pytest.mark.parametrize("name", PART)
+def test_what_is_recorded_of_a_type_is_found_again(name):
+    assert survey.outcome(name) == RECORD["types"][name]
+
+
+def test_the_record_holds_every_type():
+    if transformers.__version__ == RECORD["transformers"]:
+        assert sorted(RECORD["types"]) == survey.types()
+    found = Counter(its["outcome"] for its in RECORD["types"].values())
+    assert set(found) == {"packed", "padded", "refused", "no attention", "not built"}
+    assert found["packed"] >= 100
+    for name, its in RECORD["types"].items():
+        assert bool(its.get("packed")) == (its["outcome"] == "packed"), name
+        assert its["outcome"] == "packed" or its["reason"], name
+
+
+def test_the_page_says_what_the_record_says():
+    assert survey.PAGE.read_text(encoding="utf-8") == survey.page(RECORD)
+
+
+def test_a_wrong_number_is_found(monkeypatch):
+    """The survey sees a layer that mixes tokens, and what is packed in the wrong order."""
+    from fastformer.integrations.transformers import layer_hooks
+
+    def wrong(x, layout, rules, once=layer_hooks._once):
+        return once(x, layout, rules).roll(1, 1)
+
+    monkeypatch.setattr(layer_hooks, "_once", wrong)
+    found = survey.outcome("llama")
+    assert found["outcome"] == "padded"
+    assert "its numbers are others" in found["reason"]
+
+
+def test_a_wrong_attention_is_an_error(monkeypatch):
+    from fastformer import functional
+
+    attention = functional.attention
+    monkeypatch.setattr(functional, "attention", lambda *args, **settings: attention(*args, **settings) * 1.001)
+    with pytest.raises(AssertionError, match="bert, attention alone, right: outputs differs"):
+        survey.outcome("bert")

@@ -16,8 +16,10 @@ import fastformer
 from fastformer import functional
 from fastformer.integrations import transformers as integration
 from tests.integrations.tiny_transformers import (
+    CAUSAL,
     DECODERS,
     DROPOUT,
+    GENERATING,
     LENGTH,
     MODELS,
     PAIRS,
@@ -29,9 +31,6 @@ from tests.integrations.tiny_transformers import (
 from tests.support.closeness import assert_close
 from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.python import python
-
-GENERATING = [name for name in MODELS if MODELS[name][0] in (DECODERS, PAIRS)]
-CAUSAL = [name for name in MODELS if MODELS[name][0] is DECODERS]
 
 
 @pytest.fixture

@@ -13,13 +13,15 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import fastformer
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations.tiny_transformers import (
-    DECODERS,
+    CAUSAL,
+    GENERATING,
     LENGTH,
     MODELS,
     PAIRS,
     ROUNDINGS,
     VOCABULARY,
     batch,
+    both_ways,
     count_packed,
     pairs,
     tiny,
@@ -27,8 +29,6 @@ from tests.integrations.tiny_transformers import (
 from tests.support.closeness import assert_close
 from tests.support.fused_op import DEVICE, needs_kernels
 
-GENERATING = [name for name in MODELS if MODELS[name][0] in (DECODERS, PAIRS)]
-CAUSAL = [name for name in MODELS if MODELS[name][0] is DECODERS]
 # Attention within windows, and T5's bias, count positions, so that padding between tokens is none to leave out.
 WITH_GAPS = {"mistral": 0, "gemma2": 1, "t5": 0}
 
@@ -165,10 +165,7 @@ def test_a_sequence_in_pieces_runs_padded_after_the_first(name, seen):
 def test_a_static_cache_runs_padded(seen):
     inputs = batch("llama", "left")
     found = []
-    for pack in (False, True):
-        model = tiny("llama", "eager")
-        if pack:
-            padding_free(model)
+    for model in both_ways("llama"):
         cache = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
         found.append(model(inputs["input_ids"], attention_mask=inputs["attention_mask"], past_key_values=cache).logits)
     real = inputs["attention_mask"].bool()

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations.test_packed_models import assert_same, outcome
-from tests.integrations.tiny_transformers import ROUNDINGS, VOCABULARY, batch, count_packed, pairs, tiny
+from tests.integrations.tiny_transformers import ROUNDINGS, VOCABULARY, batch, both_ways, count_packed, pairs, tiny
 from tests.support.closeness import assert_close
 
 
@@ -180,10 +180,7 @@ def test_compiled_it_is_one_graph_of_padded_batches(name, seen):
 def test_autocast(seen):
     inputs = batch("llama", "left")
     found = []
-    for pack in (False, True):
-        model = tiny("llama", "eager")
-        if pack:
-            padding_free(model)
+    for model in both_ways("llama"):
         with torch.autocast("cpu", torch.bfloat16):
             found.append(model(**inputs).loss)
     # Two layers and the loss in bf16, whose inputs are rounded alike: a few roundings of the result.

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-import fastformer.integrations.transformers  # noqa: F401  (registers the attention)
+import fastformer.integrations.transformers
 from fastformer import functional
 
 logging.set_verbosity_error()
@@ -129,6 +129,8 @@ DTYPES = {
     name: torch.float32 if name in ("llama", "mistral", "gemma2", "deepseek_v3") else torch.float64 for name in MODELS
 }
 ROUNDINGS = 2000.0  # two layers with large weights, added up in another order
+GENERATING = [name for name in MODELS if MODELS[name][0] in (DECODERS, PAIRS)]
+CAUSAL = [name for name in MODELS if MODELS[name][0] is DECODERS]
 
 
 def tiny(name: str, attention: str = "fastformer", **changes: Any) -> PreTrainedModel:
@@ -194,3 +196,12 @@ def count_packed(monkeypatch: Any) -> Packed:
 
     monkeypatch.setattr(functional, "packed_attention", counting)
     return seen
+
+
+def both_ways(name: str) -> Any:
+    """The eager model of a name, and the same padding-free."""
+    for pack in (False, True):
+        model = tiny(name, "eager")
+        if pack:
+            fastformer.integrations.transformers.padding_free(model)
+        yield model

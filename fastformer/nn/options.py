@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-from fastformer.functional.attention.rules import Window, check_softcap, check_window
+from fastformer.functional.attention.op import check_softcap, check_window
+from fastformer.functional.attention.rules import Window
 from fastformer.nn.modules import LayerNorm, RMSNorm
 from fastformer.nn.rotary import Rotary
 from fastformer.settings import check_value

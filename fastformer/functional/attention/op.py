@@ -3,20 +3,14 @@
 Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, Kv that of values.
 """
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastformer.functional.attention import fused, packed_reference, reference
-from fastformer.functional.attention.rules import (
-    ALIGNMENTS,
-    Alignment,
-    AttentionRules,
-    Window,
-    check_softcap,
-    check_window,
-)
+from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import Formula, eager_formula
@@ -277,6 +271,35 @@ def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
     fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
     return mask if fits else mask.to(dtype)
+
+
+def check_window(window: object) -> None:
+    """Raise TypeError or ValueError for what is no window, and not None."""
+    if window is None:
+        return
+    if not isinstance(window, tuple):
+        raise TypeError(f"window must be a tuple (left, right), not {type(window).__name__}")
+    if len(window) != 2:
+        raise ValueError(f"window must be a tuple (left, right), not of {len(window)} elements")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window must hold integers or None, not {side!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"window must not hold negative numbers: {side}")
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """Raise TypeError or ValueError for what is no softcap."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
+        raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
+    if not (0 < softcap < math.inf):
+        raise ValueError(f"softcap must be positive and finite, not {softcap}")
+    low, high = SOFTCAPS
+    if not low <= softcap <= high:
+        raise ValueError(f"softcap must lie between {low} and {high}, not {softcap}")
+    return float(softcap)
 
 
 def _effective_window(window: Window | None, causal: bool, length: int) -> Window | None:

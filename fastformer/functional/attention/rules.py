@@ -18,35 +18,6 @@ SOFTCAPS = 1e-30, 1e30  # beyond them fp32 has no numbers for x / softcap: 0 / 0
 ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
 
 
-def check_window(window: object) -> None:
-    """Raise TypeError or ValueError for what is no window, and not None."""
-    if window is None:
-        return
-    if not isinstance(window, tuple):
-        raise TypeError(f"window must be a tuple (left, right), not {type(window).__name__}")
-    if len(window) != 2:
-        raise ValueError(f"window must be a tuple (left, right), not of {len(window)} elements")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window must hold integers or None, not {side!r}")
-        if side is not None and side < 0:
-            raise ValueError(f"window must not hold negative numbers: {side}")
-
-
-def check_softcap(softcap: float | None) -> float | None:
-    """Raise TypeError or ValueError for what is no softcap."""
-    if softcap is None:
-        return None
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
-        raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
-    if not (0 < softcap < math.inf):
-        raise ValueError(f"softcap must be positive and finite, not {softcap}")
-    low, high = SOFTCAPS
-    if not low <= softcap <= high:
-        raise ValueError(f"softcap must lie between {low} and {high}, not {softcap}")
-    return float(softcap)
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionRules:
     """One attention call but for q, k and v; the fields mean what `functional.attention` says.

@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help check test quick fuzz aot survey faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
+.PHONY: help check test quick fuzz aot survey kernel-hub faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -28,6 +28,10 @@ aot:  ## compile the models ahead of time (AOTInductor), and compare them
 # 605 types of transformers 5.23 in 3 minutes of a core. After a new transformers: with --update, and read what changed.
 survey:  ## every text model of the installed transformers without padding against eager, held to tested.json
 	nice $(PYTHON) -m tests.integrations.survey
+
+kernel-hub:  ## the library in the layout of Hugging Face's kernels package, loaded by that package
+	$(PYTHON) -m pip install -q --target .kernels kernels==0.17.2
+	PYTHONPATH=.kernels $(PYTHON) -m pytest tests/integrations/test_kernel_hub.py
 
 # On 2026-11-22, one process of a machine that was busy six times over: 112 caught, in 42 minutes.
 faults:  ## break the kernels, a fault at a time: each must be caught by the test that it names

@@ -13,20 +13,20 @@ from fastformer.backend import allow_nondeterminism, backend, get_backend, set_b
 __version__ = "0.1.0"
 
 _HOME = {
-    "convert": "fastformer.nn.conversion",
-    "explain": "fastformer.functional",
-    "revert": "fastformer.nn.conversion",
-    "token_wise": "fastformer.nn.padding_free",
-    "FeedForward": "fastformer.nn.modules",
-    "LayerNorm": "fastformer.nn.modules",
-    "LinearCrossEntropy": "fastformer.nn.modules",
-    "RMSNorm": "fastformer.nn.modules",
-    "MultiheadAttention": "fastformer.nn.multihead_attention",
-    "Transformer": "fastformer.nn.transformer",
-    "TransformerDecoder": "fastformer.nn.stacks",
-    "TransformerDecoderLayer": "fastformer.nn.layers",
-    "TransformerEncoder": "fastformer.nn.stacks",
-    "TransformerEncoderLayer": "fastformer.nn.layers",
+    "convert": "nn.conversion",
+    "explain": "functional",
+    "revert": "nn.conversion",
+    "token_wise": "nn.padding_free",
+    "FeedForward": "nn.modules",
+    "LayerNorm": "nn.modules",
+    "LinearCrossEntropy": "nn.modules",
+    "RMSNorm": "nn.modules",
+    "MultiheadAttention": "nn.multihead_attention",
+    "Transformer": "nn.transformer",
+    "TransformerDecoder": "nn.stacks",
+    "TransformerDecoderLayer": "nn.layers",
+    "TransformerEncoder": "nn.stacks",
+    "TransformerEncoderLayer": "nn.layers",
 }
 _SUBMODULES = ("apps", "functional", "integrations", "nn", "packing")
 
@@ -70,12 +70,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         globals()[name] = value
         return value
     if name in _SUBMODULES:
-        return importlib.import_module(f"fastformer.{name}")
-    raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

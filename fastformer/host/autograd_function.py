@@ -41,14 +41,16 @@ Formula = Callable[..., Tensor | tuple[Tensor, ...]]
 LAUNCHERS: dict[str, str] = {}  # op -> `ROOM.FILE.FUNCTION` in fastformer_kernels
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, torch.dtype}
 _SEEDS = 64  # a step of 6+6 layers takes 62
-_LIBRARY = torch.library.Library("fastformer", "DEF")  # type: ignore[no-untyped-call]
+NAMESPACE = __name__.split(".")[0]  # `fastformer`, or a name of its own where the package was loaded as another
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 @cache
 def _launcher(module: str, function: str) -> Callable[..., Any]:
+    import fastformer_kernels
     from fastformer_kernels.host.plan import planned
 
-    return planned(getattr(importlib.import_module(f"fastformer_kernels.{module}"), function))
+    return planned(getattr(importlib.import_module(f"{fastformer_kernels.__name__}.{module}"), function))
 
 
 def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,8 +79,8 @@ def define(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[...
     # On CPU tensors a launcher runs in Triton's interpreter, or raises; `choice.unsupported` keeps others away from it.
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"fastformer::{name}", lambda *args: fake(*[args[i] for i in places]), lib=_LIBRARY)
-    op = getattr(torch.ops.fastformer, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: fake(*[args[i] for i in places]), lib=_LIBRARY)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: Any) -> Any:
         if compiling() or _observed(args):

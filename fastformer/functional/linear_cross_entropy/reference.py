@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.host.autograd_function import NAMESPACE
 from fastformer.host.devices import autocasts, to_autocast
 from fastformer.modes import compiling, transformed
 
@@ -151,7 +152,7 @@ def _in_chunks(
 
 
 # As one op of a graph of torch.compile, which would unroll its loop, and cannot take `out=`.
-_in_chunks_op = torch.library.custom_op("fastformer::chunked_cross_entropy", _in_chunks, mutates_args=())
+_in_chunks_op = torch.library.custom_op(f"{NAMESPACE}::chunked_cross_entropy", _in_chunks, mutates_args=())
 
 
 @_in_chunks_op.register_fake

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-import fastformer.nn.transformer  # noqa: F401  all classes of OURS are defined from here on
 from fastformer.nn.conversion.reasons import hugging_face, is_feed_forward, reason, tell_of_others
 from fastformer.nn.conversion.report import FROM_OUTSIDE, ZEROED, Conversion, Entry, name_of
 from fastformer.nn.conversion.trial import difference
 from fastformer.nn.modules import OURS, SequentialFeedForward
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
+from fastformer.nn.transformer import Transformer  # noqa: F401  all classes of OURS are defined from here on
 
 _MARK = "_converted_from"  # in a converted module: the class that it had
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fastformer.host.autograd_function import NAMESPACE
 from fastformer.nn.modules import OURS, FeedForward, SequentialFeedForward
 
 Kind = Literal["norm", "attention", "feed-forward"]
@@ -96,7 +97,7 @@ def _known(module: nn.Module) -> set[Kind]:
 
 def _kinds(module: nn.Module) -> list[Kind]:
     """What the name of its class says, or else its linear maps."""
-    if type(module).__module__.startswith("fastformer."):
+    if type(module).__module__.startswith(f"{NAMESPACE}."):
         return []
     by_name: list[Kind] = [kind for kind, pattern in _NAMES.items() if pattern.search(type(module).__name__)]
     return by_name or [*(["attention"] if _projects(module) else []), *(["feed-forward"] if _expands(module) else [])]  # type: ignore[list-item]

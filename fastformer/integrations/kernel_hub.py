@@ -1,0 +1,118 @@
+"""The library in the form that Hugging Face's `kernels` package loads, from its hub or from a folder.
+
+python -m fastformer.integrations.kernel_hub FOLDER
+
+    library = kernels.get_local_kernel(Path("FOLDER"), trust_remote_code=True)
+    library.convert(model)
+
+`kernels` imports a package from wherever it lies, under a name that tells its version, beside other versions of it: so
+it may import nothing by its own name. What is written are the sources that run here, with their imports made relative,
+and the kernels as a part of the package; ops of torch take their namespace from the name that they are loaded under.
+The applications and the integrations stay behind, which need more than torch and Triton.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fastformer
+
+VARIANT = Path("build", "torch-universal")  # for sources alone, whatever torch and GPU
+_LEFT_BEHIND = ("apps", "integrations", "__main__.py")
+_PACKAGES = ("fastformer", "fastformer_kernels")
+
+
+def write(folder: Path, version: int = 1) -> Path:
+    """Write the layout `build/torch-universal` into a folder.
+
+    Args:
+        folder: where; it is made if it does not exist, and may hold other things, but no `build/torch-universal`.
+        version: the kernel's version on the hub, which is its branch `v1`, `v2`, ….
+
+    Returns:
+        What was written: the package, and its `metadata.json`.
+
+    Raises:
+        FileExistsError: there is a `build/torch-universal`.
+        ValueError: the version is below 1.
+    """
+    if version < 1:
+        raise ValueError(f"version: versions begin at 1, got {version}")
+    variant = folder / VARIANT
+    files = dict(_sources())
+    digest = hashlib.sha256("".join(f"{path}\0{text}\0" for path, text in files.items()).encode()).hexdigest()
+    metadata = {
+        "id": f"fastformer_{digest[:16]}",
+        "name": "fastformer",
+        "version": version,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+    }
+    variant.mkdir(parents=True)
+    for path, text in files.items():
+        (variant / path).parent.mkdir(parents=True, exist_ok=True)
+        (variant / path).write_text(text, encoding="utf-8")
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    return variant
+
+
+def _sources() -> Iterator[tuple[Path, str]]:
+    """The files of the layout, by their places in it."""
+    import fastformer_kernels
+
+    for package, inside in ((fastformer, Path()), (fastformer_kernels, Path("fastformer_kernels"))):
+        root = Path(package.__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            place = file.relative_to(root)
+            if inside.parts or place.parts[0] not in _LEFT_BEHIND:
+                yield inside / place, relative_imports(file.read_text(encoding="utf-8"), inside / place)
+
+
+def relative_imports(source: str, place: Path) -> str:
+    """The source of a file with imports of the package made relative, on the lines where they were.
+
+    Args:
+        source: Python, which imports by full names.
+        place: the file's place in the package; `fastformer_kernels` is a part of it.
+
+    Raises:
+        ValueError: an import of the package has no relative form, such as `import fastformer.nn`.
+    """
+    lines = source.splitlines(keepends=True)
+    dots = "." * len(place.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in _PACKAGES:
+            inside = node.module.removeprefix("fastformer.") if node.module != "fastformer" else ""
+            old, new = f"from {node.module} import", f"from {dots}{inside} import"
+        elif isinstance(node, ast.Import) and any(name.name.split(".")[0] in _PACKAGES for name in node.names):
+            old, new = "import fastformer_kernels", f"from {dots} import fastformer_kernels"
+            if ast.unparse(node) != old:
+                raise ValueError(f"{place}:{node.lineno}: `{ast.unparse(node)}` cannot be relative")
+        else:
+            continue
+        lines[node.lineno - 1] = lines[node.lineno - 1].replace(old, new, 1)
+    return "".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the layout into the folder that the command names."""
+    parser = argparse.ArgumentParser(
+        "python -m fastformer.integrations.kernel_hub", description="Write the library as the kernels package loads it."
+    )
+    parser.add_argument("folder", type=Path, help="where build/torch-universal is to be written")
+    parser.add_argument("--version", type=int, default=1, help="the kernel's version on the hub")
+    options = parser.parse_args(argv)
+    try:
+        written = write(options.folder, options.version)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    sys.stdout.write(f"{written}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The library as Hugging Face's `kernels` package loads it: under another name, beside the installed one or without."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fastformer.integrations import kernel_hub
+from fastformer.integrations.kernel_hub import VARIANT, relative_imports, write
+
+THEIRS = importlib.util.find_spec("kernels")
+LOADERS = {
+    # What `kernels` does: the package under its id, from where it lies.
+    "importlib": """
+metadata = json.loads((variant / "metadata.json").read_text())
+spec = importlib.util.spec_from_file_location(metadata["id"], variant / "__init__.py")
+library = importlib.util.module_from_spec(spec)
+sys.modules[metadata["id"]] = library
+spec.loader.exec_module(library)
+""",
+    "kernels": """
+import kernels
+library = kernels.get_local_kernel(variant.parents[1], trust_remote_code=True)
+""",
+}
+HEAD = """
+import importlib, importlib.util, json, pathlib, sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def assert_close(found, expected):  # fp32, some hundred terms of the largest
+    assert (found - expected).abs().max() < 2.0**-23 * 256 * expected.abs().max()
+
+"""
+WITHOUT_IT = """
+sys.modules["fastformer"] = sys.modules["fastformer_kernels"] = None  # an import of either raises
+"""
+BESIDE_IT = """
+import fastformer
+with fastformer.backend("triton"):
+    fastformer.functional.layer_norm(torch.ones(2, 16), (16,))
+"""
+USE = """
+model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
+x, padding = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [3]])
+expected = model(x, src_key_padding_mask=padding)
+library.convert(model)
+assert type(model).__module__ == library.__name__ + ".nn.stacks", type(model)
+assert_close(model(x, src_key_padding_mask=padding)[~padding], expected[~padding])
+
+q = torch.randn(1, 2, 5, 16, requires_grad=True)
+expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+dq = torch.autograd.grad(expected.square().sum(), q)[0]
+with library.backend("triton"):
+    found = library.functional.attention(q, q, q, causal=True)
+    assert_close(found, expected)
+    assert_close(torch.autograd.grad(found.square().sum(), q)[0], dq)
+    compiled = torch.compile(lambda x: library.functional.layer_norm(x, (16,)), backend="aot_eager", fullgraph=True)
+    assert_close(compiled(x), F.layer_norm(x, (16,)))
+launchers = importlib.import_module(library.__name__ + ".host.autograd_function").LAUNCHERS
+assert all(hasattr(getattr(torch.ops, library.__name__), name) for name in launchers) and len(launchers) > 20
+"""
+
+
+KERNELS = "from ...fastformer_kernels.c import (\n    d,\n)\n"
+
+
+def run(program: str, variant: Path, cwd: Path) -> None:
+    program = HEAD + f"variant = pathlib.Path({str(variant)!r})\n" + program
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def variant(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.mark.parametrize("around", [WITHOUT_IT, BESIDE_IT], ids=["without the installed one", "beside it"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loads_and_computes(loader, around, variant, tmp_path, monkeypatch):
+    if loader == "kernels" and (THEIRS is None or THEIRS.origin is None):  # a folder of that name is none of theirs
+        pytest.skip("needs Hugging Face's kernels package (make kernel-hub)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, map(os.path.abspath, sys.path))))
+    run(around + LOADERS[loader] + USE, variant, tmp_path)
+
+
+def test_imports_nothing_of_ours_by_name(variant):
+    files = sorted(variant.rglob("*.py"))
+    assert len(files) > 80
+    assert not (variant / "apps").exists()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not [name for name in names if name.startswith("fastformer")], (file, node.lineno)
+
+
+def test_its_name_changes_with_the_sources(variant, tmp_path, monkeypatch):
+    first = json.loads((variant / "metadata.json").read_text())
+    assert first["id"].isidentifier()
+    assert (first["name"], first["version"]) == ("fastformer", 1)
+    again = json.loads((write(tmp_path / "again", version=2) / "metadata.json").read_text())
+    assert again == first | {"version": 2}
+    monkeypatch.setattr(kernel_hub, "relative_imports", lambda source, place: source + "\n")
+    assert json.loads((write(tmp_path / "other") / "metadata.json").read_text())["id"] != first["id"]
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "expected"),
+    [
+        ("backend.py", "from fastformer.modes import a\n", "from .modes import a\n"),
+        ("nn/layers.py", "from fastformer import a, b\n", "from .. import a, b\n"),
+        ("nn/conversion/x.py", "    # from fastformer import a\n", "    # from fastformer import a\n"),
+        ("host/x.py", "def f():\n    import fastformer_kernels\n", "def f():\n    from .. import fastformer_kernels\n"),
+        ("fastformer_kernels/a/b.py", "from fastformer_kernels.c import (\n    d,\n)\n", KERNELS),
+        ("a.py", "import fastformers\nimport fastformer_x\n", "import fastformers\nimport fastformer_x\n"),
+    ],
+)  # fmt: skip
+def test_relative_imports(place, source, expected):
+    assert relative_imports(source, Path(place)) == expected
+
+
+def test_what_cannot_be_written(variant, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"a\.py:1: `import fastformer\.nn` cannot be relative"):
+        relative_imports("import fastformer.nn\n", Path("a.py"))
+    with pytest.raises(ValueError, match="version: versions begin at 1, got 0"):
+        write(tmp_path, version=0)
+    assert not (tmp_path / VARIANT).exists()
+    before = sorted(variant.rglob("*"))
+    with pytest.raises(SystemExit) as stopped:
+        kernel_hub.main([str(variant.parents[1])])
+    assert stopped.value.code == 2
+    assert "File exists" in capsys.readouterr().err
+    assert sorted(variant.rglob("*")) == before

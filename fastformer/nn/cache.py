@@ -14,20 +14,18 @@ K head size, D model width.
 """
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.functional.choice import runs_fused
 from fastformer.host.devices import check_tensors, send
-from fastformer.modes import compiling
 from fastformer.nn.attends import Attention
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.padding_free import check_cached
-from fastformer.nn.places import Apart, LayerCache, Packed, Together
+from fastformer.nn.places import Apart, LayerCache, Packed, Together, hides, hiding
+from fastformer.nn.plain_steps import PlainSteps
 from fastformer.nn.projections import Positions
 from fastformer.nn.wrappers import within
 from fastformer.packing import Layout, lengths_of, pack, unpack
@@ -76,6 +74,7 @@ class KVCache:
         longest: the most tokens that a row may read; None: no limit.
         memory_lengths: int64 `[B]`, on the device; None where all memories are equally long, or there are none.
         layers: a `LayerCache` for each layer.
+        plain: a shorter way for one token a row, where there is one.
     """
 
     @torch.inference_mode(False)
@@ -105,6 +104,7 @@ class KVCache:
             empty = _of(attention, _project_none, nothing)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
+        self.plain = PlainSteps.of(stack)
         if memory is not None and not memory[1].full:
             self.memory_lengths = memory[1].offsets.diff()
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -186,21 +186,15 @@ class KVCache:
         return (own,) if kept.memory is None else (own, memory)
 
     def memory_limits(self, q: Tensor, positions: int) -> dict[str, Any]:
-        """What keeps queries from the padding of memories: their lengths, or on a CPU a mask that is made once.
-
-        There lengths cost a mask in every layer, and a look for what is not finite behind them, where memories are 0.
-        """
+        """What keeps queries from the padding of memories: their lengths, or a mask."""
         lengths = self.memory_lengths
         if lengths is None:
             return {}
-        if not q.is_cpu or compiling() or runs_fused("attention", q):
+        if not hides(q):
             return {"key_lengths": lengths}
         kept = self._memory_mask
         if kept is None or kept[0] is not lengths or kept[1].dtype != q.dtype:
-            with torch.inference_mode(False):
-                hidden = torch.arange(positions) >= lengths[:, None]
-                mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]
-            kept = self._memory_mask = lengths, mask
+            kept = self._memory_mask = lengths, hiding(lengths, positions, q)
         return {"mask": kept[1]}
 
     def count(self, count: int, layout: Layout | None) -> None:
@@ -280,7 +274,18 @@ class KVCache:
         read = self.lengths.cpu()
         if wanted.shape != read.shape or bool(((wanted > read) | (wanted < 0)).any()):
             raise ValueError(f"lengths must be from 0 to {read.tolist()}, of each row, not {wanted.tolist()}")
+        self._forget(wanted, read)
         self._set_lengths(wanted.clone())
+
+    def _forget(self, lengths: Tensor, read: Tensor) -> None:
+        """Set to 0 what rows have read beyond these lengths: a weight of 0 hides no NaN."""
+        if not bool((lengths < read).any()):
+            return
+        first, last = int(lengths[lengths < read].min()), int(read.max())
+        (forgotten,) = send(self.device, torch.arange(first, last) >= lengths[:, None])
+        for kept in self.layers:
+            for x in (kept.keys, kept.values):
+                x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)
 
     def _filled(self) -> int:
         """How many positions may hold something."""

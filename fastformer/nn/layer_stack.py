@@ -199,16 +199,21 @@ class Stack(nn.Module):
             raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")
         if (cache.layers[0].memory is None) != isinstance(self, nn.TransformerEncoder):
             raise ValueError(f"the cache is of another stack: not of a {type(self).__name__}")
-        if may_do_more(self):
+        plain = cache.plain is not None and cache.plain.apply(self, x, cache.layers)
+        if not plain and may_do_more(self):
             check_apart(self, "decoding with a cache")
         tokens, layout = cache.tokens_of(x, lengths)
         count = tokens.shape[1]
         place = cache.place(count, layout)
-        out = self._run(
-            tokens,
-            lambda index, layer: cache.attends(index, layer, place),
-            lambda index, layer, x: layer.compose(x, *cache.attends(index, layer, place)),
-        )
+        if plain and layout is None and count == 1 and cache.rows:
+            out = cache.plain.run(tokens, cache.layers, place, (cache.hypotheses, cache.memory_limits))  # type: ignore[union-attr]
+            out = out if self.norm is None else self.norm(out)  # type: ignore[operator]
+        else:
+            out = self._run(
+                tokens,
+                lambda index, layer: cache.attends(index, layer, place),
+                lambda index, layer, x: layer.compose(x, *cache.attends(index, layer, place)),
+            )
         cache.count(count, layout)
         if layout is None:
             return out if cache.batch_first else out.transpose(0, 1)

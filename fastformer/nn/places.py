@@ -4,6 +4,7 @@ Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a ro
 K head size, D model width.
 """
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -12,11 +13,28 @@ import torch
 from torch import Tensor
 
 from fastformer import functional
+from fastformer.functional.choice import runs_fused
+from fastformer.modes import compiling
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.projections import Positions
 from fastformer.packing import Layout, pack, unpack
 
 Limits = Callable[[Tensor, int], dict[str, Any]]  # of queries and S: what keeps them from the padding of memories
+
+
+def hides(q: Tensor) -> bool:
+    """Whether a mask that is made once for all layers is to keep queries from padding, rather than lengths.
+
+    On a CPU lengths cost a mask in every layer, and a look for what is not finite behind them, where a cache has 0.
+    """
+    return q.is_cpu and not compiling() and not runs_fused("attention", q)
+
+
+@torch.inference_mode(False)
+def hiding(lengths: Tensor, positions: int, q: Tensor) -> Tensor:
+    """Such a mask: what is added to the scores of q, `[R, 1, 1, positions]`."""
+    hidden = torch.arange(positions, device=lengths.device) >= lengths[:, None]
+    return q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]
 
 
 class LayerCache:
@@ -75,13 +93,21 @@ class Together:
         rotary = attention.rotary is not None
         return kept.project(attention, x, Positions(self.index, self.end) if rotary else None)
 
+    def keep(self, kept: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep keys and values of the new tokens, `[R, t, Hkv, K]`; return all, `[R, Hkv, S, K]`."""
+        kept.keys[:, :, self.position : self.end] = k.transpose(1, 2)
+        kept.values[:, :, self.position : self.end] = v.transpose(1, 2)
+        return kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
+
+    def mask(self, q: Tensor) -> Tensor | None:
+        """What keeps one new token a row from keys that are not of its row."""
+        return None
+
     def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
         """Keep the keys and values of x; attend to all that its tokens may see."""
         q, k, v = self.project(attention, kept, x)  # [R, t, H, K]
-        kept.keys[:, :, self.position : self.end] = k.transpose(1, 2)
-        kept.values[:, :, self.position : self.end] = v.transpose(1, 2)
         causal = self.end > self.position + 1 or attention.by_distance
-        return attention.attend(q, kept.keys[:, :, : self.end], kept.values[:, :, : self.end], causal=causal)
+        return attention.attend(q, *self.keep(kept, k, v), causal=causal)
 
     def attend_to_memory(
         self, attention: MultiheadAttention, hypotheses: int, limits: Limits, kept: LayerCache, x: Tensor
@@ -101,17 +127,28 @@ class Apart(Together):
         self.positions, self.end = positions, end
         self.rows = torch.arange(positions.numel(), device=positions.device)
         self.key_lengths = positions + 1
+        self._mask: Tensor | None = None
 
     @cached_property
     def index(self) -> Tensor:
         return self.positions[:, None]
 
-    def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
-        q, k, v = self.project(attention, kept, x)  # [R, 1, H, K]
+    def keep(self, kept: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         kept.keys[self.rows, :, self.positions] = k[:, 0]
         kept.values[self.rows, :, self.positions] = v[:, 0]
-        keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
-        return attention.attend(q, keys, values, self.key_lengths, causal=attention.by_distance)
+        return kept.keys[:, :, : self.end], kept.values[:, :, : self.end]
+
+    def mask(self, q: Tensor) -> Tensor | None:
+        if self._mask is None or self._mask.dtype != q.dtype:
+            self._mask = hiding(self.key_lengths, self.end, q)
+        return self._mask
+
+    def attend(self, attention: MultiheadAttention, kept: LayerCache, x: Tensor) -> Tensor:
+        q, k, v = self.project(attention, kept, x)  # [R, 1, H, K]
+        keys, values = self.keep(kept, k, v)
+        if attention.by_distance or not hides(q):
+            return attention.attend(q, keys, values, self.key_lengths, causal=attention.by_distance)
+        return attention.attend(q, keys, values, mask=self.mask(q))
 
 
 class Packed(Together):

@@ -21,7 +21,7 @@ from fastformer.nn.modules import RMSNorm, has_own_hooks
 from fastformer.nn.options import AttentionOptions
 from fastformer.nn.rotary import Rotary
 
-_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
+OUT_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
 QK_EPS = 1e-6
 
 
@@ -116,7 +116,7 @@ class Projections(nn.MultiheadAttention):
 
     def project_out(self, x: Tensor) -> Tensor:
         """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
-        if type(self.out_proj) not in _PROJECTIONS or has_own_hooks(self.out_proj):
+        if type(self.out_proj) not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
         return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
 
@@ -151,7 +151,7 @@ class Projections(nn.MultiheadAttention):
                 qkv = self._heads(F.linear(query, weight, bias))
                 if self.rotary is not None and not self._normed:  # both in one
                     qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
-                    q, k = self._turn(qk, positions).split_with_sizes([H, Hkv], -2)
+                    q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
                     return q, k, v
                 q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
             else:
@@ -176,9 +176,10 @@ class Projections(nn.MultiheadAttention):
         """Norm queries or keys, and turn them by their positions, where the module does that."""
         its = self._modules.get(norm)
         x = x if its is None else its(x)
-        return x if self.rotary is None else self._turn(x, positions)
+        return x if self.rotary is None else self.turn(x, positions)
 
-    def _turn(self, x: Tensor, positions: Positions | None) -> Tensor:
+    def turn(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Turn queries or keys `[..., heads, K]` by their positions, where attention is rotary."""
         assert self.rotary is not None
         if positions is None:
             raise ValueError("positions must be given, which rotary attention turns queries and keys by")

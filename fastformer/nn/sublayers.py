@@ -13,7 +13,7 @@ from fastformer.host.devices import autocasts
 from fastformer.nn.modules import LayerNorm, RMSNorm, activation_name, plain, run_feed_forward
 from fastformer.nn.multihead_attention import MultiheadAttention
 
-_NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # those that an op may take with the sum before them
+NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # those that an op may take with the sum before them
 
 
 def feed_forward(layer: Any, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Pending(NamedTuple):
         """
         # An attention of somebody's own may return what broadcasts.
         same = self.x.shape == self.residual.shape
-        if not (same and plain(self.dropout, nn.Dropout) and plain(norm, *_NORMS)):
+        if not (same and plain(self.dropout, nn.Dropout) and plain(norm, *NORMS)):
             total = self.add()
             return norm(total), total
         given = self.x, self.residual, norm.normalized_shape, norm.weight
@@ -59,7 +59,7 @@ def first_norm(x: Tensor | Pending, norm: Any, reader: Any) -> tuple[Tensor, Ten
     if isinstance(x, Pending):
         return x.norm(norm, reader)
     dtype = _product_dtype(x, reader)
-    if dtype is None or not plain(norm, *_NORMS):
+    if dtype is None or not plain(norm, *NORMS):
         return norm(x), x
     given = x, norm.normalized_shape, norm.weight
     if isinstance(norm, nn.RMSNorm):

@@ -1,0 +1,296 @@
+"""One token a row through plain layers takes a shorter way, and everything else the general one; both say the same.
+
+Letters: B sentences, N hypotheses a sentence, R = B * N rows, S sources, D model width.
+"""
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastformer
+from fastformer.nn.cache import KVCache
+from fastformer.nn.plain_steps import PlainSteps
+from fastformer.nn.position_bias import ALiBi
+from fastformer.nn.rotary import Rotary
+from tests.nn.cache.cache_cases import HEADS, LAYERS, D, Uncached, assert_reads, both, caches, drawn
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "rms norm, swiglu": {"norm": "rms", "activation": "swiglu", "bias": False},
+    "rotary": {"rotary": Rotary(), "norm_first": True},
+    "grouped queries": {"kv_heads": 1, "head_size": 6, "qkv_bias": False},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "norms of queries and keys": {"qk_norm": True},
+    "a window": {"window": (2, 0)},
+    "softcap": {"softcap": 5.0},
+    "ALiBi": {"position_bias": ALiBi(HEADS)},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every step that takes the short way."""
+    steps: list[int] = []
+    run = PlainSteps.run
+
+    def counted(self: PlainSteps, *given: Any) -> Tensor:
+        steps.append(1)
+        return run(self, *given)
+
+    monkeypatch.setattr(PlainSteps, "run", counted)
+    return steps
+
+
+def ours(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"dropout": 0.5, "batch_first": True, "dim_feedforward": 24, "dtype": torch.float64, **options}
+    if kind == "encoder":
+        made: Any = fastformer.TransformerEncoder(fastformer.TransformerEncoderLayer(D, HEADS, **given), 2)
+    else:
+        layer = fastformer.TransformerDecoderLayer(D, HEADS, **given)
+        made = fastformer.TransformerDecoder(layer, 2, fastformer.RMSNorm(D, dtype=given["dtype"]))
+    for x in made.parameters():
+        nn.init.normal_(x, std=0.4)
+    return made.eval()
+
+
+def filled(stack: Any, kind: str, **options: Any) -> KVCache:
+    """A cache whose two rows have read nothing yet; of a decoder, with memories of two lengths."""
+    dtype = next(stack.parameters()).dtype
+    if kind == "encoder":
+        return stack.new_cache(2, **options)  # type: ignore[no-any-return]
+    hidden = torch.tensor([[False] * 3, [False, False, True]])
+    return stack.new_cache(torch.stack(drawn(3, 3, seed=9)).to(dtype), hidden, **options)  # type: ignore[no-any-return]
+
+
+def outputs(stack: Any, cache: KVCache) -> Tensor:
+    """Of three tokens at once, of one in one row, and of one token a row twice, by which time lengths differ."""
+    dtype = next(stack.parameters()).dtype
+    chunk, one, *tokens = (torch.stack(drawn(n, n, seed=n)).to(dtype) for n in (3, 1, 1, 1))
+    stack.step(chunk, cache)
+    first = stack.step(tokens[0], cache)
+    stack.step(one, cache, torch.tensor([1, 0]))
+    return torch.cat([first, *(stack.step(x, cache) for x in tokens)], 1)
+
+
+def assert_same(stack: Any, kind: str, **options: Any) -> None:
+    cache, general = filled(stack, kind, **options), filled(stack, kind, **options)
+    general.plain = None
+    torch.testing.assert_close(outputs(stack, cache), outputs(stack, general), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("capacity", [None, 16])
+def test_plain_layers(kind: str, options: dict[str, Any], capacity: int | None, taken: list[int]) -> None:
+    assert_same(ours(kind, **options), kind, capacity=capacity)
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("rows", [[3], [3, 5, 4]], ids=["one row", "three"])
+def test_layers_of_torch(kind: str, layer: str, rows: list[int], taken: list[int]) -> None:
+    """Against torch.nn's, which read everything again."""
+    for count, (stack, cache, uncached) in enumerate(caches(kind, rows, **LAYERS[layer]), start=1):
+        for seed in range(2):
+            assert_reads(stack, cache, uncached, drawn(*[1] * len(rows), seed=seed), "equal")
+        assert len(taken) == 2 * count
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_other_attention(kind: str, options: dict[str, Any], taken: list[int]) -> None:
+    assert_same(ours(kind, **options), kind)
+    assert not taken
+
+
+class Doubled(nn.Linear):
+    """Two times a linear map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
+class Shifted(fastformer.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1.0
+
+
+def _hook(name: str) -> Callable[[Any], Any]:
+    return lambda stack: stack.get_submodule(name).register_forward_hook(lambda module, given, out: 2.0 * out)
+
+
+def _class(name: str, cls: type) -> Callable[[Any], Any]:
+    return lambda stack: setattr(stack.get_submodule(name), "__class__", cls)
+
+
+def _adapter(stack: Any) -> None:
+    inner = stack.layers[0].linear2
+    stack.layers[0].linear2 = nn.Sequential(inner, nn.Linear(D, D, dtype=torch.float64))
+
+
+def _forward(stack: Any) -> None:
+    norm = stack.layers[1].norm2
+    norm.forward = lambda x: -type(norm).forward(norm, x)
+
+
+def _drop(stack: Any) -> None:
+    stack.layers[0].dropout1.p = 1.0
+    stack.layers[0].dropout1.train()
+
+
+def _drop_weights(stack: Any) -> None:
+    stack.layers[1].self_attn.dropout = 1.0
+    stack.layers[1].self_attn.train()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook on a linear layer": _hook("layers.0.linear1"),
+    "a hook on a norm": _hook("layers.1.norm1"),
+    "a hook on a dropout": _hook("layers.1.dropout"),
+    "a hook on the last projection": _hook("layers.0.self_attn.out_proj"),
+    "a linear layer of somebody's own": _class("layers.1.linear1", Doubled),
+    "a norm of somebody's own": _class("layers.0.norm2", Shifted),
+    "another last projection": _class("layers.0.self_attn.out_proj", Doubled),
+    "an adapter": _adapter,
+    "a forward in the instance": _forward,
+    "a parametrised weight": lambda stack: parametrizations.weight_norm(stack.layers[0].linear1),
+    "dropout": _drop,
+    "dropout of weights": _drop_weights,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_what_is_not_plain(
+    kind: str, change: str, when: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was so when the cache was made, or became so between two steps."""
+    monkeypatch.setattr("fastformer.nn.cache.check_cached", lambda stack: None)  # the parts here see each token alone
+    stack = ours(kind)
+    plain = outputs(stack, filled(stack, kind))
+    assert len(taken) == 3
+    if when == "before":
+        CHANGES[change](stack)
+    cache, general = filled(stack, kind), filled(stack, kind)
+    if when == "later":
+        CHANGES[change](stack)
+    general.plain = None
+    found = outputs(stack, cache)
+    torch.testing.assert_close(found, outputs(stack, general), atol=1e-12, rtol=0)
+    assert len(taken) == 3
+    assert change == "a parametrised weight" or not torch.allclose(found, plain)
+
+
+class Looks(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Watches(TorchFunctionMode):
+    seen = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", ["autocast", "a dispatch mode", "a global hook", "the reference backend"])
+def test_who_looks_on(around: str, taken: list[int]) -> None:
+    stack = ours("decoder", dtype=torch.float32)
+    seen: list[nn.Module] = []
+    with contextlib.ExitStack() as context:
+        if around == "autocast":
+            context.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif around == "a dispatch mode":
+            context.enter_context(Looks())
+        elif around == "the reference backend":
+            context.enter_context(fastformer.backend("reference"))
+        else:
+            handle = register_module_forward_hook(lambda module, given, out: seen.append(module))
+            context.callback(handle.remove)
+        outputs(stack, filled(stack, "decoder"))
+    assert len(taken) == (3 if around == "the reference backend" else 0)
+    assert (len(seen) > 0) == (around == "a global hook")
+
+
+def test_on_the_kernels(triton_backend: None, taken: list[int]) -> None:
+    stack = ours("encoder", dtype=torch.float32)
+    outputs(stack, filled(stack, "encoder"))
+    assert not taken
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights(dtype: torch.dtype, taken: list[int]) -> None:
+    stack = ours("encoder", dtype=dtype)
+    outputs(stack, filled(stack, "encoder"))
+    assert not taken
+
+
+def test_weights_that_change_are_read_anew(taken: list[int]) -> None:
+    """In place, as other data, and as other parameters."""
+    theirs, stack = both("encoder")
+    cache, uncached = stack.new_cache(1), Uncached(theirs, None, 1)
+    for name in ("linear1", "linear2", "norm2", "self_attn.out_proj"):
+        for change in (
+            lambda weight, part: weight.data.neg_(),
+            lambda weight, part: setattr(weight, "data", weight.data.flip(0)),
+            lambda weight, part: setattr(part, "weight", nn.Parameter(weight.data.roll(1, 0))),
+        ):
+            for each in (theirs, stack):
+                part = each.layers[1].get_submodule(name)
+                change(part.weight, part)
+            cache.crop(0)  # what was read before is of other weights
+            uncached.rows = [uncached.rows[0][:0]]
+            assert_reads(stack, cache, uncached, drawn(1), "equal")
+            assert_reads(stack, cache, uncached, drawn(1, seed=1), "equal")
+    assert len(taken) == 24
+
+
+def test_copies(taken: list[int]) -> None:
+    """Of the cache, of the model, of both, and pickled: each goes on rightly, the first by the short way."""
+    theirs, stack = both("encoder")
+    cache, uncached = stack.new_cache(2), Uncached(theirs, None, 2)
+    assert_reads(stack, cache, uncached, drawn(1, 1), "equal")
+    for its, other in (
+        (stack, copy.deepcopy(cache)),
+        (copy.deepcopy(stack), copy.deepcopy(cache)),
+        (stack, pickle.loads(pickle.dumps(cache))),
+        (pickle.loads(pickle.dumps(stack)), cache),
+    ):
+        uncached.rows = [x[:1] for x in uncached.rows]
+        assert_reads(its, other, uncached, drawn(1, 1, seed=1), "equal")
+    assert len(taken) == 2
+
+
+def test_what_a_row_forgot_hides_no_nan(taken: list[int]) -> None:
+    """Of rows of two lengths: tokens of NaN that both have read, and were made to forget."""
+    theirs, stack = both("encoder")
+    cache, uncached = stack.new_cache(2), Uncached(theirs, None, 2)
+    assert_reads(stack, cache, uncached, drawn(4, 2), "padded")
+    stack.step(torch.full((2, 3, D), torch.nan, dtype=torch.float64), cache)
+    cache.crop(torch.tensor([4, 2]))
+    assert_reads(stack, cache, uncached, drawn(1, 1, seed=1), "equal")
+    assert len(taken) == 1
+
+
+def test_nothing_is_asked_of_modes_that_see_torchs_functions() -> None:
+    """A torch function mode sees products and norms in a plain step, too."""
+    stack = ours("encoder")
+    cache = filled(stack, "encoder")
+    with Watches() as mode:
+        outputs(stack, cache)
+    assert mode.seen > 20

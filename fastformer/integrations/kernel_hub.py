@@ -15,7 +15,6 @@ import argparse
 import ast
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,10 +107,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--version", type=int, default=1, help="the kernel's version on the hub")
     options = parser.parse_args(argv)
     try:
-        written = write(options.folder, options.version)
+        write(options.folder, options.version)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    sys.stdout.write(f"{written}\n")
 
 
 if __name__ == "__main__":

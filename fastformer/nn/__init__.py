@@ -5,6 +5,7 @@ from fastformer.nn.conversion import Conversion, Entry, convert, revert
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.narrow import narrow_weights
 from fastformer.nn.padding_free import token_wise
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
@@ -32,6 +33,7 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "convert",
+    "narrow_weights",
     "revert",
     "token_wise",
 ]

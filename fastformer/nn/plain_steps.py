@@ -23,6 +23,7 @@ from fastformer.modes import compiling, dispatch_modes, functorch_level, tracing
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import activation_name, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.narrow import NarrowWeight
 from fastformer.nn.places import LayerCache, Limits, Together
 from fastformer.nn.projections import OUT_PROJECTIONS, Positions
 from fastformer.nn.sublayers import NORMS
@@ -120,8 +121,9 @@ def _is_plain_attention(attention: MultiheadAttention) -> bool:
 
 def _is_of_one_dtype(layers: nn.Module) -> bool:
     """Whether all parameters are on the CPU, in fp32 or in fp64; narrower ones are added up in wider dtypes."""
-    found = {(type(x), x.dtype, x.device.type) for x in layers.parameters()}
-    return len(found) == 1 and found <= {(nn.Parameter, dtype, "cpu") for dtype in (torch.float32, torch.float64)}
+    found = {(x.dtype, x.device.type) for x in layers.parameters()}
+    whole = all(type(x) is nn.Parameter or isinstance(x, NarrowWeight) for x in layers.parameters())
+    return whole and len(found) == 1 and found <= {(torch.float32, "cpu"), (torch.float64, "cpu")}
 
 
 class _LayerStep:
@@ -207,6 +209,8 @@ def _linear(
         w, b = parameters[weight], parameters[bias]
         if rows is not None:
             w, b = w[:rows], None if b is None else b[:rows]
+        if isinstance(w, NarrowWeight):
+            return w.linear(x, b)
         if x.shape[0] > 1:
             return F.linear(x, w, b)
         # A product with a matrix of one row is another one in MKL.

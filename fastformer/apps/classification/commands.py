@@ -18,6 +18,7 @@ from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
+    Weights,
     app,
     choose_device,
     console,
@@ -50,11 +51,12 @@ def classify(
     batch_size: Annotated[int, typer.Option(help="texts read at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
+    weights: Weights = "fp32",
 ) -> None:
     """Print the label of each text, a line each; with --probabilities all labels, separated by tabs."""
     given = given_lines(texts, input, output, "texts")
     refuse_output(output, input, runs=(run,))
-    classifier = load_classifier(run, checkpoint, choose_device(device))
+    classifier = load_classifier(run, checkpoint, choose_device(device, weights), weights)
     for lines in given:
         put_lines(_labelled(classifier, lines, batch_size, probabilities), output)
 
@@ -71,12 +73,13 @@ def evaluate_run(
     run: Path,
     checkpoint: str,
     device: str,
+    weights: str,
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[Path | None, typer.Option(help="file of labelled text, instead of --split")] = None,
 ) -> None:
     """accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent."""
     part: Any = evaluation.split_of(split, source)
-    corpus, found = evaluate_folder(run, source or part, checkpoint, device)
+    corpus, found = evaluate_folder(run, source or part, checkpoint, device, weights)
     console.print(f"{corpus}; checkpoint {checkpoint}")
     # rich lays out some 700 rows a second, so that 100,000 labels would take minutes.
     most = sorted(found.each, key=lambda each: -each.texts)[:_ROWS] if len(found.each) > _ROWS else found.each

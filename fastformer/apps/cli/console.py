@@ -16,6 +16,7 @@ from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import lines_of, read_lines, write_lines
+from fastformer.settings import check_value
 
 _ENDS = re.compile(r"[\r\n]+")  # of lines, for us and for whoever else reads them
 
@@ -44,6 +45,9 @@ console = _Console()
 RunFolder = Annotated[Path, typer.Option("--run", help="run folder, of any kind")]
 MAIN_RUN = Path("runs") / main_application().kind
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]
+Weights = Annotated[
+    str, typer.Option(help="fp32, or on a CPU bf16 or int8: fewer bits, faster, and as good up to rounding")
+]
 Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
 
 
@@ -135,18 +139,23 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
         logger.warning("%d lines had ends of lines within; they have spaces there", changed)
 
 
-def choose_device(name: str) -> str:
-    """Resolve auto, and check that torch has the device."""
+def choose_device(name: str, weights: str = "fp32") -> str:
+    """Resolve auto, and check that torch has the device; weights of fewer bits than fp32 are for a CPU."""
     import torch
 
+    from fastformer.nn.narrow import PRECISIONS
+
+    check_value("weights", weights, str, choices=PRECISIONS)
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() and weights == "fp32" else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
+    if device.type == "cuda" and weights != "fp32":
+        raise ValueError(f"weights must be fp32 on device {name!r}, not {weights}, which is for a CPU")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -2,17 +2,22 @@
 
 from pathlib import Path
 
-from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device
+from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, Weights, app, choose_device
 from fastformer.apps.cli.parts import Parts, shared
 from fastformer.settings import check_value
 
 
 @shared(app)
 def evaluate(
-    run: RunFolder = MAIN_RUN, checkpoint: Checkpoint = "best", device: Device = "auto", *, parts: Parts
+    run: RunFolder = MAIN_RUN,
+    checkpoint: Checkpoint = "best",
+    device: Device = "auto",
+    weights: Weights = "fp32",
+    *,
+    parts: Parts,
 ) -> None:
     """Print how good a run's model is, on its own test data or on a file, and what was compared or counted."""
-    parts.of(run)(run=run, checkpoint=checkpoint, device=choose_device(device))
+    parts.of(run)(run=run, checkpoint=checkpoint, device=choose_device(device, weights), weights=weights)
 
 
 def split_of(split: str | None, source: Path | None) -> str:

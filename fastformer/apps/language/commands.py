@@ -10,6 +10,7 @@ from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
+    Weights,
     app,
     check_output,
     choose_device,
@@ -49,6 +50,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(help="texts written at a time", parser=int_or_text)] = 32,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
+    weights: Weights = "fp32",
     *,
     sampling: dict[str, Any],
 ) -> None:
@@ -63,7 +65,7 @@ def generate(
     refuse_output(output, prompt_file, runs=(run,))
     options = made(SamplingOptions, sampling)
     given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
-    generator = load_generator(run, checkpoint, choose_device(device))
+    generator = load_generator(run, checkpoint, choose_device(device, weights), weights)
     given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
     if output is None and len(given) == 1:
         pieces = generator.stream(given[0], options)
@@ -87,6 +89,7 @@ def evaluate_run(
     run: Path,
     checkpoint: str,
     device: str,
+    weights: str,
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[Path | None, typer.Option(help="file of text, instead of --split")] = None,
     overlap: Annotated[
@@ -96,7 +99,7 @@ def evaluate_run(
 ) -> None:
     """the perplexity, with the counts of the tokens."""
     part: Any = evaluation.split_of(split, source)
-    text, found = evaluate_text(run, source or part, checkpoint, device, overlap or 0)
+    text, found = evaluate_text(run, source or part, checkpoint, device, overlap or 0, weights)
     console.print(f"{text}; checkpoint {checkpoint}")
     console.print(str(found))
 

@@ -18,6 +18,7 @@ from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
+from fastformer.nn.narrow import narrow_weights
 from fastformer.settings import Given, Settings, befores, declared, refuse_idle
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
@@ -267,6 +268,17 @@ class Application:
         found.check_size(config.matrix_numbers)
         made = self.network(config)
         found.load_into(made, config)
+        return made
+
+    def load_for_inference(
+        self, folder: Path | str, checkpoint: str, device: torch.device | str, weights: str = "fp32"
+    ) -> Any:
+        """The model of `load_weights` in evaluation mode on a device, with weights of as many bits.
+
+        Errors as there, and as `fastformer.nn.narrow_weights`.
+        """
+        made = self.load_weights(folder, checkpoint).to(device).eval()
+        narrow_weights(made, weights)
         return made
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:

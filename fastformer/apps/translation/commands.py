@@ -13,6 +13,7 @@ from fastformer.apps.cli.console import (
     MAIN_RUN,
     Checkpoint,
     Device,
+    Weights,
     app,
     check_output,
     choose_device,
@@ -69,6 +70,7 @@ def translate(
     batch_size: Annotated[int, typer.Option(help="sentences translated at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
+    weights: Weights = "fp32",
     *,
     search: dict[str, Any],
 ) -> None:
@@ -76,7 +78,7 @@ def translate(
     given = given_lines(sentences, input, output, "sentences")
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
-    translator = load_translator(run, checkpoint, choose_device(device))
+    translator = load_translator(run, checkpoint, choose_device(device, weights), weights)
     for lines in given:
         found = translator.candidates(lines, options, batch_size)
         put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for each in found for c in each], output)
@@ -115,6 +117,7 @@ def evaluate_run(
     run: Path,
     checkpoint: str,
     device: str,
+    weights: str,
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[Path | None, typer.Option(help="file of source sentences, instead of --split")] = None,
     target: Annotated[Path | None, typer.Option(help="file of their reference translations")] = None,
@@ -134,7 +137,7 @@ def evaluate_run(
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]
-    scores, translations = evaluate(load_translator(run, checkpoint, device), corpus, options, lowercase)
+    scores, translations = evaluate(load_translator(run, checkpoint, device, weights), corpus, options, lowercase)
     if output is not None:
         put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")

@@ -22,12 +22,12 @@ def generator() -> TextGenerator:
 
 
 @pytest.fixture
-def loaded(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+def loaded(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Runs are this generator; the list tells which were asked for."""
     asked = []
 
-    def load_generator(folder: Path, checkpoint: str, device: str) -> TextGenerator:
-        asked.append((str(folder), checkpoint, device))
+    def load_generator(folder: Path, checkpoint: str, device: str, weights: str) -> TextGenerator:
+        asked.append((str(folder), checkpoint, device, weights))
         return generator
 
     monkeypatch.setattr("fastformer.apps.language.commands.load_generator", load_generator)
@@ -46,10 +46,10 @@ def test_one_prompt_is_streamed(loaded, generator, tmp_path, monkeypatch):
     assert (done.returncode, done.stderr) == (0, "")
     assert len(pieces) == 12
     assert done.stdout == "the cat" + "".join(pieces) + "\n"
-    assert loaded == [("run", "best", "cpu")]
+    assert loaded == [("run", "best", "cpu", "fp32")]
     again = generate("the cat", "--checkpoint", "last", cwd=tmp_path)
     assert again.stdout == done.stdout
-    assert loaded[1] == ("run", "last", "cpu")
+    assert loaded[1] == ("run", "last", "cpu", "fp32")
     assert generate("the cat", "--seed", "4", cwd=tmp_path).stdout != done.stdout
     assert generate("the cat", "--temperature", "0", "--top-k", "3", cwd=tmp_path).stdout != done.stdout
 

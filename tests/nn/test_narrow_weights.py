@@ -1,0 +1,225 @@
+"""Weights of bf16 and int8: what a product may be off by, and that every place where a weight is used takes them.
+
+Letters: D outputs, K inputs of a map, M rows.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastformer
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.apps.models.common import summed_cross_entropy
+from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
+from fastformer.nn import narrow_weights
+from fastformer.nn.narrow import NarrowWeight
+
+EPS32, EPS16 = 2.0**-24, 2.0**-8
+SEVEN_BITS = 127  # steps between the smallest and the largest number of the other factor, 0 among them
+
+
+def narrowed(weight: Tensor, precision: str) -> NarrowWeight:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight.clone())
+    narrow_weights(linear, precision)
+    assert isinstance(linear.weight, NarrowWeight)
+    return linear.weight
+
+
+def tolerance(x: Tensor, weight: Tensor, precision: str) -> Tensor:
+    """What each output `[M, D]` may be off by, in fp64."""
+    x, weight = x.double(), weight.double()
+    size = x.abs() @ weight.abs().t()
+    sums = (x.shape[-1] + 2) * EPS32 * size
+    if precision == "bf16":
+        return sums + (3 * EPS16 + 4 * EPS16**2) * size  # both factors, and the result
+    half = 0.5 * weight.abs().amax(1) / 127  # of a step of each row of the weight
+    # The range is stretched so that 0 is one of its steps, by half a step at either end.
+    step = (x.max().clamp_min(0) - x.min().clamp_max(0)) / SEVEN_BITS
+    return sums + x.abs().sum(-1, keepdim=True) * half + step * (weight.abs().sum(1) + x.shape[-1] * half)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("M", [1, 2, 33])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products(precision: str, M: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x, b = torch.randn(48, 40) * torch.rand(48, 1), torch.randn(M, 40), torch.randn(48)
+    weight[3], weight[4, 1:] = 0.0, 0.0
+    found = F.linear(x, narrowed(weight, precision), b if bias else None)
+    expected = x.double() @ weight.double().t() + (b.double() if bias else 0.0)
+    allowed = tolerance(x, weight, precision) + EPS32 * expected.abs()
+    assert bool(((found - expected).abs() <= allowed).all())
+    assert not torch.equal(found, F.linear(x, weight, b if bias else None))  # it was rounded
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_parts_are_rows_of_the_whole(precision: str) -> None:
+    torch.manual_seed(0)
+    weight, x = narrowed(torch.randn(12, 16), precision), torch.randn(3, 16)
+    whole = F.linear(x, weight)
+    q, k = weight.split_with_sizes([4, 8])
+    torch.testing.assert_close(torch.cat([F.linear(x, part) for part in (q, k)], -1), whole)
+    torch.testing.assert_close(F.linear(x, weight[4:]), whole[:, 4:])
+    assert weight[4:] is k  # packed once
+    assert (weight.shape, weight.dtype, weight.device.type) == ((12, 16), torch.float32, "cpu")
+    assert F.linear(x[:0], weight).shape == (0, 12)
+    assert F.linear(x.view(3, 1, 16).expand(3, 2, 16), weight).shape == (3, 2, 12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_stays_none(precision: str, value: float) -> None:
+    weight = narrowed(torch.ones(2, 3), precision)
+    assert not F.linear(torch.tensor([[value, 1.0, 1.0]]), weight).isfinite().any()
+
+
+class Exact(NarrowWeight):
+    """A weight that is not rounded, so that models must give the numbers that they gave."""
+
+    weight: Tensor
+    products = 0
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Exact":
+        made: Any = cls.empty(*weight.shape)
+        made.weight = weight.clone()
+        return made
+
+    def product(self, x: Tensor) -> Tensor:
+        type(self).products += 1
+        return F.linear(x, self.weight)
+
+    def cut(self, first: int, last: int) -> "Exact":
+        return self.of(self.weight[first:last])
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> type[Exact]:
+    for name in ("_Int8", "_BFloat16"):
+        monkeypatch.setattr(f"fastformer.nn.narrow.{name}", Exact)
+    monkeypatch.setattr(Exact, "products", 0)
+    return Exact
+
+
+MODERN = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "kv_heads": 1, "bias": False}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, MODERN], ids=["classical", "modern"])
+def test_translation(options: dict[str, Any], exact: type[Exact]) -> None:
+    """Encoder, forward, loss, prompts, and steps of both kinds of search: on the plain way, and not."""
+    torch.manual_seed(0)
+    config = TranslationConfig(
+        40, 40, d_model=32, heads=2, encoder_layers=2, decoder_layers=2, feed_forward=48, **options
+    )
+    model = TranslationModel(config).eval()
+    narrow = copy.deepcopy(model)
+    narrow_weights(narrow, "int8")
+    lengths = torch.tensor([5, 3, 4])
+    source = torch.randint(4, 40, (12,))
+    torch.testing.assert_close(narrow(source, lengths, source, lengths), model(source, lengths, source, lengths))
+    assert exact.products == 2 * (4 + 7)  # of encoder layers four, of decoder layers in, out, q, kv, out and two
+    maps = (each.attention_maps(source[:5], source[:5]) for each in (narrow, model))
+    torch.testing.assert_close(*maps)
+    for search, beam in ((greedy_search, 1), (beam_search, 3)):
+        before = exact.products
+        found, expected = (search(each, source, lengths, SearchOptions(beam=beam)) for each in (narrow, model))
+        for one, other in zip(found, expected, strict=True):
+            (one,), (other,) = ([each] if beam == 1 else each[:1] for each in (one, other))
+            assert one.ids == other.ids
+            assert one.log_probability == pytest.approx(other.log_probability, abs=1e-3)
+        assert exact.products > before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [3, 1500], ids=["one part", "two"])
+def test_a_language_models_loss(positions: int, exact: type[Exact]) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageConfig(50, d_model=16, heads=2, layers=1, feed_forward=24)).eval()
+    narrow = copy.deepcopy(model)
+    narrow_weights(narrow, "bf16")
+    hidden, target = torch.randn(positions, 16), torch.randint(50, (positions,))
+    losses = (
+        summed_cross_entropy(each.output, hidden, target, torch.tensor([positions]), 0.1) for each in (narrow, model)
+    )
+    torch.testing.assert_close(*losses)
+    assert isinstance(narrow.output.weight, NarrowWeight)
+    assert not isinstance(narrow.embedding.tokens.weight, NarrowWeight)
+
+
+@torch.no_grad()
+def test_torchs_own_modules_and_separate_projections(exact: type[Exact]) -> None:
+    torch.manual_seed(0)
+    ours = fastformer.MultiheadAttention(16, 2, kdim=8, vdim=12, batch_first=True)
+    given = torch.randn(2, 3, 16), torch.randn(2, 4, 8), torch.randn(2, 4, 12)
+    expected = ours(*given)
+    narrow_weights(ours, "int8")
+    torch.testing.assert_close(ours(*given), expected)
+    assert exact.products == 4
+
+
+def test_fp32_changes_nothing() -> None:
+    linear = nn.Linear(3, 2)
+    weight = linear.weight
+    narrow_weights(linear, "fp32")
+    assert linear.weight is weight
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
+
+
+def test_what_stays() -> None:
+    """A subclass; a parametrised layer; a norm, an embedding; what is narrow already."""
+    parametrised = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    model = nn.Sequential(Doubled(3, 3), parametrised, nn.LayerNorm(3), nn.Embedding(3, 3), nn.Linear(3, 3))
+    narrow_weights(model, "int8")
+    kept = [type(p) for p in model.parameters()]
+    assert kept.count(nn.Parameter) == len(kept) - 1
+    weight = model[4].weight
+    narrow_weights(model, "bf16")
+    assert model[4].weight is weight
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_misuse(precision: str, tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    narrow_weights(model, precision)
+    x = torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="have no gradients: call the model under torch"):
+        model(x)
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
+    with pytest.raises(TypeError, match="cannot be saved: save the model before"):
+        torch.save(model, tmp_path / "model.pt")
+    for use in (
+        lambda: model.double(),
+        lambda: model.to(torch.float16),
+        lambda: x @ model[0].weight.t(),
+        lambda: model[0].weight[0],
+        lambda: nn.init.zeros_(model[0].weight),
+    ):
+        with pytest.raises(TypeError, match="are for products alone"):
+            use()
+
+
+@pytest.mark.parametrize("precision", ["int4", "FP32", 8, None])
+def test_another_precision_is_refused(precision: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="precision must be"):
+        narrow_weights(nn.Linear(3, 2), precision)
+
+
+@pytest.mark.parametrize("kind", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
+def test_another_dtype_or_device_is_refused(kind: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, **kind))
+    with pytest.raises(ValueError, match=r"model must be in fp32 on a CPU for int8, and 1\.weight is torch"):
+        narrow_weights(model, "int8")
+    assert not isinstance(model[0].weight, NarrowWeight)

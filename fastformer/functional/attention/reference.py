@@ -19,7 +19,7 @@ from fastformer.functional.attention.distances import with_distances
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
-from fastformer.modes import compiling, dispatch_modes, readable, recorded
+from fastformer.modes import compiling, dispatch_modes, functorch_level, readable, recorded
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -67,18 +67,10 @@ class _PlainDoubleBackward(torch.autograd.Function):
     torch's fused attention, on every device, has no second derivative.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(
-        out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-    ) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, q, k, v, mask, ctx.causal, ctx.scale = inputs
-        ctx.save_for_backward(q, k, v, mask)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _remember(ctx, inputs)
+        return inputs[0].view_as(inputs[0])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,6 +97,26 @@ class _PlainDoubleBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         return tangents[0].view_as(tangents[0])  # type: ignore[no-any-return]
+
+
+class _Transformable(_PlainDoubleBackward):
+    """The same in the form that torch.func wants, which takes 83 us a call where the other takes 23."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        return inputs[0].view_as(inputs[0])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _remember(ctx, inputs)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """inputs: out, q, k, v, mask, causal, scale."""
+    *tensors, ctx.causal, ctx.scale = inputs[1:]
+    ctx.save_for_backward(*tensors)
 
 
 def _only_causal(rules: AttentionRules) -> bool:
@@ -156,7 +168,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
     if out.requires_grad and dropout_p == 0.0 and not recorded():
-        out = _PlainDoubleBackward.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
+        function = _PlainDoubleBackward if functorch_level() is None else _Transformable
+        out = function.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 

@@ -155,6 +155,9 @@ def as_row(*parameters: Tensor | None) -> list[Tensor | None]:
 
 def as_wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Widen parameters of a narrower dtype than x, which kernels take as they are, and torch not at all."""
+    dtype = x.dtype
+    if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
+        return weight, bias  # 0.4 us earlier
 
     def wide(parameter: Tensor | None) -> Tensor | None:
         if parameter is None or parameter.dtype == x.dtype:

@@ -2,10 +2,10 @@
 
 from fastformer.nn.cache import KVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
+from fastformer.nn.inference_weights import columns_first, narrow_weights
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.narrow import narrow_weights
 from fastformer.nn.padding_free import token_wise
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
@@ -32,6 +32,7 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "columns_first",
     "convert",
     "narrow_weights",
     "revert",

@@ -20,10 +20,10 @@ from fastformer.functional.choice import runs_fused
 from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import compiling, dispatch_modes, functorch_level, tracing_state
+from fastformer.nn.inference_weights import NarrowWeight
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import activation_name, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.narrow import NarrowWeight
 from fastformer.nn.places import LayerCache, Limits, Together
 from fastformer.nn.projections import OUT_PROJECTIONS, Positions
 from fastformer.nn.sublayers import NORMS
@@ -211,10 +211,7 @@ def _linear(
             w, b = w[:rows], None if b is None else b[:rows]
         if isinstance(w, NarrowWeight):
             return w.linear(x, b)
-        if x.shape[0] > 1:
-            return F.linear(x, w, b)
-        # A product with a matrix of one row is another one in MKL.
-        return (torch.mv(w, x[0]) if b is None else torch.addmv(b, w, x[0]))[None]
+        return F.linear(x, w, b)
 
     return linear
 

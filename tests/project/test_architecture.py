@@ -24,7 +24,7 @@ FLOORS = (
     {"nn.wrappers", "nn.options"},
     {"nn.projections"},
     {"nn.multihead_attention"},
-    {"nn.attends", "nn.sublayers", "nn.narrow"},
+    {"nn.attends", "nn.sublayers", "nn.inference_weights"},
     {"nn.layers"},
     {"nn.padding_free"},
     {"nn.places"},

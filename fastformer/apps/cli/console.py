@@ -143,7 +143,7 @@ def choose_device(name: str, weights: str = "fp32") -> str:
     """Resolve auto, and check that torch has the device; weights of fewer bits than fp32 are for a CPU."""
     import torch
 
-    from fastformer.nn.narrow import PRECISIONS
+    from fastformer.nn.inference_weights import PRECISIONS
 
     check_value("weights", weights, str, choices=PRECISIONS)
     if name == "auto":

@@ -18,7 +18,7 @@ from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
-from fastformer.nn.narrow import narrow_weights
+from fastformer.nn.inference_weights import narrow_weights
 from fastformer.settings import Given, Settings, befores, declared, refuse_idle
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere

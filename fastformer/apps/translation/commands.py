@@ -35,6 +35,7 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
+from fastformer.nn import columns_first
 from fastformer.settings import check_value
 
 Folder = Annotated[
@@ -79,6 +80,7 @@ def translate(
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device, weights), weights)
+    columns_first(translator.model)
     for lines in given:
         found = translator.candidates(lines, options, batch_size)
         put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for each in found for c in each], output)
@@ -137,7 +139,9 @@ def evaluate_run(
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]
-    scores, translations = evaluate(load_translator(run, checkpoint, device, weights), corpus, options, lowercase)
+    translator = load_translator(run, checkpoint, device, weights)
+    columns_first(translator.model)
+    scores, translations = evaluate(translator, corpus, options, lowercase)
     if output is not None:
         put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")

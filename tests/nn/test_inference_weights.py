@@ -17,8 +17,8 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.models.common import summed_cross_entropy
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.nn import narrow_weights
-from fastformer.nn.narrow import NarrowWeight
+from fastformer.nn import columns_first, narrow_weights
+from fastformer.nn.inference_weights import NarrowWeight
 
 EPS32, EPS16 = 2.0**-24, 2.0**-8
 SEVEN_BITS = 127  # steps between the smallest and the largest number of the other factor, 0 among them
@@ -103,7 +103,7 @@ class Exact(NarrowWeight):
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> type[Exact]:
     for name in ("_Int8", "_BFloat16"):
-        monkeypatch.setattr(f"fastformer.nn.narrow.{name}", Exact)
+        monkeypatch.setattr(f"fastformer.nn.inference_weights.{name}", Exact)
     monkeypatch.setattr(Exact, "products", 0)
     return Exact
 
@@ -163,6 +163,30 @@ def test_torchs_own_modules_and_separate_projections(exact: type[Exact]) -> None
     narrow_weights(ours, "int8")
     torch.testing.assert_close(ours(*given), expected)
     assert exact.products == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("embeddings", ["separate", "shared"])
+def test_weights_by_columns(embeddings: str) -> None:
+    """The same model: shapes, numbers and state dict; embeddings keep their rows."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 48}
+    model = TranslationModel(TranslationConfig(40, 40, embeddings=embeddings, **sizes)).eval()
+    other = copy.deepcopy(model)
+    columns_first(other)
+    for name, x in other.state_dict().items():
+        assert torch.equal(x, model.state_dict()[name])
+    parts = [other.output, other.decoder.layers[0].linear1, other.encoder.layers[0].self_attn.out_proj]
+    assert all(part.weight.stride() == (1, part.weight.shape[0]) for part in parts)
+    assert other.decoder.layers[0].multihead_attn.in_proj_weight.stride() == (1, 96)
+    assert other.target_embedding.tokens.weight.stride() == (32, 1)
+    source, lengths = torch.randint(4, 40, (8,)), torch.tensor([5, 3])
+    torch.testing.assert_close(other(source, lengths, source, lengths), model(source, lengths, source, lengths))
+    found = [greedy_search(each, source, lengths, SearchOptions(beam=1)) for each in (other, model)]
+    assert [h.ids for h in found[0]] == [h.ids for h in found[1]]
+    double = nn.Linear(3, 2, dtype=torch.float64)
+    columns_first(double)
+    assert double.weight.stride() == (3, 1)
 
 
 def test_fp32_changes_nothing() -> None:

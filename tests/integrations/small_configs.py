@@ -38,7 +38,6 @@ SIZES: dict[str, Any] = {
     "index_topk": 4,
     "rotary_dim": 8,
     "vocab_size_per_layer_input": 99,
-    "num_kv_shared_layers": 0,
 }
 
 # Rotary positions in three sections, which add up to half of the head size.
@@ -82,7 +81,11 @@ def _layers(values: dict[str, Any]) -> dict[str, Any]:
     kinds = {str(each): index for index, each in reversed(list(enumerate(zip(*lists.values(), strict=True))))}
     chosen = sorted({*kinds.values(), deep - 1})[:4]
     chosen = chosen if len(chosen) > 1 else [0, deep - 1]
-    return {"num_hidden_layers": len(chosen), **{name: [x[i] for i in chosen] for name, x in lists.items()}}
+    shared = {}
+    if values.get("num_kv_shared_layers") is not None:  # as many again attend to the keys and values of these
+        shared, chosen = {"num_kv_shared_layers": len(chosen)}, chosen * 2
+    sized = {name: [SIZES.get(name, x[i]) for i in chosen] for name, x in lists.items()}
+    return {"num_hidden_layers": len(chosen), **shared, **sized}
 
 
 def _has(config: Any, name: str) -> bool:

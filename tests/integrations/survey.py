@@ -28,7 +28,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.utils import logging
 
 from fastformer import functional
-from fastformer.integrations.transformers import obstacles, padding_free
+from fastformer.integrations.transformers import obstacles, padding_free, stacks
 from tests.integrations.small_configs import small
 
 RECORD = Path(obstacles.__file__).with_name("tested.json")
@@ -193,52 +193,53 @@ def outcome(name: str) -> dict[str, Any]:
             return {"outcome": "not built", "reason": _first_line(error)}
         if not wanted:
             return {"outcome": "not built", "reason": "eager's numbers are not finite"}
+        ours, alone, refused = build(name, "eager", dtype), 0, ""
         try:
-            ours = build(name, "fastformer", dtype)
-            with counted() as alone:
-                found = {side: results(ours, side) for side in wanted}
-        except Exception as error:
-            return {"outcome": "refused", "reason": _first_line(error)}
+            named = build(name, "fastformer", dtype)
+            with counted() as calls:
+                found = {side: results(named, side) for side in wanted}
+            ours, alone = named, calls.total()
+        except Exception as error:  # parts of it may have models of their own, which padding_free takes
+            found, refused = {}, _first_line(error)
         for side, its in found.items():
             assert (wrong := difference(its, wanted[side])) is None, f"{name}, attention alone, {side}: {wrong}"
-        classes = {type(x) for x in ours.modules() if isinstance(x, obstacles.GradientCheckpointingLayer)}
-        report = padding_free(ours, also=classes)
-        reasons = {entry.name: entry.outcome for entry in report.padded}
-        if not report.packed:
-            if not alone:
-                return {
-                    "outcome": "no attention",
-                    "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers",
-                }
-            return {"outcome": "padded", "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers"}
-        layers: set[str] = set()
-        most = 0
-        for side in wanted:
-            with counted() as calls:
-                try:
-                    wrong = difference(results(ours, side), wanted[side])
-                except Exception as error:
-                    wrong = _first_line(error)
-            if wrong is not None:  # so it is not on the list, and padding_free leaves it padded
-                return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
-            most = max(most, calls["packed_attention"])
-            assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
-        if not most:
-            return {"outcome": "padded", "reason": "its layers are given no mask that says what is padding"}
-        names = {entry.name for entry in report.packed}
-        for path, owner, stack, _ in padding_free_stacks(ours):
-            if path in names:
-                layers |= {obstacles.identity(owner, layer) for layer in stack}
-        made = {"outcome": "packed", "packed": sorted(layers), "calls": most}
-        if reasons:
-            made["reason"] = "; ".join(sorted(set(reasons.values())))
-        return made
+        made = packed(ours, name, wanted)
+        if made["outcome"] == "packed":
+            reasons = (made.get("reason"), refused and f"the name alone raises {refused}")
+            return {**made, "reason": "; ".join(filter(None, reasons))} if any(reasons) else made
+        if refused:
+            return {"outcome": "refused", "reason": refused}
+        return made if alone else {**made, "outcome": "no attention"}
 
 
-def padding_free_stacks(model: nn.Module) -> Any:
-    from fastformer.integrations.transformers import stacks
-
-    return stacks._stacks(model)
+def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of a model with `padding_free`."""
+    classes = {type(layer) for _, _, stack, _ in stacks._stacks(ours) for layer in stack}
+    report = padding_free(ours, also=classes)
+    reasons = {"reason": said} if (said := "; ".join(sorted({entry.outcome for entry in report.padded}))) else {}
+    if not report.packed:
+        return {"outcome": "padded", "reason": "no stack of layers", **reasons}
+    most = 0
+    for side in wanted:
+        with counted() as calls:
+            try:
+                wrong = difference(results(ours, side), wanted[side])
+            except Exception as error:
+                wrong = _first_line(error)
+        if wrong is not None:  # so it is not on the list, and padding_free leaves it padded
+            return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
+        most = max(most, calls["packed_attention"])
+        assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
+    if not most:
+        return {"outcome": "padded", "reason": "its layers are given no mask that says what is padding", **reasons}
+    names = {entry.name for entry in report.packed}
+    layers = {
+        obstacles.identity(owner, layer)
+        for path, owner, stack, _ in stacks._stacks(ours)
+        for layer in stack
+        if path in names
+    }
+    return {"outcome": "packed", "packed": sorted(layers), "calls": most, **reasons}
 
 
 def _first_line(error: Exception) -> str:

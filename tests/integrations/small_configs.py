@@ -82,7 +82,8 @@ def _layers(values: dict[str, Any]) -> dict[str, Any]:
     chosen = sorted({*kinds.values(), deep - 1})[:4]
     chosen = chosen if len(chosen) > 1 else [0, deep - 1]
     shared = {}
-    if values.get("num_kv_shared_layers") is not None:  # as many again attend to the keys and values of these
+    if values.get("num_kv_shared_layers") is not None:  # one of each kind, whose keys and values as many others share
+        chosen = sorted(kinds.values())
         shared, chosen = {"num_kv_shared_layers": len(chosen)}, chosen * 2
     sized = {name: [SIZES.get(name, x[i]) for i in chosen] for name, x in lists.items()}
     return {"num_hidden_layers": len(chosen), **shared, **sized}

@@ -53,11 +53,18 @@ class NotSmall(Exception):
     """A type cannot be built small by these rules, or is no text model."""
 
 
-def build(name: str, attention: str, dtype: torch.dtype) -> nn.Module:
-    """A small model with weights of about unit gain; the same for every attention."""
+def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
+    """A small model with weights of about unit gain; the same for every attention.
+
+    Args:
+        name: of the type.
+        attention: the implementation.
+        dtype: of the weights.
+        auto: whose `from_config` makes it.
+        **changes: of the configuration.
+    """
     torch.manual_seed(1)
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
-    auto = transformers.AutoModel
     if getattr(modeling_class(config), "main_input_name", "input_ids") != "input_ids":
         raise NotSmall("takes no text")
     with torch.device("meta"):
@@ -66,6 +73,8 @@ def build(name: str, attention: str, dtype: torch.dtype) -> nn.Module:
     if count > MOST_PARAMETERS:
         raise NotSmall(f"has {count} parameters")
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
+    for key, value in changes.items():
+        setattr(config, key, value)
     torch.manual_seed(1)
     model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
     generator = torch.Generator().manual_seed(2)
@@ -231,7 +240,7 @@ def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]
         most = max(most, calls["packed_attention"])
         assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
     if not most:
-        return {"outcome": "padded", "reason": "its layers are given no mask that says what is padding", **reasons}
+        return {"outcome": "padded", "reason": "its layers are given a mask over all pairs, or none", **reasons}
     names = {entry.name for entry in report.packed}
     layers = {
         obstacles.identity(owner, layer)

@@ -13,23 +13,23 @@ from torch import nn
 
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations.test_packed_models import assert_same, outcome
-from tests.integrations.tiny_transformers import ROUNDINGS, VOCABULARY, batch, both_ways, count_packed, pairs, tiny
+from tests.integrations.tiny_transformers import (
+    ROUNDINGS,
+    VOCABULARY,
+    batch,
+    both_ways,
+    checkpoint,
+    count_packed,
+    pairs,
+    tiny,
+    without_dropout,
+)
 from tests.support.closeness import assert_close
 
 
 @pytest.fixture
 def seen(monkeypatch):
     return count_packed(monkeypatch)
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model.train()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -39,10 +39,7 @@ def test_checkpointed_activations(name, reentrant, seen):
     expected = outcome(without_dropout(tiny(name, "eager")), inputs)
     model = without_dropout(tiny(name, "eager"))
     padding_free(model)
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.20 and later
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint(model, reentrant)
     assert_same(outcome(model, inputs), expected)
     assert len(seen) == 2 * (6 if name in ("marian", "t5") else 2)  # computed again
 

@@ -29,6 +29,7 @@ from fastformer.integrations.transformers.arguments import (
     to_tokens,
 )
 from fastformer.integrations.transformers.caches import Shared, takes, unpacking
+from fastformer.integrations.transformers.given_masks import padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
 from fastformer.modes import has_values, recorded
 from fastformer.packing import Layout
@@ -58,6 +59,8 @@ def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     names = parameters(layer)
     given = dict(zip(names, args, strict=False)) | kwargs
     rules, x = given.get(MASK), given.get(names[0])
+    if isinstance(rules, Tensor):
+        rules = padding_rules(rules)
     if len(args) > len(names) or type(rules) is not MaskRules or rules.key_mask is None or not isinstance(x, Tensor):
         return None
     if x.dim() < 3 or rules.layout is not None or not (has_values(rules.key_mask) and has_values(x)):

@@ -23,7 +23,6 @@ from fastformer.integrations.transformers.layer_hooks import MASK, chunks
 from fastformer.nn.padding_free import TOKEN_WISE, mixes
 
 _PARTS = (*TOKEN_WISE, nn.Embedding, Conv1D)  # Conv1D is GPT-2's linear map
-_RECURRENT = ("linear_attention", "mamba", "recurrent")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
 
 
@@ -55,13 +54,13 @@ def structure(owner: Any, stack: nn.ModuleList) -> str | None:
             return f"layer {index} is a {type(layer).__name__}"
         if MASK not in parameters(layer):
             return "its layers take no attention_mask"
-        if getattr(layer, "layer_type", None) in _RECURRENT:
-            return f"layer {index} is a {layer.layer_type}, which hands on a state"
         for name, part in _parts(layer):
             if getattr(part, "expert_capacity", None) is not None:
                 return f"layer {index}, {name}: experts drop what exceeds their capacity, padding included"
             if (mixed := _mixes(part, layer)) is not None:
                 return f"layer {index}, {name}{mixed}"
+            if getattr(part, "layer_type", None) == "linear_attention":
+                return f"layer {index}, {name} is a {type(part).__name__}, a recurrence"
         if chunks(layer):
             return f"chunk_size_feed_forward is {chunks(layer)}"
     return None

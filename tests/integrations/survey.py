@@ -28,7 +28,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.utils import logging
 
 from fastformer import functional
-from fastformer.integrations.transformers import obstacles, padding_free, stacks
+from fastformer.integrations.transformers import layer_hooks, obstacles, padding_free, stacks
 from tests.integrations.small_configs import small
 
 RECORD = Path(obstacles.__file__).with_name("tested.json")
@@ -38,6 +38,7 @@ SIDES = ("right", "left", "gaps", "empty", "none")
 ROUNDINGS, EPS = 2000.0, torch.finfo(torch.float32).eps
 MOST_PARAMETERS, LONGEST = 6_000_000, 20  # seconds of CPU
 
+ATTENTIONS = ("packed_attention", "attention", "attention_with_weights")
 NO_TEXT = "NotSmall: takes no text"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hugging-face-models.md"
 
@@ -145,26 +146,30 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | Non
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often our attention runs packed and padded."""
+def counted(ran: list[nn.Module] | None = None) -> Iterator[Counter[str]]:
+    """How often our attention runs packed and padded; ran, if given, gets the layers that run packed."""
     calls: Counter[str] = Counter()
-    names = ("packed_attention", "attention", "attention_with_weights")
-    before = {name: getattr(functional, name) for name in names}
+    places: list[tuple[Any, str]] = [(functional, name) for name in ATTENTIONS]
+    places += [(layer_hooks, "_packed")] if ran is not None else []
+    before = [getattr(*place) for place in places]
 
-    def counting(name: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return before[name](*args, **kwargs)
+    def counting(name: str, function: Any) -> Any:
+        def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in ATTENTIONS:
+                calls[name] += 1
+            elif ran is not None:
+                ran.append(first)
+            return function(first, *args, **kwargs)
 
         return run
 
     try:
-        for name in names:
-            setattr(functional, name, counting(name))
+        for (room, name), function in zip(places, before, strict=True):
+            setattr(room, name, counting(name, function))
         yield calls
     finally:
-        for name in names:
-            setattr(functional, name, before[name])
+        for (room, name), function in zip(places, before, strict=True):
+            setattr(room, name, function)
 
 
 def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
@@ -223,14 +228,13 @@ def outcome(name: str) -> dict[str, Any]:
 
 def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """What becomes of a model with `padding_free`."""
-    classes = {type(layer) for _, _, stack, _ in stacks._stacks(ours) for layer in stack}
-    report = padding_free(ours, also=classes)
-    reasons = {"reason": said} if (said := "; ".join(sorted({entry.outcome for entry in report.padded}))) else {}
-    if not report.packed:
-        return {"outcome": "padded", "reason": "no stack of layers", **reasons}
+    found = list(stacks._stacks(ours))
+    report = padding_free(ours, also={type(layer) for _, _, stack, _ in found for layer in stack})
+    reasons = {entry.outcome for entry in report.padded}
+    ran: list[nn.Module] = []
     most = 0
     for side in wanted:
-        with counted() as calls:
+        with counted(ran) as calls:
             try:
                 wrong = difference(results(ours, side), wanted[side])
             except Exception as error:
@@ -239,16 +243,16 @@ def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]
             return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
         most = max(most, calls["packed_attention"])
         assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
-    if not most:
-        return {"outcome": "padded", "reason": "its layers are given a mask over all pairs, or none", **reasons}
-    names = {entry.name for entry in report.packed}
-    layers = {
-        obstacles.identity(owner, layer)
-        for path, owner, stack, _ in stacks._stacks(ours)
-        for layer in stack
-        if path in names
-    }
-    return {"outcome": "packed", "packed": sorted(layers), "calls": most, **reasons}
+    layers, names = set(), {entry.name for entry in report.packed}
+    for path, owner, stack, _ in found:
+        its = {obstacles.identity(owner, layer) for layer in stack if layer in ran}
+        layers |= its
+        if path in names and not its:
+            reasons.add(f"{type(owner).__name__} is given a mask over all pairs, or none")
+    said = {"reason": "; ".join(sorted(reasons))} if reasons else {}
+    if not layers:
+        return {"outcome": "padded", "reason": "no stack of layers", **said}
+    return {"outcome": "packed", "packed": sorted(layers), "calls": most, **said}
 
 
 def _first_line(error: Exception) -> str:

@@ -230,7 +230,7 @@ class TestMasksThatAModelMade:
         assert rules.real_keys(mask.device) is padding_rules(mask).real_keys(mask.device)  # read once
         mask.fill_(0.0)
         assert padding_rules(mask).key_mask.all()
-        rules.once("name", lambda: 3)
+        padding_rules(mask).once("name", lambda: 3)
         assert "name" not in padding_rules(mask)._memory  # nothing of a forward pass stays with a mask
 
     @pytest.mark.parametrize("value", [-9999.0, 0.5, torch.nan])

@@ -37,7 +37,11 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 4,
     "index_topk": 4,
     "rotary_dim": 8,
-    "vocab_size_per_layer_input": 99,
+    **dict.fromkeys(("vocab_size_per_layer_input", "pronunciation_vocab_size", "shape_vocab_size"), 99),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim", "entity_emb_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_topk", "zero_expert_num"), 2),
+    "entity_vocab_size": 99,
+    "default_language": "en_XX",
 }
 
 # Rotary positions in three sections, which add up to half of the head size.

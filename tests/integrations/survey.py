@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from fastformer import functional
 from fastformer.integrations.transformers import layer_hooks, obstacles, padding_free, stacks
+from fastformer.integrations.transformers.arguments import parameters
 from tests.integrations.small_configs import small
 
 RECORD = Path(obstacles.__file__).with_name("tested.json")
@@ -248,7 +249,9 @@ def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]
         its = {obstacles.identity(owner, layer) for layer in stack if layer in ran}
         layers |= its
         if path in names and not its:
-            reasons.add(f"{type(owner).__name__} is given a mask over all pairs, or none")
+            taken = parameters(stack[0])[1:]
+            others = ", ".join(name for name in taken if name not in layer_hooks.KNOWN)
+            reasons.add(f"{type(owner).__name__}'s layers are given {others or 'a mask over all pairs, or none'}")
     said = {"reason": "; ".join(sorted(reasons))} if reasons else {}
     if not layers:
         return {"outcome": "padded", "reason": "no stack of layers", **said}

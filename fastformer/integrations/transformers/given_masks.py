@@ -3,6 +3,9 @@
 Letters: B batch, T queries, S keys.
 """
 
+from collections.abc import MutableMapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,7 +17,7 @@ from fastformer.modes import has_values, recorded
 # softmax gives such a key exactly 0.
 _HIDES = -1e4
 # Of each mask that is alive: how often it was written to, and what was read from it. A model's layers share one.
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_read: MutableMapping[Tensor, tuple[int, Tensor | None, dict[object, Any]]] = WeakTensorKeyDictionary()
 
 
 def padding_rules(mask: Tensor) -> MaskRules | None:

@@ -14,26 +14,37 @@ from importlib import resources
 from typing import Any
 
 from torch import nn
-from transformers import activations
+from transformers import PreTrainedModel, activations
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from fastformer.integrations.transformers.arguments import parameters
 from fastformer.integrations.transformers.layer_hooks import MASK, chunks
+from fastformer.integrations.transformers.registration import calls_the_interface
 from fastformer.nn.padding_free import TOKEN_WISE, mixes
 
 _PARTS = (*TOKEN_WISE, nn.Embedding, Conv1D)  # Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
 
 
-def obstacle(owner: nn.Module, stack: nn.ModuleList, also: frozenset[type[nn.Module]] = frozenset()) -> str | None:
+def obstacle(
+    owner: nn.Module,
+    stack: nn.ModuleList,
+    home: PreTrainedModel | None,
+    also: frozenset[type[nn.Module]] = frozenset(),
+) -> str | None:
     """Return why a stack cannot run packed, or None.
 
     Args:
         owner: whose forward calls the layers.
         stack: the layers.
+        home: the model of transformers that holds them.
         also: classes of layers that the caller knows.
     """
+    if home is None:
+        return "no model of transformers holds it"
+    if not calls_the_interface(home):
+        return "computes its attention outside of transformers' attention interface"
     reason = structure(owner, stack)
     if reason is not None:
         return reason

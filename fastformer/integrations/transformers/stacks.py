@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fastformer.integrations.transformers import biases
 from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
-from fastformer.integrations.transformers.registration import NAME, calls_the_interface
+from fastformer.integrations.transformers.registration import NAME
 from fastformer.nn.conversion import Entry
 from fastformer.nn.conversion.report import name_of
 
@@ -67,9 +67,7 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
     report = PaddingFree()
     for name, owner, stack, home in list(_stacks(model)):
         its = name_of(type(stack[0]))
-        reason = obstacle(owner, stack, frozenset(also))
-        if reason is None and (home is None or not calls_the_interface(home)):
-            reason = "computes its attention outside of transformers' attention interface"
+        reason = obstacle(owner, stack, home, frozenset(also))
         if reason is not None or home is None:
             report.padded.append(Entry(name, its, reason or ""))
             continue

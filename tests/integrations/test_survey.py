@@ -44,12 +44,12 @@ def test_the_page_says_what_the_record_says():
 
 def test_a_wrong_number_is_found(monkeypatch):
     """The survey sees a layer that mixes tokens, and what is packed in the wrong order."""
-    from fastformer.integrations.transformers import layer_hooks
+    from fastformer.integrations.transformers import arguments
 
-    def wrong(x, layout, rules, once=layer_hooks._once):
-        return once(x, layout, rules).roll(1, 1)
+    def wrong(x, layout, rules, axes, once=arguments.once):
+        return once(x, layout, rules, axes).roll(1, 1)
 
-    monkeypatch.setattr(layer_hooks, "_once", wrong)
+    monkeypatch.setattr(arguments, "once", wrong)
     found = survey.outcome("llama")
     assert found["outcome"] == "padded"
     assert "its numbers are others" in found["reason"]

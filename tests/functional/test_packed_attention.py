@@ -112,22 +112,6 @@ def test_the_same_layouts_are_planned_once(monkeypatch):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    "rules", [{}, {"causal": True}, {"window": (1, 0)}, {"distance_bias": torch.linspace(-1, 1, 141).expand(4, -1)}]
-)
-def test_self_attention_has_one_alignment(rules, monkeypatch):
-    """As many queries as keys: nothing is asked of the lengths of queries, and short sequences take the shorter way."""
-    seen, op = [], packed_reference.attention
-    monkeypatch.setattr(packed_reference, "attention", lambda *x: (seen.append(x[3].query_lengths), op(*x))[1])
-    layout = Layout.from_lengths([3, 5, 60])
-    q, k, v = torch.randn(3, layout.total, 4, 8)
-    found = [packed_attention(q, k, v, layout, alignment=one, **rules) for one in ("top_left", "bottom_right")]
-    assert torch.equal(*found)
-    assert all(lengths is None for lengths in seen)
-    plain = rules in ({}, {"causal": True})
-    assert bool(seen) == (not plain)
-
-
 def test_a_graph_attends_in_one_group():
     layouts = [Layout.from_lengths(x) for x in ([3, 1, 5], [2, 6, 1])]
     inputs = [random(layout.total, 2, 3) for layout in (layouts[0], layouts[1], layouts[1])]

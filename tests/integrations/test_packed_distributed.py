@@ -1,6 +1,5 @@
 """Two processes, each with other padding, whose models of Hugging Face are sharded or copied, against one process."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.integrations.survey import counted
 from tests.integrations.test_packed_models import attentions
 from tests.integrations.tiny_transformers import ROUNDINGS, checkpoint, pairs, tiny, without_dropout
 from tests.support.closeness import assert_close
-from tests.support.processes import start_processes
+from tests.support.processes import leave, run_two, two_of_gloo
 
 NAMES = ("bert", "llama", "t5")
 SIDES = (("right", "left"), ("left", None))  # of each step, for each process; without padding nothing is packed
@@ -58,8 +57,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    two_of_gloo(rank, folder)
     for name in NAMES:
         expected = alone(name)
         for way in WAYS:
@@ -83,13 +81,10 @@ def work(rank: int, folder: str) -> None:
                 for key, x in wanted.items():
                     assert_close(found[key], x, ROUNDINGS)
             assert padded(model).packed
-    Path(folder, str(rank)).touch()
-    torch.distributed.barrier()
-    os._exit(0)  # see tests/apps/train/test_distributed.py
+    leave(rank, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    start_processes(work, (str(tmp_path),), 2)
-    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+    run_two(work, tmp_path)

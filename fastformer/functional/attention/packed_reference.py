@@ -145,8 +145,6 @@ def _attend(
         rules: of the call.
     """
     (H, Hkv), N, T, S = heads, group.sequences, group.queries, group.keys
-    if same:  # as many queries as keys, so that both alignments are one; by the start they need no lengths
-        rules = replace(rules, alignment="top_left")
     by_start = rules.alignment == "top_left"
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = group.key_bias is None or (rules.causal and same)

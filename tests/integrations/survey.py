@@ -251,7 +251,7 @@ def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]
         if path in names and not its:
             taken = parameters(stack[0])[1:]
             others = ", ".join(name for name in taken if name not in layer_hooks.KNOWN)
-            reasons.add(f"{type(owner).__name__}'s layers are given {others or 'a mask over all pairs, or none'}")
+            reasons.add(f"{type(owner).__name__} is given {others or 'no mask of padding alone'}")
     said = {"reason": "; ".join(sorted(reasons))} if reasons else {}
     if not layers:
         return {"outcome": "padded", "reason": "no stack of layers", **said}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.functional import attention, packed_attention
-from fastformer.functional.attention import packed_reference
+from fastformer.functional.attention import packed_reference, reference
 from fastformer.packing import Layout
 from tests.support.closeness import assert_close, gradients, random
 
@@ -110,6 +110,17 @@ def test_the_same_layouts_are_planned_once(monkeypatch):
         q, k = torch.randn(7, heads, 3), torch.randn(7, kv_heads, 3)
         packed_attention(q, k, k, layout)
     assert len(calls) == 3
+
+
+def test_what_is_padded_with_zeros_is_not_looked_at(monkeypatch):
+    """Whether the padding of each group is finite: 3.8 of the 215 ms that two layers of T5 take (short-cpu)."""
+    monkeypatch.setattr(reference, "blank_padding", None)
+    layout = Layout.from_lengths([3, 0, 70])
+    q, k, v = torch.randn(3, layout.total, 4, 8)
+    v[0] = torch.nan  # of the first sequence
+    out = packed_attention(q, k, v, layout, distance_bias=torch.linspace(-1, 1, 141).expand(4, -1))
+    assert out[:3].isnan().all()
+    assert out[3:].isfinite().all()
 
 
 def test_a_graph_attends_in_one_group():

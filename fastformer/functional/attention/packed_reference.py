@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastformer.functional.attention.reference import attention, products
+from fastformer.functional.attention.reference import attention_over_zeros, products
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send
@@ -166,7 +166,7 @@ def _attend(
         query_lengths=None if by_start else group.query_lengths,
         key_lengths=None if alone else group.key_lengths,
     )
-    return attention(q, k, v, padded).transpose(0, 1).flatten(0, 2)
+    return attention_over_zeros(q, k, v, padded).transpose(0, 1).flatten(0, 2)
 
 
 def _in_one_group(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> Tensor:
@@ -176,7 +176,7 @@ def _in_one_group(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: L
         B, L = layout.batch, layout.max_length
         return x.new_zeros(B * L, *x.shape[1:]).index_copy(0, layout.slots, x).view(B, L, *x.shape[1:]).transpose(1, 2)
 
-    out = attention(
+    out = attention_over_zeros(
         padded(q, layout),
         padded(k, key_layout),
         padded(v, key_layout),

@@ -162,8 +162,7 @@ def _attend(
         scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
         scores = products(q, k, scale)
         if bias is not None:
-            its = (x.view(H, N, *x.shape[1:]) for x in (q, k))
-            pairs = of_pairs(bias, *its, rules).transpose(0, 1)  # [H, 1, T, S]
+            pairs = of_pairs(bias, q.view(H, N, T, -1), k.view(H, N, S, -1), rules).transpose(0, 1)  # [H, 1, T, S]
             scores = (scores.view(H, N, T, S) + pairs.to(q.dtype)).flatten(0, 1)
         if rules.causal:
             scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.functional import attention, packed_attention
-from fastformer.functional.attention import packed_reference
+from fastformer.functional.attention import packed_reference, reference
 from fastformer.packing import Layout
 from tests.support.closeness import assert_close, gradients, random
 
@@ -110,6 +110,39 @@ def test_the_same_layouts_are_planned_once(monkeypatch):
         q, k = torch.randn(7, heads, 3), torch.randn(7, kv_heads, 3)
         packed_attention(q, k, k, layout)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("longest", "trained", "hidden", "plain"), [
+    (60, False, False, True), (60, True, False, True), (70, False, False, False), (70, True, False, True),
+    (60, True, True, False), (257, True, False, False),
+])  # fmt: skip
+def test_short_sequences_with_a_bias_take_matrix_products(longest, trained, hidden, plain, monkeypatch):
+    """Longer ones where the bias is trained; none where it may hide all keys of a query."""
+    seen, op = [], packed_reference.attention_over_zeros
+    monkeypatch.setattr(packed_reference, "attention_over_zeros", lambda *x: (seen.append(1), op(*x))[1])
+    layouts = [Layout.from_lengths(x) for x in ([longest, longest], [longest, longest - 2])]
+    inputs = [random(layouts[side].total, 2, 3) for side in (0, 1, 1)]
+    bias = random(2, 2 * longest - 1, grad=trained)
+    if hidden:
+        bias.data[:, 0] = -torch.inf
+    out = packed_attention(*inputs, *layouts, distance_bias=bias)
+    assert bool(seen) != plain
+    leaves = [*inputs, bias] if trained else inputs
+    wanted = one_by_one(*inputs, *layouts, distance_bias=bias)
+    assert_close(out, wanted)
+    for actual, gradient in zip(gradients(out, leaves), gradients(wanted, leaves), strict=True):
+        assert_close(actual, gradient)
+
+
+def test_what_is_padded_with_zeros_is_not_looked_at(monkeypatch):
+    """Whether the padding of each group is finite: 3.8 of the 215 ms that two layers of T5 take (short-cpu)."""
+    monkeypatch.setattr(reference, "blank_padding", None)
+    layout = Layout.from_lengths([3, 0, 70])
+    q, k, v = torch.randn(3, layout.total, 4, 8)
+    v[0] = torch.nan  # of the first sequence
+    out = packed_attention(q, k, v, layout, distance_bias=torch.linspace(-1, 1, 141).expand(4, -1))
+    assert out[:3].isnan().all()
+    assert out[3:].isfinite().all()
 
 
 def test_a_graph_attends_in_one_group():

@@ -37,8 +37,11 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 4,
     "index_topk": 4,
     "rotary_dim": 8,
-    "vocab_size_per_layer_input": 99,
-    "num_kv_shared_layers": 0,
+    **dict.fromkeys(("vocab_size_per_layer_input", "pronunciation_vocab_size", "shape_vocab_size"), 99),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim", "entity_emb_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_topk", "zero_expert_num"), 2),
+    "entity_vocab_size": 99,
+    "default_language": "en_XX",
 }
 
 # Rotary positions in three sections, which add up to half of the head size.
@@ -82,7 +85,12 @@ def _layers(values: dict[str, Any]) -> dict[str, Any]:
     kinds = {str(each): index for index, each in reversed(list(enumerate(zip(*lists.values(), strict=True))))}
     chosen = sorted({*kinds.values(), deep - 1})[:4]
     chosen = chosen if len(chosen) > 1 else [0, deep - 1]
-    return {"num_hidden_layers": len(chosen), **{name: [x[i] for i in chosen] for name, x in lists.items()}}
+    shared = {}
+    if values.get("num_kv_shared_layers") is not None:  # one of each kind, whose keys and values as many others share
+        chosen = sorted(kinds.values())
+        shared, chosen = {"num_kv_shared_layers": len(chosen)}, chosen * 2
+    sized = {name: [SIZES.get(name, x[i]) for i in chosen] for name, x in lists.items()}
+    return {"num_hidden_layers": len(chosen), **shared, **sized}
 
 
 def _has(config: Any, name: str) -> bool:

@@ -28,7 +28,8 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.utils import logging
 
 from fastformer import functional
-from fastformer.integrations.transformers import obstacles, padding_free
+from fastformer.integrations.transformers import layer_hooks, obstacles, padding_free, stacks
+from fastformer.integrations.transformers.arguments import parameters
 from tests.integrations.small_configs import small
 
 RECORD = Path(obstacles.__file__).with_name("tested.json")
@@ -38,6 +39,7 @@ SIDES = ("right", "left", "gaps", "empty", "none")
 ROUNDINGS, EPS = 2000.0, torch.finfo(torch.float32).eps
 MOST_PARAMETERS, LONGEST = 6_000_000, 20  # seconds of CPU
 
+ATTENTIONS = ("packed_attention", "attention", "attention_with_weights")
 NO_TEXT = "NotSmall: takes no text"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hugging-face-models.md"
 
@@ -53,11 +55,18 @@ class NotSmall(Exception):
     """A type cannot be built small by these rules, or is no text model."""
 
 
-def build(name: str, attention: str, dtype: torch.dtype) -> nn.Module:
-    """A small model with weights of about unit gain; the same for every attention."""
+def build(name: str, attention: str, dtype: torch.dtype, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
+    """A small model with weights of about unit gain; the same for every attention.
+
+    Args:
+        name: of the type.
+        attention: the implementation.
+        dtype: of the weights.
+        auto: whose `from_config` makes it.
+        **changes: of the configuration.
+    """
     torch.manual_seed(1)
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
-    auto = transformers.AutoModel
     if getattr(modeling_class(config), "main_input_name", "input_ids") != "input_ids":
         raise NotSmall("takes no text")
     with torch.device("meta"):
@@ -66,6 +75,8 @@ def build(name: str, attention: str, dtype: torch.dtype) -> nn.Module:
     if count > MOST_PARAMETERS:
         raise NotSmall(f"has {count} parameters")
     config = small(configuration_auto.CONFIG_MAPPING[name], VOCABULARY)
+    for key, value in changes.items():
+        setattr(config, key, value)
     torch.manual_seed(1)
     model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
     generator = torch.Generator().manual_seed(2)
@@ -136,26 +147,30 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | Non
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often our attention runs packed and padded."""
+def counted(ran: list[nn.Module] | None = None) -> Iterator[Counter[str]]:
+    """How often our attention runs packed and padded; ran, if given, gets the layers that run packed."""
     calls: Counter[str] = Counter()
-    names = ("packed_attention", "attention", "attention_with_weights")
-    before = {name: getattr(functional, name) for name in names}
+    places: list[tuple[Any, str]] = [(functional, name) for name in ATTENTIONS]
+    places += [(layer_hooks, "_packed")] if ran is not None else []
+    before = [getattr(*place) for place in places]
 
-    def counting(name: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return before[name](*args, **kwargs)
+    def counting(name: str, function: Any) -> Any:
+        def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in ATTENTIONS:
+                calls[name] += 1
+            elif ran is not None:
+                ran.append(first)
+            return function(first, *args, **kwargs)
 
         return run
 
     try:
-        for name in names:
-            setattr(functional, name, counting(name))
+        for (room, name), function in zip(places, before, strict=True):
+            setattr(room, name, counting(name, function))
         yield calls
     finally:
-        for name in names:
-            setattr(functional, name, before[name])
+        for (room, name), function in zip(places, before, strict=True):
+            setattr(room, name, function)
 
 
 def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
@@ -193,52 +208,54 @@ def outcome(name: str) -> dict[str, Any]:
             return {"outcome": "not built", "reason": _first_line(error)}
         if not wanted:
             return {"outcome": "not built", "reason": "eager's numbers are not finite"}
+        ours, alone, refused = build(name, "eager", dtype), 0, ""
         try:
-            ours = build(name, "fastformer", dtype)
-            with counted() as alone:
-                found = {side: results(ours, side) for side in wanted}
-        except Exception as error:
-            return {"outcome": "refused", "reason": _first_line(error)}
+            named = build(name, "fastformer", dtype)
+            with counted() as calls:
+                found = {side: results(named, side) for side in wanted}
+            ours, alone = named, calls.total()
+        except Exception as error:  # parts of it may have models of their own, which padding_free takes
+            found, refused = {}, _first_line(error)
         for side, its in found.items():
             assert (wrong := difference(its, wanted[side])) is None, f"{name}, attention alone, {side}: {wrong}"
-        classes = {type(x) for x in ours.modules() if isinstance(x, obstacles.GradientCheckpointingLayer)}
-        report = padding_free(ours, also=classes)
-        reasons = {entry.name: entry.outcome for entry in report.padded}
-        if not report.packed:
-            if not alone:
-                return {
-                    "outcome": "no attention",
-                    "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers",
-                }
-            return {"outcome": "padded", "reason": "; ".join(sorted(set(reasons.values()))) or "no stack of layers"}
-        layers: set[str] = set()
-        most = 0
-        for side in wanted:
-            with counted() as calls:
-                try:
-                    wrong = difference(results(ours, side), wanted[side])
-                except Exception as error:
-                    wrong = _first_line(error)
-            if wrong is not None:  # so it is not on the list, and padding_free leaves it padded
-                return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
-            most = max(most, calls["packed_attention"])
-            assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
-        if not most:
-            return {"outcome": "padded", "reason": "its layers are given no mask that says what is padding"}
-        names = {entry.name for entry in report.packed}
-        for path, owner, stack, _ in padding_free_stacks(ours):
-            if path in names:
-                layers |= {obstacles.identity(owner, layer) for layer in stack}
-        made = {"outcome": "packed", "packed": sorted(layers), "calls": most}
-        if reasons:
-            made["reason"] = "; ".join(sorted(set(reasons.values())))
-        return made
+        made = packed(ours, name, wanted)
+        if made["outcome"] == "packed":
+            reasons = (made.get("reason"), refused and f"the name alone raises {refused}")
+            return {**made, "reason": "; ".join(filter(None, reasons))} if any(reasons) else made
+        if refused:
+            return {"outcome": "refused", "reason": refused}
+        return made if alone else {**made, "outcome": "no attention"}
 
 
-def padding_free_stacks(model: nn.Module) -> Any:
-    from fastformer.integrations.transformers import stacks
-
-    return stacks._stacks(model)
+def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of a model with `padding_free`."""
+    found = list(stacks._stacks(ours))
+    report = padding_free(ours, also={type(layer) for _, _, stack, _ in found for layer in stack})
+    reasons = {entry.outcome for entry in report.padded}
+    ran: list[nn.Module] = []
+    most = 0
+    for side in wanted:
+        with counted(ran) as calls:
+            try:
+                wrong = difference(results(ours, side), wanted[side])
+            except Exception as error:
+                wrong = _first_line(error)
+        if wrong is not None:  # so it is not on the list, and padding_free leaves it padded
+            return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
+        most = max(most, calls["packed_attention"])
+        assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
+    layers, names = set(), {entry.name for entry in report.packed}
+    for path, owner, stack, _ in found:
+        its = {obstacles.identity(owner, layer) for layer in stack if layer in ran}
+        layers |= its
+        if path in names and not its:
+            taken = parameters(stack[0])[1:]
+            others = ", ".join(name for name in taken if name not in layer_hooks.KNOWN)
+            reasons.add(f"{type(owner).__name__} is given {others or 'no mask of padding alone'}")
+    said = {"reason": "; ".join(sorted(reasons))} if reasons else {}
+    if not layers:
+        return {"outcome": "padded", "reason": "no stack of layers", **said}
+    return {"outcome": "packed", "packed": sorted(layers), "calls": most, **said}
 
 
 def _first_line(error: Exception) -> str:

@@ -299,45 +299,8 @@ def test_two_models_of_one_configuration():
     assert other.config._attn_implementation == "eager"
 
 
-def test_what_computes_its_attention_itself_is_left_alone():
-    config = transformers.DebertaV2Config(**{**PLAIN, "type_vocab_size": 0}, pooler_hidden_size=16)
-    model = transformers.DebertaV2Model(config)
-    before = model.config._attn_implementation
-    assert "DebertaV2Encoder collects hidden states between the layers" in reasons(model)
-    assert model.config._attn_implementation == before
-
-
-@pytest.mark.parametrize(
-    ("config", "model"),
-    [
-        (transformers.DebertaV2Config, transformers.DebertaV2Model),
-        (transformers.XLNetConfig, transformers.XLNetModel),
-        (transformers.OpenAIGPTConfig, transformers.OpenAIGPTModel),
-        (transformers.BloomConfig, transformers.BloomModel),
-    ],
-)
-@pytest.mark.parametrize("when", ["built", "switched"])
-def test_a_name_that_would_change_nothing_raises(config, model, when):
-    sizes = {"n_layer": 1, "num_hidden_layers": 1, "vocab_size": 60, "n_embd": 16, "n_head": 4, "d_model": 16}
-    settings = config(**{name: size for name, size in sizes.items() if hasattr(config(), name)})
-    if when == "built":
-        settings._attn_implementation = "fastformer"
-        with pytest.raises(ValueError, match=rf"does not reach the attention of {model.__name__}, .* use \"eager\""):
-            model(settings)
-    else:
-        made = model(settings)
-        made.set_attn_implementation("fastformer")  # transformers warns, and leaves it
-        assert made.config._attn_implementation != "fastformer"
-
-
-def test_a_subclass_of_somebodys_own_may_have_the_name():
-    class Mine(BertModel):
-        pass
-
-    Mine.__module__ = "__main__"
-    config = BertConfig(**PLAIN)
-    config._attn_implementation = "fastformer"
-    assert Mine(config).config._attn_implementation == "fastformer"
+def test_layers_that_no_model_of_transformers_holds():
+    assert reasons(nn.ModuleDict({"one": tiny("bert").bert.encoder})) == "no model of transformers holds it"
 
 
 def test_convert_says_that_there_is_a_way():

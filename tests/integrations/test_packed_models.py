@@ -27,7 +27,6 @@ from tests.integrations.tiny_transformers import (
     tiny,
 )
 from tests.support.closeness import assert_close
-from tests.support.fused_op import DEVICE, needs_kernels
 
 # Attention within windows, and T5's bias, count positions, so that padding between tokens is none to leave out.
 WITH_GAPS = {"mistral": 0, "gemma2": 1, "t5": 0}
@@ -312,22 +311,6 @@ def test_t5_makes_no_table_of_pairs(monkeypatch):
     model(**pairs("t5", "right"))
     assert received == [(4, 17), (4, 17), (4, 13), None, (4, 13), None]
     assert not made
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", ["mistral", "t5"])
-def test_with_the_kernels(name):
-    inputs = {key: x.to(DEVICE) for key, x in pairs(name, "right").items()}
-    small = {"num_heads": 1, "num_layers": 1} if name == "t5" else {"num_attention_heads": 2, "num_hidden_layers": 1}
-    found = []
-    for choice in ("reference", "triton"):
-        model = tiny(name, "eager", **small, **({} if name == "t5" else {"num_key_value_heads": 1}))
-        model = model.to(DEVICE, torch.float32)
-        if choice == "triton":
-            padding_free(model)
-        with fastformer.backend(choice):
-            found.append(outcome(model, inputs))
-    assert_same(found[1], found[0])
 
 
 def test_sinks_run_packed(seen):

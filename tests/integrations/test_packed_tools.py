@@ -13,23 +13,23 @@ from torch import nn
 
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations.test_packed_models import assert_same, outcome
-from tests.integrations.tiny_transformers import ROUNDINGS, VOCABULARY, batch, both_ways, count_packed, pairs, tiny
+from tests.integrations.tiny_transformers import (
+    ROUNDINGS,
+    VOCABULARY,
+    batch,
+    both_ways,
+    checkpoint,
+    count_packed,
+    pairs,
+    tiny,
+    without_dropout,
+)
 from tests.support.closeness import assert_close
 
 
 @pytest.fixture
 def seen(monkeypatch):
     return count_packed(monkeypatch)
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model.train()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -39,10 +39,7 @@ def test_checkpointed_activations(name, reentrant, seen):
     expected = outcome(without_dropout(tiny(name, "eager")), inputs)
     model = without_dropout(tiny(name, "eager"))
     padding_free(model)
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.20 and later
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint(model, reentrant)
     assert_same(outcome(model, inputs), expected)
     assert len(seen) == 2 * (6 if name in ("marian", "t5") else 2)  # computed again
 
@@ -139,19 +136,92 @@ def test_accelerate_moves_its_weights(name, seen):
     assert len(seen) == (6 if name == "t5" else 2)
 
 
-@pytest.mark.slow
-def test_trainer(tmp_path, seen):
-    from transformers import Trainer, TrainingArguments
-
-    rows = [{key: x[i] for key, x in batch("bert", "right").items()} for i in range(3)]
-    losses = []
+@pytest.mark.parametrize("prepared", ["first", "last"])
+def test_accelerate_prepares_it_for_training(prepared, seen):
+    """With its autocast, clipping of gradients and accumulation of steps."""
+    accelerate = pytest.importorskip("accelerate")
+    inputs = batch("bert", "left")
+    found = []
     for pack in (False, True):
         model = without_dropout(tiny("bert", "eager").float())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        if pack and prepared == "last":
+            padding_free(model)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if pack and prepared == "first":
+            assert padding_free(model).packed
+        losses = []
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                loss = model(**inputs).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append(losses)
+        whole = accelerator.unwrap_model(model)
+        assert type(whole) is type(tiny("bert"))
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, ROUNDINGS)
+    assert found[0][0] != found[0][-1]
+    assert len(seen) == 2 * 4
+
+
+GENERATE = {
+    "static cache": {"cache_implementation": "static"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    "assistant": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "several of each": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "length_penalty": 2.0},
+}
+ONE_ROW = ("prompt lookup", "assistant")  # transformers has these for a row alone
+
+
+@pytest.mark.parametrize("way", GENERATE)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_ways_to_generate(name, way, seen):
+    """The prompt runs packed, an assistant's too; not into a static cache, which has more columns."""
+    rows = slice(1, 2) if way in ONE_ROW else slice(None)
+    inputs = {key: x[rows] for key, x in batch(name, "left").items() if key != "labels"}
+    settings = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **GENERATE[way]}
+    found = []
+    for model in both_ways(name):
+        model.generation_config.eos_token_id = None
+        if way == "assistant":
+            settings["assistant_model"] = tiny(
+                name, "eager", **{"num_layers" if name == "t5" else "num_hidden_layers": 1}
+            )
+            settings["assistant_model"].generation_config.eos_token_id = None
+            if found:
+                assert padding_free(settings["assistant_model"]).packed
+        torch.manual_seed(5)
+        found.append(model.generate(**inputs, **settings))
+    assert torch.equal(*found)
+    assert found[0].shape[1] > 7
+    filled = {"static cache": 0 if name == "llama" else 2, "assistant": 3}
+    assert len(seen) == filled.get(way, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checkpointed"), [("bert", False), ("llama", True)])
+def test_trainer(name, checkpointed, tmp_path, seen):
+    from transformers import Trainer, TrainingArguments
+
+    named = "activation_checkpointing" in TrainingArguments.__dataclass_fields__  # transformers 5.20 and later
+    options = {"activation_checkpointing" if named else "gradient_checkpointing": True} if checkpointed else {}
+    rows = [{key: x[i] for key, x in batch(name, "right").items()} for i in range(3)]
+    losses = []
+    for pack in (False, True):
+        model = without_dropout(tiny(name, "eager").float())
         if pack:
             padding_free(model)
         settings = TrainingArguments(
             str(tmp_path / str(pack)), max_steps=4, per_device_train_batch_size=3, per_device_eval_batch_size=3,
             report_to=[], use_cpu=True, logging_steps=1, save_strategy="no", disable_tqdm=True, learning_rate=0.01,
+            **options,
         )  # fmt: skip
         trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows)
         trainer.train()
@@ -159,7 +229,7 @@ def test_trainer(tmp_path, seen):
         losses[-1].append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # Adam divides by its own gradients' size
     assert losses[0][0] > losses[0][-1]
-    assert len(seen) == 2 * 5
+    assert len(seen) == 2 * (4 * (2 if checkpointed else 1) + 1)  # checkpointed layers are computed twice
 
 
 @pytest.mark.slow

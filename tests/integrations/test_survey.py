@@ -14,9 +14,10 @@ from tests.integrations import survey
 RECORD = json.loads(survey.RECORD.read_text(encoding="utf-8"))
 # One of each way to be what it is; `make survey` has them all.
 PART = (
-    "bart", "bert", "bloom", "cohere2", "deberta-v2", "distilbert", "electra", "gemma3_text", "gpt_neox", "gpt_oss",
-    "llama", "m2m_100", "mamba", "minimax", "mixtral", "modernbert", "mt5", "opt", "phi3", "qwen3", "qwen3_moe",
-    "recurrent_gemma", "switch_transformers", "umt5", "xlnet",
+    "albert", "bart", "beam", "bert", "bloom", "cohere2", "ctrl", "deberta-v2", "distilbert", "electra",
+    "gemma3_text", "gemma3n_text", "gemma4_text", "git", "got_ocr2", "gpt_neox", "gpt_oss", "layoutlm", "llama",
+    "m2m_100", "mamba", "minimax", "mixtral", "mllama", "modernbert", "mt5", "opt", "phi3", "qwen3", "qwen3_moe",
+    "recurrent_gemma", "switch_transformers", "umt5", "xlnet", "xmod",
 )  # fmt: skip
 
 
@@ -43,12 +44,12 @@ def test_the_page_says_what_the_record_says():
 
 def test_a_wrong_number_is_found(monkeypatch):
     """The survey sees a layer that mixes tokens, and what is packed in the wrong order."""
-    from fastformer.integrations.transformers import layer_hooks
+    from fastformer.integrations.transformers import arguments
 
-    def wrong(x, layout, rules, once=layer_hooks._once):
-        return once(x, layout, rules).roll(1, 1)
+    def wrong(x, layout, rules, axes, once=arguments.once):
+        return once(x, layout, rules, axes).roll(1, 1)
 
-    monkeypatch.setattr(layer_hooks, "_once", wrong)
+    monkeypatch.setattr(arguments, "once", wrong)
     found = survey.outcome("llama")
     assert found["outcome"] == "padded"
     assert "its numbers are others" in found["reason"]

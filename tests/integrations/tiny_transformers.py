@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -196,6 +196,25 @@ def count_packed(monkeypatch: Any) -> Packed:
 
     monkeypatch.setattr(functional, "packed_attention", counting)
     return seen
+
+
+def without_dropout(model: Any) -> Any:
+    """The model in training, where it draws nothing."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model.train()
+
+
+def checkpoint(model: Any, reentrant: bool = False) -> None:
+    """Have each layer's activations computed again."""
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.20 and later
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
 def both_ways(name: str) -> Any:

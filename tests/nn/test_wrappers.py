@@ -6,7 +6,6 @@ Letters: B batch, L positions, S sources, D model width.
 import copy
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.nn.wrappers import unwrap
 from fastformer.packing import Layout
 from tests.support.closeness import assert_close, random
-from tests.support.processes import start_processes
+from tests.support.processes import leave, run_two, two_of_gloo
 
 B, L, S, D = 3, 6, 5, 16
 HIDDEN = torch.arange(L) >= torch.tensor([[6], [2], [4]])
@@ -308,8 +307,7 @@ def sharded(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    two_of_gloo(rank, folder)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     for kind, checkpoints in itertools.product(("encoder", "decoder"), ("none", "inside", "outside")):
         expected = results(Model(kind))
@@ -327,13 +325,10 @@ def sharded(rank: int, folder: str) -> None:
         assert_same(found, expected)
         model.stack.layers[0].register_forward_hook(lambda module, given, out: None)
         assert model.stack.obstacle() == "layers.0 has hooks"
-    Path(folder, str(rank)).touch()
-    torch.distributed.barrier()
-    os._exit(0)  # see tests/apps/train/test_distributed.py
+    leave(rank, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_layers_that_gather_their_own_parameters_run_packed(tmp_path: Path) -> None:
-    start_processes(sharded, (str(tmp_path),), 2)
-    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+    run_two(sharded, tmp_path)

@@ -30,13 +30,13 @@ def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None
     mask = rules.mask
     if rules.distance_bias is None:
         return mask
-    bias = _of_pairs(rules.distance_bias, q, k, rules)
+    bias = of_pairs(rules.distance_bias, q, k, rules)
     if mask is None:
         return bias
     return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
 
 
-def _of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor:
+def of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor:
     """Write a bias `[H, 2 * P - 1]` out as `[B or 1, H, T, S]`, in fp32 at least: gradients add up in that.
 
     Row t is the row before it, moved by one: windows of one vector, of which row T - 1 comes first.

@@ -141,10 +141,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     Returns:
         `[B, H, T, Kv]`.
     """
+    return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
+
+
+def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
+    """`attention`, where what lies in padding is known to be zero: nobody looks whether it is finite."""
     if k.shape[-2] == 0:  # nothing to attend to
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
-    q, k, v = blank_padding(q, k, v, rules)
     # SDPA has no softcap and no sinks; on a CPU it has no fused path with dropout, and the weights' random bits are
     # cheaper here.
     weighs = rules.softcap is not None or rules.sinks is not None

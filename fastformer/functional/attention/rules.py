@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fastformer.modes import readable
+
 Alignment = Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
@@ -117,5 +119,10 @@ def open_dead_rows(mask: Tensor | None, allowed: Tensor | None) -> tuple[Tensor 
         return open_ | dead, dead
     if allowed is not None:
         mask = torch.where(allowed, mask, -math.inf)
-    dead = (mask == -math.inf).all(-1, keepdim=True)
+    if mask.shape[-1] == 0:
+        dead = (mask == -math.inf).all(-1, keepdim=True)
+    else:
+        dead = mask.detach().amax(-1, keepdim=True) == -math.inf
+    if readable(dead) and not dead.any():
+        return mask, None  # without a copy of the size of the scores
     return mask.masked_fill(dead, 0.0), dead

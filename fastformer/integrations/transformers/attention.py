@@ -164,7 +164,7 @@ def attention_forward(
     if rules.used < S:
         key, value = key[:, :, : rules.used], value[:, :, : rules.used]
         mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., : rules.used]
-    settings["key_mask"] = rules.key_mask
+    settings["key_mask"] = rules.key_mask if rules.mask is None else None  # which says it too
     if not weights_too:
         return functional.attention(query, key, value, mask, **settings).transpose(1, 2).contiguous(), None
     out, weights = functional.attention_with_weights(query, key, value, mask, **settings)

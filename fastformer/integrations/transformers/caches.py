@@ -1,4 +1,4 @@
-"""Caches that a packed layer fills: it gives them its keys and values padded, and attends to them packed.
+"""What layers keep for others while they run packed: caches, and the keys and values that several layers share.
 
 Letters: B batch, H heads, L padded length, K head size, N tokens.
 """
@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
-from fastformer.packing import Layout, unpack
+from fastformer.integrations.transformers.arguments import HEADS, once, to_batch
+from fastformer.integrations.transformers.masks import MaskRules
+from fastformer.packing import Layout
 
 
 class Unpacking(DynamicCache):  # type: ignore[misc]
@@ -23,7 +25,7 @@ class Unpacking(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take keys and values `[1, H, N, K]`."""
-        padded = (unpack(x[0].transpose(0, 1), self.layout).transpose(1, 2) for x in (key_states, value_states))
+        padded = (to_batch(x, self.layout, HEADS) for x in (key_states, value_states))
         self.real.update(*padded, *args, **kwargs)  # [B, H, L, K]
         return key_states, value_states
 
@@ -51,3 +53,25 @@ def unpacking(cache: Any, layout: Layout, key_layout: Layout) -> Any:
     made = Unpacking.__new__(Unpacking)
     made.__dict__.update(cache.__dict__, real=cache, layout=layout)
     return made
+
+
+class Shared:
+    """The keys and values that some layers of Gemma store and others attend to, in the form that one layer runs in.
+
+    `real` holds them as they were stored, by a layer that ran packed or by one that did not.
+    """
+
+    def __init__(self, real: Any, rules: MaskRules, layout: Layout, packed: bool):
+        self.real, self.rules, self.layout, self.packed = real, rules, layout, packed
+
+    def __setitem__(self, name: str, states: tuple[Tensor, Tensor]) -> None:
+        self.real[name] = states
+
+    def __getitem__(self, name: str) -> tuple[Tensor, ...]:
+        """`[1, H, N, K]`, or `[B, H, L, K]`."""
+        return tuple(self._in_form(x) for x in self.real[name])
+
+    def _in_form(self, x: Tensor) -> Tensor:
+        if ((x.shape[0], x.shape[2]) == (1, self.layout.total)) == self.packed:
+            return x
+        return once(x, self.layout, self.rules, HEADS) if self.packed else to_batch(x, self.layout, HEADS)

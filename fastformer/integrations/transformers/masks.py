@@ -47,7 +47,7 @@ class MaskRules:
 
     Attributes:
         shape: (B, 1, T, S), of the mask that this stands for.
-        key_mask: bool `[B, used]`, True = a real key; None: all are.
+        key_mask: bool `[B, used]`, True = a real key; None: all are, or `mask` alone says it.
         causal, window: as in `functional.attention`; the last query meets the last of the used keys.
         used: how many keys count; later ones are empty slots of a static cache.
         mask: `[B, 1, T, S]`, bool (True = may attend) or additive, where the other words do not suffice.
@@ -110,8 +110,19 @@ class MaskRules:
         layout, key_layout = (None if its is None else its.to(torch.device(device)) for its in layouts)
         return replace(self, key_mask=key_mask, mask=mask, layout=layout, key_layout=key_layout)
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        self._refuse()
+    def __getitem__(self, index: Any) -> "MaskRules":
+        """The rules of the last queries, `[:, :, -n:, :]`, all that a model may ask for."""
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        others = () if rows is None else (*index[:2], index[3])
+        if any(part != slice(None) for part in others) or not isinstance(rows, slice) or rows.stop is not None:
+            self._refuse()
+        B, _, T, S = self.shape
+        queries = len(range(T)[rows])
+        if queries == T:
+            return self
+        if self.layout is not None or rows.step is not None:
+            self._refuse()
+        return replace(self, shape=(B, 1, queries, S), mask=None if self.mask is None else self.mask[:, :, rows])
 
     def __radd__(self, scores: Any) -> NoReturn:
         self._refuse()
@@ -126,6 +137,18 @@ class MaskRules:
 
     def __getattr__(self, name: str) -> NoReturn:  # an AttributeError, for hasattr and copy
         raise AttributeError(f"{_REFUSAL} (it wants .{name})")
+
+
+class PackedRules(MaskRules):
+    """Rules of a batch that `padding_free` packed: queries of `layout`, keys of `key_layout`."""
+
+    layout: Layout
+    key_layout: Layout
+
+
+def packed_rules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedRules | None:
+    """Those that a module of a packed layer is given."""
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedRules)), None)
 
 
 def _window(function: Callable[..., Any]) -> Window | None:
@@ -239,7 +262,8 @@ def mask_rules(
     )
     if q_length == 1:
         return MaskRules(shape, kv_length, mask[:, 0, 0].contiguous())
-    return MaskRules(shape, kv_length, mask=mask)
+    key_mask = None if compiling() else _key_mask(attention_mask, kv_length, kv_offset)
+    return MaskRules(shape, kv_length, key_mask, mask=mask)
 
 
 def _used_keys(

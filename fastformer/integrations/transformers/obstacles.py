@@ -14,25 +14,37 @@ from importlib import resources
 from typing import Any
 
 from torch import nn
-from transformers import activations
+from transformers import PreTrainedModel, activations
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from fastformer.integrations.transformers.layer_hooks import KNOWN, parameters
+from fastformer.integrations.transformers.arguments import parameters
+from fastformer.integrations.transformers.layer_hooks import MASK, chunks
+from fastformer.integrations.transformers.registration import calls_the_interface
 from fastformer.nn.padding_free import TOKEN_WISE, mixes
 
 _PARTS = (*TOKEN_WISE, nn.Embedding, Conv1D)  # Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
 
 
-def obstacle(owner: nn.Module, stack: nn.ModuleList, also: frozenset[type[nn.Module]] = frozenset()) -> str | None:
+def obstacle(
+    owner: nn.Module,
+    stack: nn.ModuleList,
+    home: PreTrainedModel | None,
+    also: frozenset[type[nn.Module]] = frozenset(),
+) -> str | None:
     """Return why a stack cannot run packed, or None.
 
     Args:
         owner: whose forward calls the layers.
         stack: the layers.
+        home: the model of transformers that holds them.
         also: classes of layers that the caller knows.
     """
+    if home is None:
+        return "no model of transformers holds it"
+    if not calls_the_interface(home):
+        return "computes its attention outside of transformers' attention interface"
     reason = structure(owner, stack)
     if reason is not None:
         return reason
@@ -49,20 +61,26 @@ def structure(owner: Any, stack: nn.ModuleList) -> str | None:
     if "all_hidden_states" in inspect.unwrap(type(owner).forward).__code__.co_varnames:
         return f"{type(owner).__name__} collects hidden states between the layers"
     for index, layer in enumerate(stack):
-        if not isinstance(layer, GradientCheckpointingLayer):
+        if not is_layer(layer):
             return f"layer {index} is a {type(layer).__name__}"
-        names = parameters(layer)
-        others = [name for name in names[1:] if name not in KNOWN]
-        if others or "attention_mask" not in names:
-            return f"its layers take {', '.join(others) or 'no attention_mask'}"
+        if MASK not in parameters(layer):
+            return "its layers take no attention_mask"
         for name, part in _parts(layer):
             if getattr(part, "expert_capacity", None) is not None:
                 return f"layer {index}, {name}: experts drop what exceeds their capacity, padding included"
             if (mixed := _mixes(part, layer)) is not None:
                 return f"layer {index}, {name}{mixed}"
-        if getattr(layer, "chunk_size_feed_forward", 0):
-            return f"chunk_size_feed_forward is {layer.chunk_size_feed_forward}"
+            if getattr(part, "layer_type", None) == "linear_attention":
+                return f"layer {index}, {name} is a {type(part).__name__}, a recurrence"
+        if chunks(layer):
+            return f"chunk_size_feed_forward is {chunks(layer)}"
     return None
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is what a stack is made of; most are made to be checkpointed, and few others take a mask."""
+    theirs = _class(module).__module__.startswith("transformers.models.")
+    return isinstance(module, GradientCheckpointingLayer) or (theirs and MASK in parameters(module))
 
 
 def identity(owner: nn.Module, layer: nn.Module) -> str:

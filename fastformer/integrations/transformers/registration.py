@@ -1,5 +1,8 @@
 """The name "fastformer" in transformers, and who may not have it."""
 
+import inspect
+import re
+import sys
 from functools import wraps
 from typing import Any
 
@@ -18,7 +21,11 @@ def calls_the_interface(model: PreTrainedModel) -> bool:
     """
     theirs = (cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models."))
     cls: Any = next(theirs, None)
-    return cls is None or bool(cls._can_set_attn_implementation())
+    if cls is None:
+        return True
+    if re.search(r"\w+_CLASSES\[\w*config\._attn_implementation\]", inspect.getsource(sys.modules[cls.__module__])):
+        return False  # a table of its own, by the names that it knows
+    return bool(cls._can_set_attn_implementation())
 
 
 def register() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fastformer.integrations.transformers import biases
 from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave
-from fastformer.integrations.transformers.obstacles import obstacle
-from fastformer.integrations.transformers.registration import NAME, calls_the_interface
+from fastformer.integrations.transformers.obstacles import is_layer, obstacle
+from fastformer.integrations.transformers.registration import NAME
 from fastformer.nn.conversion import Entry
 from fastformer.nn.conversion.report import name_of
 
@@ -67,9 +67,7 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
     report = PaddingFree()
     for name, owner, stack, home in list(_stacks(model)):
         its = name_of(type(stack[0]))
-        reason = obstacle(owner, stack, frozenset(also))
-        if reason is None and (home is None or not calls_the_interface(home)):
-            reason = "computes its attention outside of transformers' attention interface"
+        reason = obstacle(owner, stack, home, frozenset(also))
         if reason is not None or home is None:
             report.padded.append(Entry(name, its, reason or ""))
             continue
@@ -78,7 +76,12 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             home.set_attn_implementation(NAME)
         for layer in stack:
             layer.register_forward_pre_hook(enter, with_kwargs=True)
-        stack[-1].register_forward_hook(leave, with_kwargs=True)
+            for part in layer.modules():
+                if biases.makes_biases(part):
+                    part.register_forward_pre_hook(biases.enter, with_kwargs=True)
+                    part.register_forward_hook(biases.leave, always_call=True)
+        for layer in _ends(stack):
+            layer.register_forward_hook(leave, with_kwargs=True)
         owner.register_forward_hook(check_left, with_kwargs=True)
         report.packed.append(Entry(name, its, f"{len(stack)} layers"))
     return report
@@ -89,7 +92,11 @@ def padded(model: nn.Module) -> PaddingFree:
     report = PaddingFree()
     for name, owner, stack, _ in _stacks(model):
         found = [_without(layer, "_forward_pre_hooks", enter) for layer in stack]
-        _without(stack[-1], "_forward_hooks", leave)
+        for layer in stack:
+            _without(layer, "_forward_hooks", leave)
+            for part in layer.modules():
+                _without(part, "_forward_pre_hooks", biases.enter)
+                _without(part, "_forward_hooks", biases.leave)
         _without(owner, "_forward_hooks", check_left)
         if any(found):
             report.packed.append(Entry(name, name_of(type(stack[0])), f"{len(stack)} layers"))
@@ -103,13 +110,27 @@ def padded(model: nn.Module) -> PaddingFree:
 def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.ModuleList, PreTrainedModel | None]]:
     """Every stack of layers: its name, whose it is, its layers, and the model of transformers that holds them."""
     homes: dict[str, PreTrainedModel] = {}
+    seen: list[str] = []
     for name, owner in model.named_modules():
         if isinstance(owner, PreTrainedModel):
             homes[name] = owner
         within = [path for path in homes if path == "" or name == path or name.startswith(f"{path}.")]
+        if any(name.startswith(f"{path}.") for path in seen):
+            continue  # of layers, what they are made of
         for child, stack in owner.named_children():
-            if isinstance(stack, nn.ModuleList) and len(stack) and isinstance(stack[0], GradientCheckpointingLayer):
-                yield f"{name}.{child}".lstrip("."), owner, stack, homes[max(within, key=len)] if within else None
+            if isinstance(stack, nn.ModuleList) and len(stack) and is_layer(stack[0]):
+                seen.append(f"{name}.{child}".lstrip("."))
+                yield seen[-1], owner, stack, homes[max(within, key=len)] if within else None
+
+
+def _ends(stack: nn.ModuleList) -> list[nn.Module]:
+    """The layers after which tokens go back: the last, and that before Gemma's first with others' keys and values.
+
+    From there on a model may ask for the last queries alone.
+    """
+    shares = (any(getattr(part, "is_kv_shared_layer", False) for part in layer.modules()) for layer in stack)
+    first = next((index for index, its in enumerate(shares) if its), 0)
+    return [stack[-1]] if first == 0 else [stack[first - 1], stack[-1]]
 
 
 def _without(module: nn.Module, kind: str, hook: Any) -> bool:

@@ -1,7 +1,5 @@
 """Two processes under DistributedDataParallel, each with other padding, against one process that sees both batches."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed
@@ -11,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastformer
 from tests.support.closeness import assert_close, random
 from tests.support.language_task import random_batch, random_model
-from tests.support.processes import start_processes
+from tests.support.processes import leave, run_two, two_of_gloo
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 
@@ -50,8 +48,7 @@ MODELS = {"converted": (transformer, transformer_loss), "language model": (rando
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    two_of_gloo(rank, folder)
     for name, (make, loss) in MODELS.items():
         model = DistributedDataParallel(make())
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -61,16 +58,12 @@ def work(rank: int, folder: str) -> None:
             optimizer.step()
         if rank == 0:
             torch.save(model.module.state_dict(), f"{folder}/{name}.pt")
-    # gloo's threads drop Python objects of the last backward, for which they need the GIL; torch ends the threads while
-    # it holds that, in destroy_process_group as well as where the model goes. Two runs never ended (torch 2.13), one of
-    # them behind a barrier alone; a process that leaves here drops nothing.
-    torch.distributed.barrier()
-    os._exit(0)
+    leave(rank, folder)
 
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
-    start_processes(work, (str(tmp_path),), WORLD)
+    run_two(work, tmp_path)
     for name, (make, loss) in MODELS.items():
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)

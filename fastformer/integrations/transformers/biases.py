@@ -1,0 +1,62 @@
+"""Relative biases of T5's kind, by distance in place of all pairs: `[H, 2 P - 1]`.
+
+T5 makes its bias in the first layer and gives it to the others. UMT5 makes one in each attention, and zeros for the
+cross attention, of as many pairs as there are tokens: while a layer runs packed, its attention makes it by distance.
+
+Letters: H heads, L padded length, P positions.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.integrations.transformers.arguments import parameters
+from fastformer.integrations.transformers.masks import PackedRules, packed_rules
+from fastformer.packing import Layout
+
+
+def makes_biases(part: nn.Module) -> bool:
+    """Whether a part is an attention that makes its bias itself, be it one of zeros."""
+    own = hasattr(part, "compute_bias") and hasattr(part, "has_relative_attention_bias")
+    return own and "position_bias" not in parameters(part)
+
+
+def by_distance(part: Any, layout: Layout, x: Tensor) -> Tensor:
+    """The bias that a part makes, by its own function, for one query: `[H, 2 P - 1]`."""
+    P = max(layout.max_length, 1)
+    found: Tensor = type(part).compute_bias(part, 1, 2 * P - 1, device=x.device, past_seen_tokens=P - 1)
+    return found[0, :, 0]
+
+
+def of_layer(layer: nn.Module, layout: Layout, x: Tensor) -> Tensor:
+    """The bias that a layer of T5 makes, or a number where the layers before it gave none."""
+    part = next((part for part in layer.modules() if hasattr(part, "relative_attention_bias")), None)
+    return x.new_zeros(1) if part is None else by_distance(part, layout, x)
+
+
+def of_all_pairs(bias: Tensor, length: int) -> Tensor:
+    """A bias by distance as T5's layers have it in padded batches: `[1, H, L, L]`."""
+    at = torch.arange(length, device=bias.device)
+    distances = at[None, :] - at[:, None] + (bias.shape[1] + 1) // 2 - 1
+    return bias[:, distances.clamp(0, bias.shape[1] - 1)][None]
+
+
+def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention that makes its bias itself."""
+    rules = packed_rules(args, kwargs)
+    if rules is not None:
+        part.__dict__.update(compute_bias=partial(_instead, part, rules), has_relative_attention_bias=True)
+
+
+def leave(part: nn.Module, *_: Any) -> None:
+    """Forward hook of the same, called whatever happened: nothing stays."""
+    if part.__dict__.pop("compute_bias", None) is not None:
+        part.__dict__["has_relative_attention_bias"] = hasattr(part, "relative_attention_bias")
+
+
+def _instead(part: nn.Module, rules: PackedRules, *_: Any, device: torch.device, **__: Any) -> Tensor:
+    assert rules.layout is not None
+    x = torch.zeros(1, device=device)
+    return by_distance(part, rules.layout, x) if hasattr(part, "relative_attention_bias") else x

@@ -1,0 +1,253 @@
+"""Kinds of layers that differ from BERT's and Llama's: what they are given, keep for others or make by themselves."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fastformer import functional
+from fastformer.integrations.transformers import padded, padding_free
+from fastformer.integrations.transformers.given_masks import padding_rules
+from fastformer.integrations.transformers.masks import MaskRules, mask_rules
+from tests.integrations import survey
+from tests.integrations.test_packed_models import assert_same, outcome
+from tests.integrations.tiny_transformers import batch, checkpoint, count_packed, tiny, without_dropout
+from tests.support.closeness import assert_close
+
+TIMES = {"gemma4_text": 4, "gemma3n_text": 8, "umt5": 6, "albert": 2, "llama4_text": 1}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return count_packed(monkeypatch)
+
+
+def both(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The eager model of a type, and the same padding-free."""
+    eager, model = (survey.build(name, "eager", dtype, **options) for _ in range(2))
+    assert padding_free(model).packed
+    return eager, model
+
+
+def assert_equal(model: Any, eager: Any, side: str = "left") -> None:
+    assert survey.difference(survey.results(model, side), survey.results(eager, side)) is None
+
+
+@pytest.mark.parametrize("name", sorted(TIMES.keys() - {"albert"}))  # whose groups cannot be
+def test_checkpointed_activations(name, seen):
+    eager, model = both(name)
+    without_dropout(eager)
+    checkpoint(without_dropout(model))
+    assert_equal(model, eager, "right")
+    assert len(seen) == 2 * TIMES[name]
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_undoing(name, way, seen):
+    eager, model = both(name)
+    made = way(model)
+    assert_equal(made, eager)
+    assert len(seen) == TIMES[name]
+    padded(made)
+    for module, other in zip(made.modules(), eager.modules(), strict=True):
+        assert module.__dict__.keys() == other.__dict__.keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert_equal(made, eager)
+    assert len(seen) == TIMES[name]
+
+
+def test_umt5_makes_no_table_of_pairs(monkeypatch):
+    """Each attention makes a bias: by distance, and for the cross attention none."""
+    _, model = both("umt5")
+    made, received, op = [], [], functional.packed_attention
+
+    def spy(*args: Any, distance_bias: Any = None, **settings: Any) -> Any:
+        received.append(None if distance_bias is None else tuple(distance_bias.shape))
+        return op(*args, distance_bias=distance_bias, **settings)
+
+    kind = type(model.encoder.block[0].layer[0].SelfAttention)
+    compute, zeros = kind.compute_bias, torch.zeros
+    monkeypatch.setattr(functional, "packed_attention", spy)
+    monkeypatch.setattr(
+        kind,
+        "compute_bias",
+        lambda self, queries, *args, **given: (made.append(queries), compute(self, queries, *args, **given))[1],
+    )
+    monkeypatch.setattr(
+        torch,
+        "zeros",
+        lambda *args, **given: (made.append(len(args[0]) if isinstance(args[0], tuple) else 0), zeros(*args, **given))[
+            1
+        ],
+    )
+    survey.results(model, "right")
+    assert received == [(4, 17)] * 2 + [(4, 13), None] * 2
+    assert set(made) <= {0, 1}
+
+
+def test_a_bias_is_made_by_distance_while_a_layer_runs_packed_alone(seen):
+    """What runs padded, or raises, finds the attention as it was."""
+    eager, model = both("umt5")
+    attention = model.encoder.block[1].layer[0].SelfAttention
+    before = dict(attention.__dict__)
+    assert_equal(model, eager, "none")
+    assert not seen
+    assert_equal(model, eager, "gaps")
+    assert len(seen) == 0  # neither side has its padding at an end
+    forward = model.encoder.block[1].layer[0].SelfAttention.o.forward
+
+    def broken(x: Any) -> Any:
+        raise ArithmeticError
+
+    attention.o.forward = broken
+    with pytest.raises(ArithmeticError):
+        survey.results(model, "left")
+    assert len(seen) == 2
+    assert attention.__dict__ == before
+    attention.o.forward = forward
+    assert_equal(model, eager, "left")
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma3n_text"])
+def test_generation_with_shared_keys_and_values(name, seen):
+    """From the first layer on that shares others' keys, Gemma 4 computes the last position of the prompt alone."""
+    inputs = survey.batch(tiny("llama"), "left")
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for way in ("eager", "fastformer", "packed"):
+        model = survey.build(
+            name, "eager" if way == "packed" else way, torch.float32, transformers.AutoModelForCausalLM
+        )
+        if way == "packed":
+            assert padding_free(model).packed
+        found.append(model.generate(**inputs, **settings))
+        assert bool(seen) == (way == "packed")
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+    assert len(seen) == {"gemma4_text": 2, "gemma3n_text": 8}[name]  # of Gemma 4 the layers before
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_shared_keys_and_values_of_layers_that_run_otherwise(index, seen):
+    """A layer with somebody's hook runs padded: it stores, or finds, keys in that form."""
+    eager, model = both("gemma4_text")
+    model.layers[index].mlp.register_forward_hook(lambda *_: None)
+    assert_equal(model, eager, "right")
+    assert len(seen) == 3
+
+
+def test_masks_over_all_pairs_between_layers_that_run_packed(seen):
+    """Chunks are none of the op's words: such layers run padded, whatever ran before them."""
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    changes = {
+        "num_hidden_layers": 3, "layer_types": kinds, "no_rope_layers": [0, 1, 0], "attention_chunk_size": 3,
+        "moe_layers": [],
+    }  # fmt: skip
+    eager, model = both("llama4_text", **changes)
+    assert_equal(model, eager, "right")
+    assert len(seen) == 2
+
+
+def test_layers_that_are_called_several_times(seen):
+    """ALBERT's: a group of layers stands for all of its own."""
+    eager, model = both("albert", torch.float64, num_hidden_layers=5)
+    for side in survey.SIDES:
+        assert_equal(model, eager, side)
+    assert len(seen) == 5 * 4
+    model.encoder.albert_layer_groups[0].albert_layers[0].chunk_size_feed_forward = 3
+    model(**survey.batch(model, "right"))
+    assert len(seen) == 5 * 4
+    assert [entry.outcome for entry in padding_free(model).padded] == ["chunk_size_feed_forward is 3"]
+
+
+def test_positions_in_three_dimensions_at_once(seen):
+    """Their ids alone `[3, B, L]`, which layers hand on and none reads."""
+    eager, model = both("glm4v_moe_text")
+    assert_equal(model, eager)
+    assert len(seen) == 2
+
+
+def test_a_part_that_has_a_model_of_its_own(seen):
+    """Of a model whose other parts compute attention by themselves, and which refuses the name."""
+    with pytest.raises(ValueError, match="does not reach the attention of GotOcr2Model"):
+        survey.build("got_ocr2", "fastformer", torch.float32)
+    eager, model = both("got_ocr2")
+    assert model.config._attn_implementation == "eager"
+    assert_equal(model, eager)
+    assert len(seen) == 2
+    padded(model)
+    assert model.language_model.config._attn_implementation == "eager"
+
+
+class TestRulesOfTheLastQueries:
+    def test_they_are_those_rows_of_the_mask(self):
+        real = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+        q, k = torch.randn(2, 3, 2, 5, 4, dtype=torch.float64).unbind()
+        from transformers import masking_utils
+
+        for pattern in (masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(2)):
+            rules = mask_rules(3, 5, 5, mask_function=pattern, attention_mask=real[[0, 1, 0]])
+            module = torch.nn.Identity().eval()
+            attend = functional_of(module)
+            whole = attend(q, k, rules)
+            assert rules[:, :, -2:, :].shape == (3, 1, 2, 5)
+            assert_close(attend(q[:, :, -2:], k, rules[:, :, -2:, :]), whole[:, -2:])
+            assert rules[:, :, 0:, :] is rules
+
+    @pytest.mark.parametrize("index", [0, (0, 0), (slice(None), slice(None), slice(0, 2), slice(None)),
+                                       (slice(0, 1), slice(None), slice(-1, None), slice(None))])  # fmt: skip
+    def test_others_are_refused(self, index):
+        with pytest.raises(TypeError, match="computes with its attention mask by itself"):
+            MaskRules((2, 1, 5, 5), 5, causal=True)[index]
+
+
+def functional_of(module: Any) -> Any:
+    from fastformer.integrations.transformers.attention import attention_forward
+
+    return lambda q, k, rules: attention_forward(module, q, k, k, rules)[0]
+
+
+REAL = torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
+
+
+class TestMasksThatAModelMade:
+    """`[B, 1, 1, S]`, as LayoutLM's: padding, if they say nothing else."""
+
+    @pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float32).min, -torch.inf])
+    def test_additive_ones(self, lowest):
+        mask = torch.zeros(2, 1, 1, 3).masked_fill(~REAL[:, None, None], lowest)
+        rules = padding_rules(mask)
+        assert torch.equal(rules.key_mask, REAL)
+        assert rules.shape == (2, 1, 3, 3)
+        assert rules.real_keys(mask.device) is padding_rules(mask).real_keys(mask.device)  # read once
+        mask.fill_(0.0)
+        assert padding_rules(mask).key_mask.all()
+        padding_rules(mask).once("name", lambda: 3)
+        assert "name" not in padding_rules(mask)._memory  # nothing of a forward pass stays with a mask
+
+    @pytest.mark.parametrize("value", [-9999.0, 0.5, torch.nan])
+    def test_what_says_more(self, value):
+        assert padding_rules(torch.zeros(2, 1, 1, 3).masked_fill(~REAL[:, None, None], value)) is None
+        assert padding_rules(torch.zeros(2, 1, 3, 3)) is None
+        assert padding_rules(torch.zeros(2, 1, 1, 3, requires_grad=True)) is None
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_bool_ones_of_the_user(self, mode, seen):
+        inputs = batch("bert", "left")
+        given = {**inputs, "attention_mask": inputs["attention_mask"].bool()[:, None, None]}
+        eager, model = tiny("bert", "eager"), tiny("bert")
+        padding_free(model)
+        assert_same(outcome(model, given), outcome(eager, inputs))
+        assert len(seen) == 2
+        with mode():
+            fresh = {**given, "attention_mask": given["attention_mask"] & True}
+            assert_close(model(**fresh).loss, eager(**inputs).loss, 2000.0)
+        assert len(seen) == 4

@@ -45,7 +45,8 @@ def export_safetensors(
     Raises:
         FileExistsError: the folder exists and is not empty.
         TypeError: the model is of no application.
-        ValueError: an unknown dtype, or not as many tokenizers as the model has sides.
+        ValueError: an unknown dtype, not as many tokenizers as the model has sides, or a model that has more of its own
+            than settings and weights, such as hooks.
     """
     _check_dtype(dtype)
     application = application_for(model, tokenizers)

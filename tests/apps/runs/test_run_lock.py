@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fastformer.apps.cli import training as cli_training
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.run_lock import LOCK, RunLock, RunLockedError, locked
 from fastformer.apps.train import TrainConfig, read_metrics
@@ -220,8 +222,42 @@ def test_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path, when):
     assert {path.relative_to(tmp_path / "run"): path.read_bytes() for path in _files(tmp_path / "run")} == before
 
 
+@POSIX
+@pytest.mark.parametrize("way", ["folder", "link"])
+@pytest.mark.parametrize("where", ["learn", "_check_last", "_fit", "check_locked"])
+def test_a_run_is_left_alone_whenever_it_took_the_place_of_another(tmp_path, text, monkeypatch, where, way):
+    """While a run reads its data, before it resumes, before it trains, and before its picture is drawn."""
+    made = {"train_text": text, "valid_text": text, "tokenizer": "words"}
+    model, run, other = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}, tmp_path / "run", tmp_path / "other"
+    train, data = TrainConfig(steps=1, warmup_steps=1), LanguageDataConfig(**made)
+    LanguageRun.create(other, data, model, train).fit(show=False)
+    gc.collect()
+    if where == "_check_last":
+        shutil.copytree(other, run)
+    before = {path.relative_to(other): path.read_bytes() for path in _files(other)}
+
+    def moving(call):
+        def first(*arguments):
+            if other.exists() and not (tmp_path / "moved").exists():
+                run.rename(tmp_path / "moved")
+                run.symlink_to(other) if way == "link" else other.rename(run)
+            return call(*arguments)
+
+        return first
+
+    home = cli_training if where == "check_locked" else LanguageRun
+    monkeypatch.setattr(home, where, moving(getattr(home, where)))
+    sections = {"data": made, "model": model, "train": {"steps": 1, "warmup_steps": 1}}
+    with pytest.raises(RunLockedError, match="run is another folder than when this run began"):
+        if where == "_check_last":
+            LanguageRun.open(run, {"steps": 3}).fit(resume=True, show=False)
+        else:
+            cli_training.train_run(LanguageRun, run, None, False, False, "cpu", sections)
+    assert {path.relative_to(run): path.read_bytes() for path in _files(run)} == before
+
+
 def _files(folder):
-    return [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
 
 
 @pytest.mark.parametrize("there", [False, True])

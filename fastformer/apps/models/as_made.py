@@ -70,7 +70,8 @@ def _difference(part: nn.Module, made: nn.Module, root: bool) -> str | None:
     for name in made._non_persistent_buffers_set & part._buffers.keys():
         table, found = made._buffers[name], part._buffers[name]
         # A table that grows with what is read may be longer.
-        there = all(x is not None and x.numel() and not x.is_meta for x in (table, found))
-        if there and table.shape == found.shape and not torch.allclose(found.to(table.device), table.to(found.dtype)):
+        if table is None or found is None or table.is_meta or found.is_meta or table.shape != found.shape:
+            continue
+        if not torch.allclose(found.to(table.device), table.to(found.dtype)):
             return f"has numbers of its own in {name}"
     return None

@@ -43,7 +43,7 @@ def refuse_foreign(folder: Path, marked: bool = False) -> None:
 
     Args:
         folder: of a run that is to be.
-        marked: a file of the caller's says that it may be replaced, so that it need not be a whole run.
+        marked: a file of the caller's says that it may be replaced, so that some of a run's files may be missing.
 
     Raises:
         FileExistsError: naming the first entry that is no run's.
@@ -59,15 +59,17 @@ def refuse_foreign(folder: Path, marked: bool = False) -> None:
                 f"{folder} is no run folder: {path} is not a run's; choose an empty folder or a new one"
             )
     refuse_links(folder)
-    if there and not marked and not _is_run(folder, there):
+    if there and not _is_run(folder, there, marked):
         raise FileExistsError(f"{folder} is no run folder, and holds {min(there)}; choose an empty folder or a new one")
 
 
-def _is_run(folder: Path, there: set[str]) -> bool:
+def _is_run(folder: Path, there: set[str], marked: bool) -> bool:
     if DATA in there and b'"fingerprint"' not in read_file(folder / DATA, folder):
         return False
     if CONFIG in there:
-        return DATA in there and _KIND.search(read_file(folder / CONFIG, folder)) is not None
+        return (marked or DATA in there) and _KIND.search(read_file(folder / CONFIG, folder)) is not None
+    if marked:
+        return True
     said = read_file(folder / LOCK, folder) if LOCK in there else b""
     return there <= _BEGUN and (said.startswith(b"process ") or there <= {LOCK, DEMO})
 

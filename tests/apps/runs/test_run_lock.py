@@ -16,7 +16,7 @@ import pytest
 from fastformer.apps.cli import training as cli_training
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.run_lock import LOCK, RunLock, RunLockedError, locked
-from fastformer.apps.train import TrainConfig, read_metrics
+from fastformer.apps.train import TrainConfig, checkpoint_folder, read_metrics
 from tests.support.python import variables
 from tests.support.train_task import config, trainer, validate
 
@@ -205,20 +205,30 @@ def test_a_writer_whose_lock_file_was_deleted_goes_on(tmp_path):
 
 
 @POSIX
-@pytest.mark.parametrize("when", ["record", "save"])
-def test_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path, when):
+@pytest.mark.parametrize("when", ["record", "save", "write_weights", "write_state", "write_meta", "synchronise"])
+def test_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path, monkeypatch, when):
     trainer(tmp_path / "other", config()).fit()
+    (tmp_path / "other" / "checkpoints" / ".new-step-99").mkdir()  # another process saves there
+    (tmp_path / "other" / "checkpoints" / ".new-step-99" / "weights").write_text("its")
     before = {path.relative_to(tmp_path / "other"): path.read_bytes() for path in _files(tmp_path / "other")}
 
-    def move(model):
-        if (tmp_path / "other").exists():
-            (tmp_path / "run").rename(tmp_path / "moved")
-            (tmp_path / "other").rename(tmp_path / "run")
-        return validate(model)
+    def moving(call):
+        def move(*arguments):
+            if (tmp_path / "other").exists():
+                (tmp_path / "run").rename(tmp_path / "moved")
+                (tmp_path / "other").rename(tmp_path / "run")
+            return call(*arguments)
 
-    settings = config(steps=20, validate_every=4, log_every={"record": 1, "save": 100}[when])
+        return move
+
+    validated = moving(validate)
+    if when not in ("record", "save"):  # while a checkpoint is written
+        validated = validate
+        where = f"fastformer.apps.train.checkpoint_folder.{when}"
+        monkeypatch.setattr(where, moving(getattr(checkpoint_folder, when)))
+    settings = config(steps=20, validate_every=4, log_every=1 if when == "record" else 100)
     with pytest.raises(OSError, match="run is another folder than when this run began"):
-        trainer(tmp_path / "run", settings, validate=move).fit()
+        trainer(tmp_path / "run", settings, validate=validated).fit()
     assert {path.relative_to(tmp_path / "run"): path.read_bytes() for path in _files(tmp_path / "run")} == before
 
 

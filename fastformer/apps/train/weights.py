@@ -72,7 +72,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:  # the last of a hole on the disk
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     return {name: weights[kept] for name, kept in metadata.items() if kept in weights} | weights
 
@@ -206,5 +206,5 @@ def stored_shapes(path: Path) -> dict[str, torch.Size]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None

@@ -19,14 +19,7 @@ from torch import nn
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.text import read_json
-from fastformer.apps.train.weights import (
-    CheckpointError,
-    check_finite,
-    check_size,
-    put_weights,
-    read_weights,
-    write_weights,
-)
+from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
 from fastformer.settings import befores
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -98,8 +91,7 @@ def on_hub(network: Any) -> Any:
             path = file(_WEIGHTS)
             check_size(config.matrix_numbers, path.stat().st_size, path)
             model: nn.Module = cls(config)
-            put_weights(model, read_weights(path), path)
-            check_finite(model, path)
+            load_weights(model, path)
             return model.to(map_location).eval()
 
     OnHub.__name__ = OnHub.__qualname__ = network.__name__

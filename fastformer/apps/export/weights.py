@@ -13,14 +13,7 @@ from fastformer.apps.export.folder import application_for, new_folder
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.system.foreign_files import check_path, read_file
 from fastformer.apps.text import Tokenizer
-from fastformer.apps.train.weights import (
-    CheckpointError,
-    check_finite,
-    check_size,
-    put_weights,
-    read_weights,
-    write_weights,
-)
+from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
 from fastformer.settings import befores, check_value, to_plain
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -86,8 +79,7 @@ def load_safetensors(folder: Path | str) -> Any:
         raise CheckpointError(
             f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
         ) from None
-    put_weights(built, read_weights(path), path)
-    check_finite(built, path)
+    load_weights(built, path)
     return built.eval()
 
 

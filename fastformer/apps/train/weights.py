@@ -77,6 +77,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name: weights[kept] for name, kept in metadata.items() if kept in weights} | weights
 
 
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the weights of a safetensors file into a model; raises CheckpointError as `put_weights`, and for NaN."""
+    put_weights(model, read_weights(path), path)
+    check_finite(model, path)
+
+
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
     """Copy weights into a model, in place and strictly; raises CheckpointError naming the first tensor that differs.
 

@@ -1,4 +1,4 @@
-"""Models of transformers that somebody changed after they were made: refused in a line, or converted to the same logits.
+"""Models of transformers that somebody changed after they were made: refused in a line, or the same logits.
 
 One to two changes a model: hooks, parts of somebody's own, numbers set by hand, ties, dtypes, settings.
 """
@@ -113,12 +113,10 @@ def test_objects(request: pytest.FixtureRequest) -> None:
             for name in drawn:
                 try:
                     CHANGES[name](theirs, random)
-                except (ValueError, RuntimeError, TypeError, AttributeError):
+                except (ValueError, RuntimeError, TypeError, AttributeError, StopIteration):
                     return "no such change"  # transformers and torch refuse settings and dtypes themselves
-            try:
-                ours = from_transformers(theirs)
-            except ValueError as error:
-                assert len(str(error).splitlines()) == 1, f"{drawn}: {error}"
+            ours = fuzz.attempt(lambda: from_transformers(theirs), (ValueError,), number)
+            if ours is None:
                 return "refused"
             try:
                 expected = theirs_of(theirs.eval())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,18 @@ def test_what_somebody_changed_is_not_passed_over(change: Any, message: str) -> 
     change(theirs)
     with pytest.raises(ValueError, match=message):
         from_transformers(theirs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_setting_that_came_to_be_0_is_refused_or_idle(name: str) -> None:
+    theirs = build(name)
+    for each in dataclasses.fields(type(theirs.config)):
+        before = getattr(theirs.config, each.name, None)
+        if type(before) is int:
+            setattr(theirs.config, each.name, 0)
+            with suppress(ValueError):
+                from_transformers(theirs)
+            setattr(theirs.config, each.name, before)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import stat
+import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -68,6 +70,8 @@ class Stranger:
             return self._weights(random)
         if drawn < 0.36:
             return self._config(random)
+        if drawn < 0.42:
+            return self._tokenizer(random)
         name = random.choice(self._names())
         if drawn < 0.75:
             return self._irregular(random, name)
@@ -188,6 +192,27 @@ class Stranger:
         self._rehash(WEIGHTS)
         return Fault(f"{LAST}/{WEIGHTS}", f"foreign weights: {kind}", kind != "bytes")
 
+    def _tokenizer(self, random: Random) -> Fault:
+        """One of another run: whole, but of other sizes or other ids."""
+        name = random.choice(sorted(str(x.relative_to(self.original)) for x in self.original.rglob("tokenizer.json")))
+        if not self._untouched(name):
+            return Fault(name, "hidden", False)
+        content = json.loads((self.original / name).read_text())
+        words, ids = content["words"], content["special_ids"]
+        kind = random.choice(("larger", "smaller", "other ids"))
+        if kind == "larger":
+            words += [f"more {i}" for i in range(random.choice((1, 1000)))]
+        elif kind == "smaller":
+            del words[random.randrange(len(ids), len(words)) :]
+        else:
+            one, other = random.sample(sorted(ids), 2)
+            ids[one], ids[other] = ids[other], ids[one]
+            words[ids[one]], words[ids[other]] = words[ids[other]], words[ids[one]]
+        (self.run / name).write_text(json.dumps(content))
+        # The ids that a model writes are those of its last tokenizer.
+        certain = kind != "other ids" or "source" not in name
+        return Fault(name, f"foreign tokenizer: {kind}", certain)
+
     def _config(self, random: Random) -> Fault:
         path = self.run / "config.toml"
         if not self._untouched("config.toml"):
@@ -207,4 +232,10 @@ class Stranger:
                 case _:
                     lines[at] = random.choice(("[model]", "[other]", "kind = 3", "version = 99"))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
+        meta = f"{LAST}/{META}"
+        if random.random() < 0.4 and self._untouched(meta):  # a checkpoint that says the same
+            with suppress(ValueError, KeyError):
+                content = json.loads((self.original / meta).read_text())
+                content["config"] |= tomllib.loads(path.read_text())["model"]
+                (self.run / meta).write_text(json.dumps(content, default=str))
         return Fault("config.toml", "changed config", False)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.system.terminal import shown
+from fastformer.apps.system.terminal import Terminal, shown
 from fastformer.apps.text import lines_of, read_lines, write_lines
 from fastformer.settings import check_value
 
@@ -26,8 +26,8 @@ logger = logging.getLogger("fastformer")
 class _Console(Console):
     """Shows every string, those in tables too, as `shown` has it; [brackets] and :words: in them are text."""
 
-    def __init__(self) -> None:
-        super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    def __init__(self, file: IO[str] | None = None) -> None:
+        super().__init__(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)
@@ -41,6 +41,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 console = _Console()
+
+
+def patient_console() -> Console:
+    """Return a console for what goes on where nobody reads: a write that fails ends the showing, and no run."""
+    return _Console(cast("IO[str]", Terminal(sys.stdout)))
+
 
 RunFolder = Annotated[Path, typer.Option("--run", help="run folder, of any kind")]
 MAIN_RUN = Path("runs") / main_application().kind

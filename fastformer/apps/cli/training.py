@@ -14,6 +14,7 @@ from fastformer.apps.cli.flags import with_settings
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
 from fastformer.apps.runs.run import Run
+from fastformer.apps.system.run_lock import check_locked
 from fastformer.apps.system.terminal import Terminal
 
 _HOW = "Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."
@@ -127,6 +128,7 @@ def train_run(
             result = run.fit(resume, fallback)
             cpu = time.process_time() - cpu
             if processes.is_main:
+                check_locked(run.folder)
                 picture = plot_history({run.folder.name: read_metrics(run.folder)})
                 save(picture, run.folder / "history.png", run.folder)
                 terminal.line(

@@ -54,8 +54,8 @@ def export_ctranslate2(
         ImportError: ctranslate2 is not installed.
         FileExistsError: the folder exists and is not empty.
         TypeError: the model is of no application.
-        ValueError: CTranslate2 has no such models, an unknown quantization, fewer than 1 position, or not as many
-            tokenizers as the model has sides.
+        ValueError: CTranslate2 has no such models, an unknown quantization, fewer than 1 position, not as many
+            tokenizers as the model has sides, or a model that has more of its own than settings and weights.
     """
     application = application_for(model, tokenizers)
     if application.ctranslate2 is None:

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
+from fastformer.apps.system.atomic import hidden_folder
 from fastformer.apps.text import Tokenizer
+from fastformer.apps.train.checkpoint import synchronise
 
 
 @contextmanager
@@ -17,17 +20,20 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
     """Write beside, then rename: after a failure there is no half folder.
 
     Raises:
-        FileExistsError: the folder exists and is not empty.
+        FileExistsError: the folder exists and is not empty, or is the current one.
     """
-    folder = Path(folder)
+    folder = Path(os.path.realpath(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; choose another folder")
+    if folder == Path.cwd():
+        raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir()
+    temporary = hidden_folder(folder)
     try:
         yield temporary
-        if folder.exists():
+        for path in [*temporary.rglob("*"), temporary]:
+            synchronise(path)
+        if os.name == "nt" and folder.exists():  # elsewhere a folder replaces an empty one
             folder.rmdir()
         temporary.replace(folder)
     except BaseException:
@@ -40,7 +46,8 @@ def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
 
     Raises:
         TypeError: it is of none.
-        ValueError: there are not as many tokenizers as such a model has sides.
+        ValueError: there are not as many tokenizers as such a model has sides, or it has more of its own than settings
+            and weights, such as hooks.
     """
     found = next((each for each in applications() if isinstance(model, each.network)), None)
     if found is None:
@@ -49,4 +56,5 @@ def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
     wanted = len(found.tokenizers)
     if len(tokenizers) != wanted:
         raise ValueError(f"tokenizers must be {wanted} for a {type(model).__name__}, not {len(tokenizers)}")
+    check_as_made(model, lambda: found.network(model.config))
     return found

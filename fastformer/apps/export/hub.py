@@ -7,10 +7,9 @@
 
 It is the model alone; `export_safetensors` writes the tokenizers beside it. Weights are safetensors only: nothing is
 unpickled. Settings and weights may be a stranger's, so both are compared before a model is built, as `load_safetensors`
-does.
+does; of a folder, regular files alone are read, and no link is followed.
 """
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,12 @@ from typing import Any
 from torch import nn
 
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.train.weights import check_finite, check_size, put_weights, read_weights, write_weights
+from fastformer.apps.system.foreign_files import check_path
+from fastformer.apps.text import read_json
+from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
+from fastformer.settings import befores
 
-_WEIGHTS = "model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 @cache
@@ -34,9 +36,11 @@ def on_hub(network: Any) -> Any:
         TypeError: it is none of these.
         ImportError: huggingface_hub is not installed.
     """
-    names = {each.network.__name__: each.network for each in applications()}
-    if not (isinstance(network, type) and issubclass(network, tuple(names.values()))):
+    names = {each.network.__name__: each for each in applications()}
+    found = [each for each in names.values() if isinstance(network, type) and issubclass(network, each.network)]
+    if not found:
         raise TypeError(f"network must be a class of {', '.join(names)}, not {network!r}")
+    settings = found[0].model
     try:
         from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
     except ImportError as error:
@@ -47,19 +51,58 @@ def on_hub(network: Any) -> Any:
             write_weights(save_directory / _WEIGHTS, self.state_dict())
 
         @classmethod
-        def _from_pretrained(  # type: ignore[override]
-            cls, *, model_id: str, map_location: str = "cpu", strict: bool = True, config: Any, **hub: Any
+        def from_pretrained(  # type: ignore[override]
+            cls,
+            pretrained_model_name_or_path: str | Path,
+            *,
+            map_location: str = "cpu",
+            strict: bool = True,
+            config: Any = None,
+            **hub: Any,
         ) -> nn.Module:
+            """Load a model, in evaluation mode.
+
+            Args:
+                pretrained_model_name_or_path: a folder, or the name of a repository.
+                map_location: the device.
+                strict: True.
+                config: in place of that in config.json.
+                hub: of huggingface_hub's `hf_hub_download`: revision, token, cache_dir and the like.
+
+            Raises:
+                ValueError: strict is False, or config.json is none (fastformer.apps.text.TextError).
+                fastformer.apps.train.CheckpointError: it is of no such model, or the weights are none of it.
+                fastformer.apps.system.foreign_files.IrregularFileError: a file of the folder is a link, a pipe or a
+                    device.
+            """
             if not strict:
                 raise ValueError("strict must be True: weights that do not fit are of another model")
-            path = Path(model_id) / _WEIGHTS
-            if not os.path.isdir(model_id):
-                path = Path(hf_hub_download(model_id, _WEIGHTS, **hub))
-            check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else 0, path)
+            folder = Path(pretrained_model_name_or_path)
+
+            def file(name: str) -> Path:
+                if not folder.is_dir():
+                    return Path(hf_hub_download(str(pretrained_model_name_or_path), name, **hub))
+                if not check_path(folder / name, folder, folder=False):
+                    raise CheckpointError(f"{folder / name}: no such file")
+                return folder / name
+
+            if config is None:
+                config = _read_config(file(_CONFIG), folder if folder.is_dir() else None, settings)
+            path = file(_WEIGHTS)
+            check_size(config.matrix_numbers, path.stat().st_size, path)
             model: nn.Module = cls(config)
-            put_weights(model, read_weights(path), path)
-            check_finite(model, path)
+            load_weights(model, path)
             return model.to(map_location).eval()
 
     OnHub.__name__ = OnHub.__qualname__ = network.__name__
     return OnHub
+
+
+def _read_config(path: Path, within: Path | None, settings: type) -> Any:
+    """Read the settings of a model; those that are newer than the file are what they were before."""
+    content = read_json(path, within)
+    try:
+        return settings(**{**befores(settings), **content})
+    except (ValueError, TypeError) as error:
+        said = " ".join(str(error).splitlines())
+        raise CheckpointError(f"{path}: not the settings of such a model: {said}") from None

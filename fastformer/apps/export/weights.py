@@ -13,14 +13,7 @@ from fastformer.apps.export.folder import application_for, new_folder
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.system.foreign_files import check_path, read_file
 from fastformer.apps.text import Tokenizer
-from fastformer.apps.train.weights import (
-    CheckpointError,
-    check_finite,
-    check_size,
-    put_weights,
-    read_weights,
-    write_weights,
-)
+from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
 from fastformer.settings import befores, check_value, to_plain
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -45,7 +38,8 @@ def export_safetensors(
     Raises:
         FileExistsError: the folder exists and is not empty.
         TypeError: the model is of no application.
-        ValueError: an unknown dtype, or not as many tokenizers as the model has sides.
+        ValueError: an unknown dtype, not as many tokenizers as the model has sides, or a model that has more of its own
+            than settings and weights, such as hooks.
     """
     _check_dtype(dtype)
     application = application_for(model, tokenizers)
@@ -85,8 +79,7 @@ def load_safetensors(folder: Path | str) -> Any:
         raise CheckpointError(
             f"{folder / 'config.json'}: not the configuration of an exported model: {error}"
         ) from None
-    put_weights(built, read_weights(path), path)
-    check_finite(built, path)
+    load_weights(built, path)
     return built.eval()
 
 

@@ -39,14 +39,14 @@ def load_folder(folder: Path, transformers: Any, kinds: Mapping[str, Architectur
     kind, files = getattr(transformers, name), _files(folder)
     shapes = {name: shape for path in files for name, shape in stored_shapes(path).items()}
     _check_settings(folder, content, max((size for shape in shapes.values() for size in shape), default=0))
-    with _refusals(folder):
+    with refusals(folder):
         config = kind.config_class.from_dict(content)
         numbers = kinds[name].read(config, shapes).matrix_numbers
     check_size(numbers, sum(path.stat().st_size for path in files), folder)
     weights = {name: x for path in files for name, x in read_weights(path).items()}
     # Whole numbers in old files are masks and positions, which nothing reads.
     floating = {name: x for name, x in weights.items() if same_kind(x.dtype, torch.float32)}
-    with _refusals(folder), _no_progress(transformers.utils.logging):
+    with refusals(folder), _no_progress(transformers.utils.logging):
         theirs, report = kind.from_pretrained(
             None,
             config=config,
@@ -132,7 +132,7 @@ def _no_progress(logging: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _refusals(folder: Path) -> Iterator[None]:
+def refusals(of: Path | str) -> Iterator[None]:
     """Turn what transformers raises over settings of anybody's, which has no bounds, into one kind of error."""
     try:
         yield
@@ -140,4 +140,4 @@ def _refusals(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:300]
-        raise ValueError(f"{folder}: no model that transformers can make ({type(error).__name__}: {said})") from None
+        raise ValueError(f"{of}: no model that transformers can make ({type(error).__name__}: {said})") from None

@@ -3,15 +3,20 @@
 Folders are read from safetensors alone and without a network (`folders.py`); no code of theirs is run.
 """
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.pretrained.architecture import TRAINING, Architecture
-from fastformer.apps.pretrained.folders import load_folder
+from fastformer.apps.pretrained.folders import load_folder, refusals
 from fastformer.apps.pretrained.weights import check_implied, check_ties, read, write
 from fastformer.apps.runs.kinds import applications
+from fastformer.apps.train.weights import same_kind
 
 _HOME = "transformers."
 
@@ -34,20 +39,24 @@ def from_transformers(source: Any) -> Any:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no such folder, or it holds no safetensors.
         fastformer.apps.system.foreign_files.IrregularFileError: a file of the folder is a link, a pipe or a device.
-        ValueError: naming what has no counterpart here: the class, a setting and its value, or a weight.
+        ValueError: naming what has no counterpart here: the class, a setting and its value, a weight, or what a model
+            has of its own beside these, such as hooks.
     """
     theirs = load_folder(Path(source), _transformers(), architectures()) if isinstance(source, str | Path) else source
-    architecture = _architecture_of(type(theirs))
+    kind = type(theirs)
+    architecture = _architecture_of(kind)
     weights = theirs.state_dict()
-    config = architecture.read(theirs.config, weights)
-    for name, x in weights.items():
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be of floating point numbers, not {x.dtype}")
+    with refusals(kind.__name__):  # settings of an object may have come to be anything
+        config = architecture.read(theirs.config, weights)
+    _check_numbers(weights, theirs.dtype)
     with torch.device("meta"):
         ours = architecture.network(config)
     ours = ours.to(theirs.dtype)
     found = read(ours, weights, architecture)
     check_ties(ours, found)
+    if theirs is source:  # and may have been changed since it was made
+        with refusals(kind.__name__):
+            check_as_made(theirs, lambda: kind(copy.deepcopy(theirs.config)))
     ours.load_state_dict(found, assign=True)
     check_implied(ours, weights, architecture)
     return ours.train(theirs.training)
@@ -65,7 +74,8 @@ def to_transformers(model: Any) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: naming the settings that no such architecture has.
+        ValueError: naming the settings that no such architecture has, or what the model has of its own beside settings
+            and weights, such as hooks.
     """
     transformers = _transformers()
     kinds = {name: each for name, each in architectures().items() if each.configuration is not None}
@@ -85,9 +95,23 @@ def to_transformers(model: Any) -> Any:
     if other:
         said = ", ".join(f"{k}={ours[k]!r} (there it is {same[k]!r})" for k in other)
         raise ValueError(f"{name} cannot be this model: {said}")
-    theirs = kind(config).to(next(model.parameters()).dtype)
+    check_as_made(model, lambda: architecture.network(model.config))
+    dtype = next(model.parameters()).dtype
+    _check_numbers(model.state_dict(), dtype)
+    theirs = kind(config).to(dtype)
     theirs.load_state_dict(write(model, theirs.state_dict(), architecture))
     return theirs.to(next(model.parameters()).device).train(model.training)
+
+
+def _check_numbers(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Raise ValueError for weights that are not there, no usual numbers, or of several dtypes: a model has one."""
+    for name, x in weights.items():
+        if x.is_meta:
+            raise ValueError(f"{name} is on meta, and has no numbers: load the weights before")
+        if not same_kind(x.dtype, torch.float32):
+            raise ValueError(f"{name} must be of floating point numbers of 16 bits or more, not {x.dtype}")
+        if x.dtype != dtype:
+            raise ValueError(f"{name} must be of {dtype}, as the model is, not {x.dtype}")
 
 
 def _resolved(config: Any) -> dict[str, Any]:

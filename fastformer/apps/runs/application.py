@@ -243,11 +243,23 @@ class Application:
         return sections
 
     def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
-        """The tokenizers of a run folder."""
+        """The tokenizers of a run folder.
+
+        Raises:
+            FileNotFoundError: there is no such run, or a file is missing.
+            ValueError: a file is damaged, or not what the run's model has its sizes and ids from.
+        """
         paths = [Path(folder) / name for name in self.tokenizers]
         for path in paths:
             check_path(path, Path(folder))
-        return tuple(load_tokenizer(path) for path in paths)
+        found = tuple(load_tokenizer(path) for path in paths)
+        config = self.model(**self.read_config(folder)["model"])
+        facts = [(name, each.size, path) for name, each, path in zip(self.vocabularies, found, paths, strict=True)]
+        facts += [(name, getattr(found[-1], name), paths[-1]) for name in _IDS if name in self.derived]
+        for name, value, path in facts:
+            if getattr(config, name) != value:
+                raise ValueError(f"{path}: it is of another run: its {name} is {value}, not {getattr(config, name)}")
+        return found
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
         """The model of a run with its weights, on the CPU: a `network`.

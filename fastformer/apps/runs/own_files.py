@@ -25,13 +25,25 @@ _FOLDERS = {
     "checkpoints": re.compile(rf"\.?{re.escape(INDEX)}|{OURS.pattern}"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
 }
-_BEGUN = {LOCK, DEMO, DATA, f".{DATA}", f".{CONFIG}", "tokenizer"}  # what a run has that is killed before its settings
+_BEGUN = {
+    LOCK,
+    DEMO,
+    f".{DEMO}",
+    DATA,
+    f".{DATA}",
+    f".{CONFIG}",
+    "tokenizer",
+}  # what a run has that is killed before its settings
 _KIND = re.compile(rb"^\[run\]\s+kind = ", re.MULTILINE)
 _OWN = {*_FILES, *(f".{name}" for name in _FILES), *_FOLDERS, LOCK}
 
 
-def refuse_foreign(folder: Path) -> None:
+def refuse_foreign(folder: Path, marked: bool = False) -> None:
     """Refuse a folder that is neither new, nor empty, nor a run's; nothing is written.
+
+    Args:
+        folder: of a run that is to be.
+        marked: a file of the caller's says that it may be replaced, so that some of a run's files may be missing.
 
     Raises:
         FileExistsError: naming the first entry that is no run's.
@@ -47,15 +59,17 @@ def refuse_foreign(folder: Path) -> None:
                 f"{folder} is no run folder: {path} is not a run's; choose an empty folder or a new one"
             )
     refuse_links(folder)
-    if there and not _is_run(folder, there):
+    if there and not _is_run(folder, there, marked):
         raise FileExistsError(f"{folder} is no run folder, and holds {min(there)}; choose an empty folder or a new one")
 
 
-def _is_run(folder: Path, there: set[str]) -> bool:
+def _is_run(folder: Path, there: set[str], marked: bool) -> bool:
     if DATA in there and b'"fingerprint"' not in read_file(folder / DATA, folder):
         return False
     if CONFIG in there:
-        return DATA in there and _KIND.search(read_file(folder / CONFIG, folder)) is not None
+        return (marked or DATA in there) and _KIND.search(read_file(folder / CONFIG, folder)) is not None
+    if marked:
+        return True
     said = read_file(folder / LOCK, folder) if LOCK in there else b""
     return there <= _BEGUN and (said.startswith(b"process ") or there <= {LOCK, DEMO})
 

@@ -25,7 +25,7 @@ from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
 from fastformer.apps.system.foreign_files import write_file
-from fastformer.apps.system.run_lock import LOCK, RunLock, locked
+from fastformer.apps.system.run_lock import LOCK, RunLock, check_locked, locked
 from fastformer.apps.text import Tokenizer, read_json
 from fastformer.apps.train import (
     BatchSource,
@@ -57,7 +57,7 @@ class Run(ABC):
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
     initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
-    _unlock: Callable[[], Any] = staticmethod(lambda: None)
+    _unlock: Callable[[], Any]  # while this object has the lock
 
     def __init__(
         self,
@@ -225,6 +225,7 @@ class Run(ABC):
             _check_folder(folder, cls.application.kind)  # another one may have come first
             run = cls(folder, data, model, train, tokenizers, device)
             run._lock()
+            check_locked(folder)  # reading took its time
             with _whole(folder):
                 cls.application.save_tokenizers(folder, run.tokenizers)
                 report = json.dumps(run.data_report(), indent=1) + "\n"
@@ -240,10 +241,17 @@ class Run(ABC):
     def writing(self) -> Iterator[None]:
         """For a block, no other process may write to the folder; of several processes, the first sees to it."""
         with ExitStack() as stack:
+            Processes.current().on_main(self._check_lock)
             Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
             yield
 
+    def _check_lock(self) -> None:
+        """Refuse another folder than the one that this object has the lock of."""
+        if "_unlock" in vars(self):
+            check_locked(self.folder)
+
     def _save_settings(self) -> None:
+        check_locked(self.folder)
         self.application.save_settings(self.folder, self.data, self.model_config, self.train_config)
 
     @classmethod
@@ -317,7 +325,9 @@ class Run(ABC):
             return self._fit(resume, fallback, show)
 
     def _give_back(self) -> None:
-        self._unlock()
+        if "_unlock" in vars(self):
+            self._unlock()
+            del self._unlock
 
     def _check_last(self, fallback: bool) -> None:
         """Read the metrics, and compare the settings with the last checkpoint, before a model of them is built."""
@@ -374,9 +384,10 @@ def _whole(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for path in folder.iterdir() if empty else ():
-            if path.name != LOCK:
-                with suppress(OSError):
+        with suppress(OSError):
+            check_locked(folder)
+            for path in folder.iterdir() if empty else ():
+                if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
 

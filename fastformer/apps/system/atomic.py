@@ -1,9 +1,16 @@
-"""Files that are replaced in one step."""
+"""Files and folders that get their name in one step.
+
+Until then they have hidden ones that nobody else has: two containers may have a process of the same number, and one
+that was killed leaves its own behind.
+"""
 
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_SHOWN = 50  # characters of the name in a hidden one, which must not become too long
 
 
 @contextmanager
@@ -30,12 +37,31 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             path.write_bytes(data)
         return
     path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming(path):
+        descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name[:_SHOWN]}.", path.parent)
     try:
-        with naming(path), temporary.open("wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.chmod(temporary, usual_mode(0o666))
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def hidden_folder(path: Path) -> Path:
+    """Make a folder beside `path`, to be renamed to it once it is whole."""
+    with naming(path):
+        made = tempfile.mkdtemp(".tmp", f".{path.name[:_SHOWN]}.", path.parent)
+    os.chmod(made, usual_mode(0o777))
+    return Path(made)
+
+
+def usual_mode(bits: int) -> int:
+    """Who may do what with a new file, as the system's `open` and `mkdir` set it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return bits & ~mask

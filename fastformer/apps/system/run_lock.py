@@ -41,11 +41,16 @@ class _Held:
     """A lock of this process; a forked child has none of them."""
 
     identity: tuple[int, int]  # of the folder
+    path: Path  # of the file, when it was locked
     folder: int | None  # its descriptor; None on Windows, which opens none
     descriptor: int  # of the file
     process: int
     users: int = 0
     writer: threading.Thread | None = None  # which is in a block of `locked`
+
+    def writes_to(self, path: Path) -> bool:
+        """Whether this process is in a block that began with this path."""
+        return self.path == path and self.writer is not None and self.process == os.getpid()
 
 
 _guard = threading.RLock()  # what is dropped in the middle gives its lock back in the same thread
@@ -55,7 +60,7 @@ class RunLock:
     """The right of this process to write to `folder`, from here to `release` or the end of the process.
 
     Raises:
-        RunLockedError: another process has it.
+        RunLockedError: another process has it, or this one is in a block of `locked` for what was there before.
         OSError: the folder cannot be written to.
     """
 
@@ -65,7 +70,10 @@ class RunLock:
         self._path = folder.absolute() / LOCK  # the program may go to another folder meanwhile
         self._held: _Held | None = None
         with _guard:
-            held = self._ours() or _acquire(folder, self._path)
+            held = self._ours()
+            if held is None and any(each.writes_to(self._path) for each in self._locks.values()):
+                raise _moved(folder)
+            held = held or _acquire(folder, self._path)
             held.users += 1
             self._locks[held.identity] = self._held = held
 
@@ -127,12 +135,17 @@ def check_locked(folder: Path) -> None:
     """Refuse to write where the locked folder is no more: it may have been moved, and another run may be there.
 
     Raises:
-        RunLockedError: this process does not have the lock of what is at `folder` now.
-        OSError: nothing is there.
+        RunLockedError: this process does not have the lock of what is at `folder` now, or nothing is there.
     """
-    held = RunLock._locks.get(_identity(os.stat(folder)))
-    if held is None or held.process != os.getpid():
-        raise RunLockedError(f"{folder} is another folder than when this run began; go on with --resume where that is")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        held = RunLock._locks.get(_identity(os.stat(folder)))
+        if held is not None and held.process == os.getpid():
+            return
+    raise _moved(folder)
+
+
+def _moved(folder: Path) -> RunLockedError:
+    return RunLockedError(f"{folder} is another folder than when this run began; go on with --resume where that is")
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -143,7 +156,7 @@ def _acquire(folder: Path, path: Path) -> _Held:
     # The file first: a folder with it is not empty, and whoever is refused takes no folder away that others write to.
     descriptor = _lock_file(folder, path)
     try:
-        return _Held(_identity(os.stat(path.parent)), _lock_folder(folder, path), descriptor, os.getpid())
+        return _Held(_identity(os.stat(path.parent)), path, _lock_folder(folder, path), descriptor, os.getpid())
     except BaseException:
         _remove(path, descriptor)
         raise

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.foreign_files import check_path, same_file
-from fastformer.apps.system.run_lock import locked
+from fastformer.apps.system.run_lock import check_locked, locked
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
@@ -115,7 +115,9 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
             _refuse_replacing(folder, files)
         write_atomic(folder / _REPORT, b"{}")  # what follows is half a dataset, and ours to replace
         for file, lines in files.items():
+            check_locked(folder)
             write_lines(folder / file, lines)
+        check_locked(folder)
         write_atomic(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
     return report
 

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,13 @@ OURS = re.compile(rf"step-\d+|{AVERAGE}|\.(new|swap|old)-(step-\d+|{AVERAGE})(\.
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: the last `keep` and the best are kept, older ones are removed."""
+    """The checkpoints of one run: the last `keep` and the best are kept, older ones are removed.
 
-    def __init__(self, folder: Path | str, keep: int = 3) -> None:
-        self.folder, self.keep = Path(folder), keep
+    check: called before each change; raises RunLockedError where another run's folder has come to stand there.
+    """
+
+    def __init__(self, folder: Path | str, keep: int = 3, check: Callable[[], object] = lambda: None) -> None:
+        self.folder, self.keep, self._check = Path(folder), keep, check
 
     def paths(self) -> list[Path]:
         """Complete checkpoints with a training state, in the order of writing."""
@@ -120,6 +123,7 @@ class CheckpointFolder:
             synchronise(path)
         name = _name(step, average=state is None)
         target = self.folder / name
+        self._check()  # writing took its time
         if target.exists():
             os.replace(target, self._hidden("swap", name))
         os.replace(new, target)
@@ -137,6 +141,7 @@ class CheckpointFolder:
         try:
             yield
         except OSError as error:
+            self._check()
             with suppress(OSError):
                 self.recover()
             last = self.last()
@@ -199,6 +204,7 @@ class CheckpointFolder:
             return empty
 
     def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
+        self._check()
         index = self._index()
         names = [path.name for path in self.paths()]
         if last is not None:
@@ -219,6 +225,7 @@ class CheckpointFolder:
         Nothing is removed under a name that is not ours. Only for the process that writes: a reader would remove what
         is being written.
         """
+        self._check()
         self.folder.mkdir(parents=True, exist_ok=True)
         hidden = sorted(name for name in self._names() if name.startswith("."))
         for name in hidden:

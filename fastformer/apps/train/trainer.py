@@ -90,7 +90,7 @@ class Trainer:
     ) -> None:
         check_threads(config.threads)
         self.model, self.config, self.folder = model, config, Path(folder)
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep, lambda: check_locked(self.folder))
         self.device = next(model.parameters()).device
         if architecture is None and is_dataclass(getattr(model, "config", None)):
             architecture = model.config
@@ -339,7 +339,6 @@ class Trainer:
         return self._write_checkpoint(state, best)
 
     def _write_checkpoint(self, state: dict[str, Any] | None, best: float | None) -> Path:
-        self._processes.on_main(lambda: check_locked(self.folder))
         return self._writer.save(self._at.step, state, self._metrics, best, sharded=self.config.sharded_checkpoints)
 
     def _finish(self, reason: str) -> None:

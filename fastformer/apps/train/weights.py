@@ -6,7 +6,6 @@ Parameters that share memory (tied embeddings) are written once; the file's head
 `safetensors.torch.load_model` reads too. No pickle is involved: a weights file of a stranger can be opened safely.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.apps.system.atomic import usual_mode
 from fastformer.apps.train.parallel import part_of
 
 # Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
@@ -42,9 +42,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     kept = apart(kept)
     try:
         save_file(kept, path, metadata={"format": "pt", **copies})
-        mask = os.umask(0)
-        os.umask(mask)
-        path.chmod(0o666 & ~mask)  # safetensors writes files that nobody else may read
+        path.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
     except KeyError as error:
@@ -74,9 +72,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:  # the last of a hole on the disk
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     return {name: weights[kept] for name, kept in metadata.items() if kept in weights} | weights
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the weights of a safetensors file into a model; raises CheckpointError as `put_weights`, and for NaN."""
+    put_weights(model, read_weights(path), path)
+    check_finite(model, path)
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | str) -> None:
@@ -208,5 +212,5 @@ def stored_shapes(path: Path) -> dict[str, torch.Size]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None

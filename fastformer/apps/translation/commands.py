@@ -19,6 +19,7 @@ from fastformer.apps.cli.console import (
     choose_device,
     console,
     given_lines,
+    patient_console,
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
@@ -52,7 +53,7 @@ def demo(
     """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""
     from fastformer.apps.translation.demo import run_demo
 
-    run_demo(run, target, choose_device(device), console)
+    run_demo(run, target, choose_device(device), patient_console())
 
 
 add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastformer.apps.plots import plot_history, save
 from fastformer.apps.runs.own_files import DEMO, refuse_foreign
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.run_lock import LOCK, locked
+from fastformer.apps.system.run_lock import LOCK, check_locked, locked
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation.attention_maps import attend
@@ -75,41 +75,44 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     )
     started = time.perf_counter(), time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with locked(folder):  # to the end: pictures and translations are of this demo, not of another that follows
         _check_folder(folder)  # what came meanwhile stays
         write_file(folder / DEMO, _MARK, folder)
         _empty(folder)
         run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
         result = run.fit()
-    if result.signal is not None and result.signal != signal.SIGINT:
-        raise SystemExit(128 + result.signal)
-    wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
-    console.print(f"Set-up and training took {wall:.0f} s ({cpu:.0f} CPU-seconds).\n")
+        if result.signal is not None and result.signal != signal.SIGINT:
+            raise SystemExit(128 + result.signal)
+        wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
+        console.print(f"Set-up and training took {wall:.0f} s ({cpu:.0f} CPU-seconds).\n")
 
-    translator = load_translator(folder, device=device)
-    scores, translations = evaluate(translator, test, SearchOptions())
-    console.print(f"{len(test)} numbers that never occurred in training, beam search:")
-    bleu = f"BLEU {scores.bleu:.1f}" if target == "fr" else "BLEU says nothing of single words"
-    console.print(f"  {100 * scores.exact:.1f} % translated exactly, chrF {scores.chrf:.1f}, {bleu}\n")
-    for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
-        console.print(f"  {source}\n    -> {translation}")
+        translator = load_translator(folder, device=device)
+        scores, translations = evaluate(translator, test, SearchOptions())
+        console.print(f"{len(test)} numbers that never occurred in training, beam search:")
+        bleu = f"BLEU {scores.bleu:.1f}" if target == "fr" else "BLEU says nothing of single words"
+        console.print(f"  {100 * scores.exact:.1f} % translated exactly, chrF {scores.chrf:.1f}, {bleu}\n")
+        for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
+            console.print(f"  {source}\n    -> {translation}")
 
-    save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png", folder)
-    # Short enough for readable labels, long enough to show something.
-    sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
-    save(attend(translator, sentence).figure(), folder / "attention.png", folder)
-    console.print(f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}")
-    console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
+        check_locked(folder)
+        save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png", folder)
+        # Short enough for readable labels, long enough to show something.
+        sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
+        save(attend(translator, sentence).figure(), folder / "attention.png", folder)
+        console.print(
+            f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}"
+        )
+        console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder with anything else than an earlier demo."""
-    if not folder.exists() or all(path.name == LOCK for path in folder.iterdir()):
+    """Refuse a folder with anything else than an earlier demo, which may have been killed at any point."""
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {LOCK, f".{DEMO}"}:
         return
     if not check_path(folder / DEMO, folder) or read_file(folder / DEMO, folder) != _MARK:
         raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
-    refuse_foreign(folder)
+    refuse_foreign(folder, marked=True)
 
 
 def _empty(folder: Path) -> None:

@@ -105,8 +105,14 @@ def _kinds(module: nn.Module) -> list[Kind]:
 
 def _projects(module: nn.Module) -> bool:
     """Whether there are linear maps to queries, keys and values, by their names."""
-    roles = {_AFFIXES.sub("", name.lower()) for name, part in module.named_children() if hasattr(part, "weight")}
+    roles = {_AFFIXES.sub("", name.lower()) for name, part in module.named_children() if _has_weight(part)}
     return any(names <= roles for names in _QUERIES_KEYS_VALUES)
+
+
+def _has_weight(part: nn.Module) -> bool:
+    """Whether there is a weight, without a look at it: with each one, a spectral norm takes a step in training."""
+    stored = {*dict(part.named_parameters(recurse=False)), *vars(part)}
+    return "weight" in stored or hasattr(type(part), "weight")
 
 
 def _expands(module: nn.Module) -> bool:

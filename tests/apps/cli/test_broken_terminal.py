@@ -1,18 +1,23 @@
 """What is shown is never worth a run: broken outputs, a closed terminal, signals; and no output replaces an input."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from fastformer.apps import cli
+from fastformer.apps.system.run_lock import check_locked
 from fastformer.apps.text import prepare
 from fastformer.apps.train import CheckpointFolder, Result, TrainConfig, read_metrics
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.progress import Progress
+from fastformer.apps.translation import demo
+from fastformer.apps.translation.commands import demo as demo_command
 from fastformer.apps.translation.demo import run_demo
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.runs.test_run_lock import ENVIRONMENT, command, train, wait_for
@@ -194,6 +199,70 @@ def test_a_demo_that_is_asked_to_end_ends_once_it_is_saved(tmp_path, monkeypatch
     with pytest.raises(SystemExit) as raised:
         run_demo(tmp_path / "demo", "fr", "cpu", Console(quiet=True))
     assert raised.value.code == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def short_demo(monkeypatch):
+    """A demo of two steps."""
+    small = {"d_model": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
+    monkeypatch.setattr(demo, "MODEL", {**demo.MODEL, **small})
+    monkeypatch.setattr(demo, "TRAIN", replace(demo.TRAIN, epochs=None, steps=2, warmup_steps=1, batch_tokens=100))
+    few = {name: corpus.take(range(40), name) for name, corpus in demo.read_corpora(DataConfig(**demo.DATA)).items()}
+    monkeypatch.setattr(demo, "read_corpora", lambda data: few)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), BrokenPipeError()], ids=repr)
+def test_a_broken_output_ends_no_demo(tmp_path, monkeypatch, short_demo, error):
+    stream = Broken(error)
+    monkeypatch.setattr(sys, "stdout", stream)
+    demo_command(run=tmp_path / "demo", target="fr", device="cpu")
+    assert stream.asked == 1
+    assert (tmp_path / "demo" / "attention.png").exists()
+
+
+def test_a_demo_keeps_its_folder_to_its_end(tmp_path, monkeypatch, short_demo):
+    """Else one that begins while the first evaluates would remove the model that it evaluates."""
+    called = []
+
+    def holding(call):
+        def held(*arguments, **options):
+            called.append(call.__name__)
+            check_locked(tmp_path / "demo")
+            return call(*arguments, **options)
+
+        return held
+
+    for name in ("evaluate", "plot_history", "attend"):
+        monkeypatch.setattr(demo, name, holding(getattr(demo, name)))
+    run_demo(tmp_path / "demo", "fr", "cpu", Console(quiet=True))
+    assert called == ["evaluate", "plot_history", "attend"]
+
+
+def test_a_demo_that_was_killed_is_followed_by_the_next(tmp_path, monkeypatch, short_demo):
+    """While it wrote that the folder is a demo's, or when it had removed some files of an earlier one."""
+    run_demo(tmp_path / "whole", "fr", "cpu", Console(quiet=True))
+    ended = Result("interrupted", 1, 1, 1, 1.0, {}, None, None, int(signal.SIGTERM))
+    monkeypatch.setattr(TranslationRun, "fit", lambda self: ended)
+
+    def begins(name):
+        (tmp_path / name / ".lock").write_text("process 1 on nowhere since 2020-01-01\n")
+        with pytest.raises(SystemExit):
+            run_demo(tmp_path / name, "fr", "cpu", Console(quiet=True))
+
+    files = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file())
+    removed = [path for path in files if path.name != "demo.txt"]
+    for gone in (removed[:1], removed[-1:], removed[::2], ["config.toml"], ["data.json"]):
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / "half")
+        for path in gone:
+            (folder / path).unlink()
+        begins("half")
+        shutil.rmtree(folder)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".demo.txt").write_bytes(b"made by")
+    begins("new")
+    (tmp_path / "new" / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="notes is not a run's"):
+        run_demo(tmp_path / "new", "fr", "cpu", Console(quiet=True))
 
 
 @pytest.mark.parametrize("way", ["symbolic", "hard"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,109 @@ def test_weights_that_are_left_over_or_missing_are_refused() -> None:
     del theirs.transformer.h[1].ln_2
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_2\.weight: not among the weights"):
         from_transformers(theirs)
+
+
+class Own(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.5
+
+
+def hooked(model: Any) -> None:
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out * 2)
+
+
+def wrapped(model: Any) -> None:
+    before = model.lm_head.forward
+    model.lm_head.forward = lambda x: before(x) * 2
+
+
+def of_a_subclass(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.__class__ = Own
+
+
+def activated(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+
+
+def stretched(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+def limited(model: Any) -> None:
+    model.get_input_embeddings().max_norm = 0.1
+
+
+def with_another_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 0.1
+
+
+def with_another_setting(model: Any) -> None:
+    model.config.rms_norm_eps = 0.1
+
+
+def without_numbers(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj.to("meta")
+
+
+def in_eight_bits(model: Any) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.to(torch.float8_e4m3fn)
+
+
+def in_two_dtypes(model: Any) -> None:
+    model.model.norm.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (hooked, "model.embed_tokens has hooks"),
+        (wrapped, "lm_head has a forward of its own"),
+        (of_a_subclass, r"layers\.0\.mlp\.up_proj is a Own, not a Linear"),
+        (activated, r"layers\.0\.mlp\.act_fn is a Tanh, not a SiLU"),
+        (stretched, "model.rotary_emb has numbers of its own in inv_freq"),
+        (limited, "model.embed_tokens has max_norm=0.1, not None"),
+        (with_another_epsilon, "model.norm has variance_epsilon=0.1, not 1e-06"),
+        (with_another_setting, "input_layernorm has variance_epsilon=1e-06, not 0.1"),
+        (without_numbers, r"layers\.1\.self_attn\.q_proj\.weight is on meta"),
+        (in_eight_bits, r"up_proj\.weight must be of floating point numbers of 16 bits or more, not torch\.float8"),
+        (in_two_dtypes, r"model\.norm\.weight must be of torch\.float32, as the model is, not torch\.bfloat16"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_somebody_changed_is_not_passed_over(change: Any, message: str) -> None:
+    theirs = build("llama")
+    change(theirs)
+    with pytest.raises(ValueError, match=message):
+        from_transformers(theirs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_setting_that_came_to_be_0_is_refused_or_idle(name: str) -> None:
+    theirs = build(name)
+    for each in dataclasses.fields(type(theirs.config)):
+        before = getattr(theirs.config, each.name, None)
+        if type(before) is int:
+            setattr(theirs.config, each.name, 0)
+            with suppress(ValueError):
+                from_transformers(theirs)
+            setattr(theirs.config, each.name, before)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ALL)
+def test_what_changes_no_number_is_passed_over(name: str) -> None:
+    """Modes, another width of numbers, checkpoints of activations, and our own hooks against padding."""
+    from fastformer.integrations.transformers import padding_free
+
+    theirs = build(name).train().to(torch.bfloat16).requires_grad_(False)
+    theirs.gradient_checkpointing_enable()
+    padding_free(theirs)
+    assert next(from_transformers(theirs).parameters()).dtype == torch.bfloat16
+    theirs = build(name)
+    if not name.startswith("marian"):  # whose bias of the vocabulary has its own size
+        theirs.resize_token_embeddings(41)
+    from_transformers(theirs)
 
 
 def test_weights_of_another_shape_are_refused() -> None:

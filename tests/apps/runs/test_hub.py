@@ -1,6 +1,7 @@
 """Models of the applications through the mixin of huggingface_hub, from and to a folder."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from fastformer.apps.classification import EncoderConfig, SequenceClassifier
 from fastformer.apps.export import on_hub
 from fastformer.apps.language import LanguageConfig, LanguageModel
+from fastformer.apps.text import TextError
 from fastformer.apps.train.weights import CheckpointError, read_weights, write_weights
 from fastformer.apps.translation import TranslationConfig, TranslationModel
+from tests.fuzz import fuzz
 
 SIZES = {"d_model": 16, "heads": 2, "feed_forward": 32}
 MODELS = {
@@ -80,6 +83,34 @@ def test_other_weights_are_refused(folder):
         load(folder)
     with pytest.raises(ValueError, match="strict must be True"):
         on_hub(LanguageModel).from_pretrained(folder, strict=False)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and links")
+@pytest.mark.parametrize("kind", ["pipe", "zero", "link", "hole", "folder", "missing"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_only_regular_files_of_the_folder_are_read(folder, tmp_path_factory, name, kind):
+    """A pipe would be waited for, a device would fill the memory, a link lead elsewhere."""
+    path, elsewhere = folder / name, tmp_path_factory.mktemp("elsewhere") / name
+    path.rename(elsewhere)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "hole":
+        path.write_bytes(elsewhere.read_bytes())
+        os.truncate(path, 1 << 40)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind != "missing":
+        path.symlink_to({"zero": "/dev/zero", "link": elsewhere}[kind])
+    with fuzz.time_limit(10), pytest.raises((OSError, CheckpointError), match=name.replace(".", r"\.")):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "3", "[]", "[" * 10**5, "{}", '{"vocabulary": 50, "a\\u2028b": 1}', "\xff"])
+def test_settings_of_any_form_are_refused_in_a_line(folder, content):
+    (folder / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises((CheckpointError, TextError), match=r"config\.json: not ") as caught:
+        load(folder)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_only_models_of_ours():

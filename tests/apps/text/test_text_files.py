@@ -121,6 +121,18 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_being_written_is_nobody_elses(tmp_path):
+    """Processes of two containers may have one number, and a killed one leaves its file behind."""
+    theirs = tmp_path / f".file.{os.getpid()}.tmp"
+    theirs.write_bytes(b"theirs")
+    write_atomic(tmp_path / "file", b"new")
+    assert theirs.read_bytes() == b"theirs"
+    (tmp_path / "other").write_bytes(b"")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+    write_atomic(tmp_path / ("n" * 250), b"long")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path):
     """A rename would put a file in the place of /dev/null, for whoever may do that."""
     (tmp_path / "file").write_bytes(b"old")

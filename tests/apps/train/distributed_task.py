@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text.process_shares import share_of
 from fastformer.apps.train import ProcessError, Trainer
 from tests.support.train_task import Overflow, Rows, Source, network, summed_loss, trainer
@@ -216,7 +218,8 @@ def shards(rank: int, folder: Path) -> Any:
     replicated.fit()
     for number in range(8):  # buffers of which each process has its own values
         replicated.model.register_buffer(f"own-{number}", torch.full((100,), float(rank)))
-    replicated._writer.save(20, None, {}, sharded=True)
+    with locked(folder / "shards-ddp") if rank == 0 else nullcontext():
+        replicated._writer.save(20, None, {}, sharded=True)
     resume(double_trainer(folder / "shards-parts", parallel="fsdp", steps=13, seed=50 + rank, **changes)).fit()
     made = double_trainer(folder / "shards-full", steps=8, **changes)
     path_open, opened = Path.open, []

@@ -149,6 +149,35 @@ def test_a_class_that_changed_since_stays_until_that_is_undone():
     assert [type(m) for m in model] == [nn.LayerNorm, nn.RMSNorm]
 
 
+def test_nothing_is_computed():
+    """A spectral norm takes a step each time its weight is looked at: convert would change what it does."""
+
+    class Looked(nn.Module):
+        times = 0
+
+        def forward(self, weight):
+            Looked.times += 1
+            return weight
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, D) for _ in range(3))
+
+    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True)
+    block = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D))
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, nn.LayerNorm(D), enable_nested_tensor=False), block, Own())
+    for part in list(model.modules()):
+        for name in [name for name, _ in part.named_parameters(recurse=False) if "weight" in name]:
+            nn.utils.parametrize.register_parametrization(part, name, Looked())
+    Looked.times = 0  # what registers one tries it
+    report = fastformer.convert(model)
+    assert "attention" in {entry.name: entry.outcome for entry in report.left}["2"]
+    assert len(report.changed) == 3
+    fastformer.revert(model)
+    assert Looked.times == 0
+
+
 def test_a_block_replaced_in_the_instance_goes_on_being_called():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=True), 2)
     model.layers[1]._sa_block = lambda x, *_, **__: x.flip(0)

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import gc
 import json
+import re
 import signal
 import sys
 import time
@@ -259,7 +260,8 @@ def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+    said = re.sub(r" from '/[^']*'", "", str(error).strip())  # where a module lies here
+    return f"{type(error).__name__}: {said.splitlines()[0][:160] if said else ''}"
 
 
 def _late(*_: object) -> None:

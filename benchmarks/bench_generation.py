@@ -13,17 +13,31 @@ Two comparisons:
 
 Ours writes all 1,000 words. Theirs is timed at words 10, 30, 50, … 990, and compared by the word: its time a word grows
 with the text almost linearly, so these 50 cost a twentieth of all (the midpoint rule). With --full all 1,000 are timed.
+
+`bench_writing` is a model of GPT-2's architecture with 6 layers that writes 100 tokens behind prompts of 16, against
+what others have with a cache: GPT-2 of transformers, of the same weights, and CTranslate2, from our export.
 """
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.competitors.known import require
 from benchmarks.harness.race import Contender, Race
+from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
 from fastformer.apps.language.window import LanguageState
 from fastformer.apps.models.embeddings import sinusoidal_positions
+from fastformer.apps.pretrained import to_transformers
+from fastformer.apps.text import WordTokenizer
+from fastformer.nn import columns_first, narrow_weights
 
 WORDS, VOCABULARY, BPTT = 1000, 33_278, 35
 FEW_WORDS, TINY_WORDS = 150, 60  # of "quick", and of a dry run
@@ -144,3 +158,120 @@ def _model(vocabulary: int) -> LanguageModel:
             **CLASSICAL,
         )
     )
+
+
+PROMPT, WRITTEN = 16, 100
+GOALS = {("ctranslate2", 512): 0.9, ("ctranslate2", 256): 0.75, ("transformers", 512): 1.25}
+
+
+@pytest.mark.parametrize(
+    ("size", "competitor", "d_model", "batch"),
+    [
+        pytest.param("quick", "transformers", 256, 4, marks=pytest.mark.cpu),
+        pytest.param("quick", "ctranslate2", 256, 4, marks=pytest.mark.cpu),
+        *(("usual", competitor, 512, batch) for competitor in ("transformers", "ctranslate2") for batch in (1, 32)),
+        *(("usual", "ctranslate2", 256, batch) for batch in (1, 32)),
+        *(("usual", "ctranslate2-int8", 512, batch) for batch in (1, 32)),
+    ],
+)
+def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: int) -> None:
+    against = competitor.removesuffix("-int8")
+    narrow = against != competitor
+    if narrow and race.device.type != "cpu":
+        pytest.skip("int8 weights are for a CPU")
+    require(against, race.device)
+    count = 8 if race.tiny else 30 if size == "quick" else WRITTEN
+    model = _gpt2(d_model, 2 if race.tiny else 6).to(race.device).eval()
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(4, model.config.vocabulary, (batch, PROMPT), generator=generator).tolist()
+    options = SamplingOptions(max_new_tokens=count, min_new_tokens=count, temperature=0, allow_unk=True)
+    running = copy.deepcopy(model)
+    narrow_weights(running, "int8") if narrow else columns_first(running)
+
+    def write() -> list[list[int]]:
+        steps = sample(running, prompts, options, PROMPT + count, random_streams(prompts, 0))
+        return [list(row) for row in zip(*([i for _, i in step] for step in steps), strict=True)]
+
+    words = write()
+    assert min(len(set(row)) for row in words) > 2, "a text of one repeated token proves little"
+    known = _log_probability(model, prompts, words)
+    with tempfile.TemporaryDirectory() as folder, race.competitor():
+        make = _transformers if against == "transformers" else _ctranslate2
+        theirs = make(model, prompts, count, Path(folder), narrow)
+        probable = _log_probability(model, prompts, theirs())
+        if narrow:
+            race.gate("nats a token", known / count, torch.maximum(known, probable) / count, 0.1)
+        else:
+            race.gate("log probability", known, torch.maximum(known, probable), 1e-3)
+            race.gate_theirs("log probability", probable, torch.maximum(known, probable), 1e-3)
+        race.note(nats_a_token_ours=float(known.mean()) / count, nats_a_token_theirs=float(probable.mean()) / count)
+        name = "GPT-2 of transformers" if against == "transformers" else "CTranslate2" + ", int8" * narrow
+        race(
+            f"{count} tokens behind {PROMPT}, batch {batch}, d{d_model} 6 layers{', int8' * narrow}",
+            Contender("fastformer", write, batch * count),
+            Contender(name, theirs, batch * count),
+            rounds=3 if size == "quick" else 9,
+            goal=GOALS.get((competitor, d_model)) if size != "quick" else None,
+        )
+
+
+Write = Callable[[], list[list[int]]]
+
+
+def _gpt2(d_model: int, layers: int) -> LanguageModel:
+    """GPT-2's architecture; random signs in the last norm keep it from repeating its last token."""
+    sizes: dict[str, Any] = {"d_model": d_model, "heads": d_model // 64, "layers": layers, "feed_forward": 4 * d_model}
+    positions = {"positions": "learned", "max_positions": 256, "scale_embeddings": False}
+    modern = {"activation": "gelu_tanh", "activation_dropout": 0.0}
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageConfig(8000, **sizes, **CLASSICAL | positions | modern))
+    norm = model.decoder.norm
+    assert isinstance(norm, nn.LayerNorm)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randint(0, 2, (d_model,)) * 2 - 1)
+    return model
+
+
+@torch.no_grad()
+def _log_probability(model: LanguageModel, prompts: list[list[int]], words: list[list[int]]) -> Tensor:
+    """The model's log probability of each text behind its prompt, in nats, in one pass."""
+    ids = torch.tensor([prompt + row for prompt, row in zip(prompts, words, strict=True)])
+    batch, length = ids.shape
+    hidden = model(ids[:, :-1].to(model.output.weight.device), torch.full((batch,), length - 1))
+    log_p = model.logits(hidden).log_softmax(-1).view(batch, length - 1, -1)[:, PROMPT - 1 :].cpu()
+    return log_p.gather(-1, ids[:, PROMPT:, None]).sum((1, 2))
+
+
+def _transformers(model: LanguageModel, prompts: list[list[int]], count: int, folder: Path, int8: bool) -> Write:
+    c = model.config
+    theirs = to_transformers(model).to(model.output.weight.device).eval()
+    ids = torch.tensor(prompts, device=model.output.weight.device)
+    options = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count, "pad_token_id": c.pad_id}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "suppress_tokens": [c.pad_id, c.bos_id]}
+    return lambda: theirs.generate(**given, **options)[:, PROMPT:].tolist()
+
+
+def _ctranslate2(model: LanguageModel, prompts: list[list[int]], count: int, folder: Path, int8: bool) -> Write:
+    import ctranslate2
+
+    c, device = model.config, model.output.weight.device.type
+    words = WordTokenizer.from_lines([f"w{i}" for i in range(c.vocabulary - 4)], splitting="whitespace")
+    export_ctranslate2(folder / "model", model, [words])
+    options = {"compute_type": "int8" if int8 else "default", "inter_threads": 1, "intra_threads": 1}
+    theirs = ctranslate2.Generator(str(folder / "model"), device=device, **options)
+    start = [words.pieces(ids) for ids in prompts]
+    silent = [[words.pieces([i])[0]] for i in (c.pad_id, c.bos_id)]
+
+    def write() -> list[list[int]]:
+        found = theirs.generate_batch(
+            start,
+            max_length=count,
+            min_length=count,
+            beam_size=1,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            suppress_sequences=silent,
+        )
+        return [result.sequences_ids[0] for result in found]
+
+    return write

@@ -149,7 +149,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
             f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, {of}",
             Contender("fastformer", ours, B * tokens),
             Contender(name, run, tokens if competitor == "tutorial" else B * tokens),
-            rounds=3 if size == "quick" else 9,
+            rounds=9 if race.device.type == "cpu" and size != "quick" else 3,
             goal=goals[race.device.type][min(B - 1, 1)] if goals else None,
             at=None if graphs or narrow or size == "quick" else {"batch": B, "beam": beam},
         )

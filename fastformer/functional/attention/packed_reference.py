@@ -162,7 +162,9 @@ def _attend(
         scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
         scores = products(q, k, scale)
         if bias is not None:
-            pairs = of_pairs(bias, q.view(H, N, T, -1), k.view(H, N, S, -1), rules).transpose(0, 1)  # [H, 1, T, S]
+            pairs = of_pairs(bias, q.unflatten(0, (H, N)), k.unflatten(0, (H, N)), rules).transpose(
+                0, 1
+            )  # [H, 1, T, S]
             scores = (scores.view(H, N, T, S) + pairs.to(q.dtype)).flatten(0, 1)
         if rules.causal:
             scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)

@@ -162,9 +162,8 @@ def _attend(
         scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
         scores = products(q, k, scale)
         if bias is not None:
-            pairs = of_pairs(bias, q.unflatten(0, (H, N)), k.unflatten(0, (H, N)), rules).transpose(
-                0, 1
-            )  # [H, 1, T, S]
+            its = q.view(H, N, T, q.shape[2]), k.view(H, N, S, k.shape[2])
+            pairs = of_pairs(bias, *its, rules).transpose(0, 1)  # [H, 1, T, S]
             scores = (scores.view(H, N, T, S) + pairs.to(q.dtype)).flatten(0, 1)
         if rules.causal:
             scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)

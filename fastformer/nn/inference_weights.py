@@ -11,6 +11,7 @@ D outputs and K inputs of a map: a product of one row reads D * K bytes, 2 D * K
 """
 
 import warnings
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -142,8 +143,7 @@ class NarrowWeight(Tensor):
             if function is Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
                 return self.rows(*args[1].indices(len(self))[:2])
             if function is Tensor.split_with_sizes and len(args) == 2:
-                ends = torch.tensor(args[1]).cumsum(0).tolist()
-                return tuple(self.rows(end - size, end) for size, end in zip(args[1], ends, strict=True))
+                return tuple(self.rows(*bounds) for bounds in pairwise(accumulate(args[1], initial=0)))
             if function is Tensor.detach:
                 return self
             if function in _NEW:

@@ -57,7 +57,7 @@ class PlainSteps:
         parts = [part for layer in stack.layers for part in layer.modules()]
         self._kinds = [(part, type(part)) for part in parts]
         self._children = [(part._modules, [*part._modules.values()]) for part in (stack.layers, *parts)]
-        self._dropping = [part for part in parts if getattr(part, "p", 0.0) or getattr(part, "dropout", 0.0)]
+        self._dropping = [part for part in parts if isinstance(part, nn.Dropout | MultiheadAttention)]
 
     @classmethod
     def of(cls, stack: Any) -> "PlainSteps | None":

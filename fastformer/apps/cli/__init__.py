@@ -6,8 +6,9 @@ Commands register with `common.app` when their modules are imported; those of an
 
 import os
 
-# Before torch is imported: spinning OpenMP threads turn a busy machine's seconds into minutes.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from fastformer.apps.system.waiting import waiting
+
+os.environ.update(waiting(os.environ))  # before torch is imported
 
 import logging
 import sys

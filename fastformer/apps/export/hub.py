@@ -72,7 +72,7 @@ def on_hub(network: Any) -> Any:
             Raises:
                 ValueError: strict is False, or config.json is none (fastformer.apps.text.TextError).
                 fastformer.apps.train.CheckpointError: it is of no such model, or the weights are none of it.
-                fastformer.apps.system.foreign_files.IrregularFileError: a file of the folder is a link, a pipe or a
+                fastformer.apps.system.places.IrregularFileError: a file of the folder is a link, a pipe or a
                     device.
             """
             if not strict:

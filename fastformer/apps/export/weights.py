@@ -60,7 +60,7 @@ def load_safetensors(folder: Path | str) -> Any:
 
     Raises:
         fastformer.apps.train.CheckpointError: there is none, or it is damaged.
-        fastformer.apps.system.foreign_files.IrregularFileError: one of its files is a link, a pipe or a device.
+        fastformer.apps.system.places.IrregularFileError: one of its files is a link, a pipe or a device.
     """
     folder = Path(folder)
     path = folder / "model.safetensors"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.foreign_files import write_file
 
 if TYPE_CHECKING:
@@ -56,10 +55,7 @@ def save(figure: "Figure", path: Path | str, within: Path | None = None) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, format="png")
-    if within is None:
-        write_atomic(path, drawn.getvalue())
-    else:
-        write_file(path, drawn.getvalue(), within)
+    write_file(path, drawn.getvalue(), within)
     return path
 
 

@@ -29,7 +29,7 @@ def load_folder(folder: Path, transformers: Any, kinds: Mapping[str, Architectur
 
     Raises:
         FileNotFoundError: there is no such folder, or it holds no safetensors.
-        fastformer.apps.system.foreign_files.IrregularFileError: one of its files is a link, a pipe or a device.
+        fastformer.apps.system.places.IrregularFileError: one of its files is a link, a pipe or a device.
         ValueError: naming the file, the setting or the weight that is damaged, missing, left over or not known here.
     """
     content = _settings(folder)

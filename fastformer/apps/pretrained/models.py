@@ -38,7 +38,7 @@ def from_transformers(source: Any) -> Any:
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no such folder, or it holds no safetensors.
-        fastformer.apps.system.foreign_files.IrregularFileError: a file of the folder is a link, a pipe or a device.
+        fastformer.apps.system.places.IrregularFileError: a file of the folder is a link, a pipe or a device.
         ValueError: naming what has no counterpart here: the class, a setting and its value, a weight, or what a model
             has of its own beside these, such as hooks.
     """

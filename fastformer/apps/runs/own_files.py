@@ -47,7 +47,7 @@ def refuse_foreign(folder: Path, marked: bool = False) -> None:
 
     Raises:
         FileExistsError: naming the first entry that is no run's.
-        fastformer.apps.system.foreign_files.IrregularFileError: an entry with a run's name is a link, a pipe or a
+        fastformer.apps.system.places.IrregularFileError: an entry with a run's name is a link, a pipe or a
             device.
     """
     if not folder.exists():
@@ -78,7 +78,7 @@ def refuse_links(folder: Path) -> None:
     """Refuse what has a run's name and is something else: a link, a pipe, a device, a folder for a file or the reverse.
 
     Raises:
-        fastformer.apps.system.foreign_files.IrregularFileError, IsADirectoryError, NotADirectoryError: naming it.
+        fastformer.apps.system.places.IrregularFileError, IsADirectoryError, NotADirectoryError: naming it.
     """
     for path in _entries(folder):
         if _is_own(path.relative_to(folder)):

@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
 from fastformer.apps.system.foreign_files import write_file
+from fastformer.apps.system.foreign_folders import names_in, remove
 from fastformer.apps.system.run_lock import LOCK, RunLock, check_locked, locked
 from fastformer.apps.text import Tokenizer, read_json
 from fastformer.apps.train import (
@@ -380,15 +380,14 @@ def _check_folder(folder: Path, kind: str) -> None:
 @contextmanager
 def _whole(folder: Path) -> Iterator[None]:
     """Where the block fails, an empty folder is empty again: half of a run would be taken for somebody's files."""
-    empty = all(path.name == LOCK for path in folder.iterdir())
+    empty = all(name == LOCK for name in names_in(folder))
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            check_locked(folder)
-            for path in folder.iterdir() if empty else ():
-                if path.name != LOCK:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for name in names_in(folder) if empty else ():
+                if name != LOCK:
+                    remove(folder / name, folder)
         raise
 
 

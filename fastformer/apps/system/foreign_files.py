@@ -1,37 +1,22 @@
 """Files of a folder that may come from a stranger: no name in it is followed through a link, and only files are opened.
 
-A run folder is passed on, and what is read or written in it must not be a way out of it. Each function takes the path
-of a file and `within`, the folder that its user chose, which may be a link itself; every name below that is opened
-relative to the one before, without following a link, and without waiting (a pipe would wait for its other end). Where
-the system has no such calls (Windows) each name is looked at first. Files that other libraries open by their paths
+Each function takes the path of a file and `within`, the folder that its user chose, which may be a link itself (see
+`places.py`). Nothing waits: a pipe would wait for its other end. Files that other libraries open by their paths
 (safetensors, TensorBoard's events) are looked at with `check_path` just before.
 """
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 
-from fastformer.apps.system.atomic import naming
+from fastformer.apps.system.atomic import naming, write_atomic
+from fastformer.apps.system.places import NOFOLLOW, IrregularFileError, Place, irregular, named, place_of
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
-_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 LARGEST = 1 << 28  # bytes of a file that is read whole; an epoch of a thousand records has 200 KB of metrics
-_RELATIVE = bool(_NOFOLLOW) and {os.open, os.stat, os.unlink, os.rename} <= os.supports_dir_fd
-
-# (the name, the folder that it is relative to; None: the name is a path)
-_Place = tuple[str, int | None]
-
-
-class IrregularFileError(OSError):
-    """Something else than a file stands where a file is wanted: a link, a pipe, a device; or too large a file."""
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
 
 
 def read_file(path: Path, within: Path | None = None) -> bytes:
@@ -53,7 +38,7 @@ def read_file(path: Path, within: Path | None = None) -> bytes:
 
 def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
     """A regular file, opened for reading; as `read_file`."""
-    with _place(path, within) as place:
+    with place_of(path, within) as place:
         return os.fdopen(_open(path, place, os.O_RDONLY, follow=within is None), "rb")
 
 
@@ -72,21 +57,24 @@ def open_input(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def write_file(path: Path, data: bytes, within: Path) -> None:
+def write_file(path: Path, data: bytes, within: Path | None = None) -> None:
     """Replace a file in one step, as `write_atomic`, where neither it nor the way to it from `within` is a link.
 
-    It is written as `.NAME` first; what a crash left under that name is replaced.
+    It is written as `.NAME` first; what a crash left under that name is replaced. Without `within`: `write_atomic`.
 
     Raises:
         IrregularFileError: one of the two is there and no regular file.
         OSError: nothing can be written.
     """
-    with _place(path, within) as (name, folder), naming(path):
+    if within is None:
+        write_atomic(path, data)
+        return
+    with place_of(path, within) as (name, folder), naming(path):
         temporary = os.path.join(os.path.dirname(name), f".{os.path.basename(name)}")
         _refuse_irregular(path, (name, folder))
         if _refuse_irregular(path.with_name(f".{path.name}"), (temporary, folder)):
             os.unlink(temporary, dir_fd=folder)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _PLAIN, 0o666, dir_fd=folder)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | _PLAIN, 0o666, dir_fd=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
@@ -101,7 +89,7 @@ def write_file(path: Path, data: bytes, within: Path) -> None:
 
 def append_file(path: Path, data: bytes, within: Path) -> None:
     """Add to the end of a regular file, which is made if need be; errors as `write_file`."""
-    with _place(path, within) as place, naming(path):
+    with place_of(path, within) as place, naming(path):
         descriptor = _open(path, place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, follow=False)
         with os.fdopen(descriptor, "ab") as file:
             file.write(data)
@@ -109,7 +97,7 @@ def append_file(path: Path, data: bytes, within: Path) -> None:
 
 def open_file(path: Path, within: Path) -> int:
     """The descriptor of a regular file for reading and writing, which is made if need be."""
-    with _place(path, within) as place:
+    with place_of(path, within) as place:
         return _open(path, place, os.O_RDWR | os.O_CREAT, follow=False)
 
 
@@ -126,13 +114,13 @@ def check_path(path: Path, within: Path, folder: bool | None = None) -> bool:
         IsADirectoryError, NotADirectoryError: it is not what is wanted.
     """
     try:
-        with _place(path, within) as (name, above):
+        with place_of(path, within) as (name, above):
             mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     is_folder = stat.S_ISDIR(mode)
     if not (is_folder or stat.S_ISREG(mode)) or folder not in (None, is_folder):
-        raise _irregular(path, mode)
+        raise irregular(path, mode)
     return True
 
 
@@ -144,89 +132,33 @@ def same_file(a: Path, b: Path) -> bool:
         return False
 
 
-@contextmanager
-def _place(path: Path, within: Path | None) -> Iterator[_Place]:
-    """Where a file is: its name, and its folder, to which no link led."""
-    if within is None:
-        yield str(path), None
-        return
-    parts, shown = path.relative_to(within).parts, within
-    if ".." in parts:
-        raise IrregularFileError(errno.EINVAL, "leads out of its folder", str(path))
-    if not _RELATIVE:
-        for part in parts[:-1]:
-            shown /= part
-            if shown.is_symlink():
-                raise _irregular(shown, stat.S_IFLNK)
-        yield str(path), None
-        return
-    with _named(within):
-        folder = os.open(within, _FOLDER)
-    try:
-        for part in parts[:-1]:
-            shown /= part
-            with _named(shown):
-                mode = os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode
-                if not stat.S_ISDIR(mode):
-                    raise _irregular(shown, mode)
-                inner = os.open(part, _FOLDER | _NOFOLLOW, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        yield (parts[-1] if parts else "."), folder
-    finally:
-        os.close(folder)
-
-
-def _open(path: Path, place: _Place, flags: int, follow: bool, pipes: bool = False) -> int:
+def _open(path: Path, place: Place, flags: int, follow: bool, pipes: bool = False) -> int:
     """The descriptor of a regular file."""
     name, folder = place
     if not follow:
         _refuse_irregular(path, place)
-    with _named(path):
+    with named(path):
         try:
-            descriptor = os.open(name, flags | _PLAIN | (0 if follow else _NOFOLLOW), 0o666, dir_fd=folder)
+            descriptor = os.open(name, flags | _PLAIN | (0 if follow else NOFOLLOW), 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ENXIO:  # a socket, or a device without a driver
-                raise _irregular(path, stat.S_IFSOCK) from None
+                raise irregular(path, stat.S_IFSOCK) from None
             raise
     status = os.fstat(descriptor)
     mode = status.st_mode
     linked = stat.S_ISREG(mode) and status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR)
     if linked or not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
         os.close(descriptor)
-        raise _irregular(path, stat.S_IFLNK if linked else mode)
+        raise irregular(path, stat.S_IFLNK if linked else mode)
     return descriptor
 
 
-def _refuse_irregular(path: Path, place: _Place) -> bool:
+def _refuse_irregular(path: Path, place: Place) -> bool:
     """Whether a regular file is there; raises where something else is."""
     try:
         mode = os.stat(place[0], dir_fd=place[1], follow_symlinks=False).st_mode
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(mode):
-        raise _irregular(path, mode)
+        raise irregular(path, mode)
     return True
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors name the whole path."""
-    try:
-        yield
-    except IrregularFileError:
-        raise
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-def _irregular(path: Path, mode: int) -> OSError:
-    if stat.S_ISDIR(mode):
-        return IsADirectoryError(errno.EISDIR, "is a folder, not a file", str(path))
-    if stat.S_ISREG(mode):
-        return NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(path))
-    what = (
-        "a link, which is not followed here" if stat.S_ISLNK(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
-    )
-    return IrregularFileError(errno.EINVAL, f"is {what}, not a file", str(path))

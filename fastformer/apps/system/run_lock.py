@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from fastformer.apps.system.atomic import naming
 from fastformer.apps.system.foreign_files import open_file
+from fastformer.apps.system.places import held as holding
 
 LOCK = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -102,7 +103,8 @@ class RunLock:
                 )
             held.writer = me
         try:
-            yield
+            with holding(self._path.parent, held.folder):
+                yield
         finally:
             held.writer = before
 

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.foreign_files import check_path, same_file
+from fastformer.apps.system.foreign_files import check_path, same_file, write_file
 from fastformer.apps.system.run_lock import check_locked, locked
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
@@ -113,12 +112,12 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
             check_path(folder / file, folder, folder=False)
         if not _was_prepared(folder):
             _refuse_replacing(folder, files)
-        write_atomic(folder / _REPORT, b"{}")  # what follows is half a dataset, and ours to replace
+        write_file(folder / _REPORT, b"{}", folder)  # what follows is half a dataset, and ours to replace
         for file, lines in files.items():
             check_locked(folder)
-            write_lines(folder / file, lines)
+            write_lines(folder / file, lines, folder)
         check_locked(folder)
-        write_atomic(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
+        write_file(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"), folder)
     return report
 
 

@@ -17,8 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastformer.apps.system.atomic import write_atomic
-from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file
+from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file, write_file
 from fastformer.settings import check_value
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
@@ -142,8 +141,10 @@ def read_json(path: Path, within: Path | None = None) -> Any:
         raise TextError(f"{path}: not a JSON file ({error})") from None
 
 
-def write_lines(path: str | Path, lines: Iterable[str]) -> None:
+def write_lines(path: str | Path, lines: Iterable[str], within: Path | None = None) -> None:
     """Write lines as UTF-8 with a final newline, atomically.
+
+    within: a folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
 
     Raises ``TextError`` for a line that holds a newline or half of a surrogate pair.
     """
@@ -152,7 +153,7 @@ def write_lines(path: str | Path, lines: Iterable[str]) -> None:
         if "\n" in line:
             raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
     encoded = (encode_text(line, f"{path}:{number}") + b"\n" for number, line in enumerate(lines, start=1))
-    write_atomic(path, b"".join(encoded))
+    write_file(Path(path), b"".join(encoded), within)
 
 
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import sentencepiece
 
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
+from fastformer.apps.system.foreign_folders import make_folder
 
 from .files import TextError, check_texts, encode_text, read_json
 from .special_ids import SpecialIds, WithSpecialIds
@@ -90,7 +91,7 @@ class MarianTokenizer(WithSpecialIds):
     def save(self, folder: str | Path) -> None:
         """Write the model, the vocabulary and `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         words = json.dumps(self.words, ensure_ascii=False, indent=0).encode("utf-8")
         write_file(folder / _MODEL_FILE, self.model, folder)
         write_file(folder / _VOCABULARY_FILE, words, folder)

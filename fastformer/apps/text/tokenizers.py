@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import sentencepiece
 
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
+from fastformer.apps.system.foreign_folders import make_folder
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text, read_json
@@ -139,7 +140,7 @@ class SentencePieceTokenizer(WithSpecialIds):
     def save(self, folder: str | Path) -> None:
         """Write `sentencepiece.model` and `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_file(folder / _MODEL_FILE, self.model, folder)
         content = {
             "kind": self.kind,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fastformer.apps.system.foreign_files import write_file
+from fastformer.apps.system.foreign_folders import make_folder
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text
@@ -163,7 +164,7 @@ class WordTokenizer(WithSpecialIds):
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         content = {
             "kind": self.kind,
             "special_ids": vars(self.special_ids),

@@ -12,9 +12,7 @@ somebody's: it stays, and the folder gets the next name that is free (.new-step-
 
 import itertools
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.apps.system.foreign_files import IrregularFileError, check_path, read_file, write_file
+from fastformer.apps.system.foreign_files import check_path, read_file, write_file
+from fastformer.apps.system.foreign_folders import make_folder, remove, rename_folder
+from fastformer.apps.system.places import IrregularFileError
 from fastformer.apps.train.checkpoint import (
     META,
     STATE,
@@ -97,7 +97,7 @@ class CheckpointFolder:
         """A hidden folder for the weights of a new checkpoint, which `complete` makes one."""
         self.recover()
         new = self._hidden("new", _name(step, average))
-        new.mkdir()
+        make_folder(new)
         return new
 
     def complete(
@@ -125,8 +125,8 @@ class CheckpointFolder:
         target = self.folder / name
         self._check()  # writing took its time
         if target.exists():
-            os.replace(target, self._hidden("swap", name))
-        os.replace(new, target)
+            self._rename(target, self._hidden("swap", name))
+        self._rename(new, target)
         synchronise(self.folder)
         self._update_index(
             last=name if state is not None else None,
@@ -226,22 +226,25 @@ class CheckpointFolder:
         is being written.
         """
         self._check()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         hidden = sorted(name for name in self._names() if name.startswith("."))
         for name in hidden:
             original = self.folder / name.removeprefix(".swap-").split(".")[0]
             if name.startswith(".swap-") and not original.exists():
-                os.replace(self.folder / name, original)
+                self._rename(self.folder / name, original)
             else:
-                shutil.rmtree(self.folder / name)
+                remove(self.folder / name, self.folder.parent)
         self._remove(self._index()["removed"])
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             if (self.folder / name).is_dir():  # out of the way first: a half removed folder must not look complete
                 old = self._hidden("old", name)
-                os.replace(self.folder / name, old)
-                shutil.rmtree(old)
+                self._rename(self.folder / name, old)
+                remove(old, self.folder.parent)
+
+    def _rename(self, path: Path, new: Path) -> None:
+        rename_folder(path, new, self.folder.parent)
 
     def _hidden(self, kind: str, name: str) -> Path:
         """A name for a folder on its way that no file has."""

@@ -76,7 +76,11 @@ class TrainConfig(Settings):
         only={"processes": "several processes"},
     )
     sharded_checkpoints: bool = setting(False, "each process writes its own part of a checkpoint")
-    threads: int | None = setting(None, "CPU threads of torch; unset: torch's choice", at_least=1)
+    threads: int | None = setting(
+        None,
+        "CPU threads; unset: torch's choice, or one where --minutes alone ends the run and it is faster",
+        at_least=1,
+    )
     log_every: int = setting(50, "steps between two records of loss and speed", at_least=1)
     tensorboard: bool = setting(False, "write TensorBoard event files too")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.system.foreign_files import append_file, check_path, read_file, write_file
+from fastformer.apps.system.foreign_folders import make_folder
 
 # Of the values of a validation, those of which less is better; of others, such as BLEU, more.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
@@ -29,7 +30,7 @@ class MetricsLog:
     def __init__(self, folder: Path | str, count: int = 0, tensorboard: bool = False) -> None:
         """Keep the first `count` records that are there (0: start anew) and append to them."""
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self._records = read_metrics(self.folder)[:count] if check_path(self.folder / JSONL, self.folder) else []
         self._columns: list[str] = []
         write_file(self.folder / JSONL, _jsonl(self._records), self.folder)

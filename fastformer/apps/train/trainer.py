@@ -43,6 +43,7 @@ from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
 from fastformer.apps.train.saving import CheckpointWriter
 from fastformer.apps.train.schedules import Schedule
+from fastformer.apps.train.thread_choice import ThreadChoice
 from fastformer.apps.train.weights import CheckpointError, put_weights
 
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
@@ -174,6 +175,7 @@ class Trainer:
         self._processes.wait()
         self._start = self._clock() - self._at.seconds
         self._sums.start(self._clock())
+        self._threads = ThreadChoice(self.config, self.device.type == "cpu" and self._processes.world == 1)
         notice = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
         self.model.train()
         try:
@@ -181,6 +183,7 @@ class Trainer:
                 reason = self._run()
                 self._finish(reason)
         finally:
+            self._threads.close()
             if self._log is not None:
                 self._log.close()
         best = self.checkpoints.best()
@@ -223,6 +226,7 @@ class Trainer:
         return "interrupted" if interrupted else self._at.end(self.config)
 
     def _step(self, batches: list[Any]) -> None:
+        started = self._clock()
         rate = self._schedule.rate(self._at.step + 1, self._at.spent(self.config, self._batches))
         loss, norm, tokens = self._update.gradients(batches)
         self._sums.add(loss, norm, tokens, rate)
@@ -232,6 +236,7 @@ class Trainer:
         self._at.step += 1
         self._at.batch += len(batches)
         self._at.tokens += tokens
+        self._threads.step(tokens, self._clock() - started)
 
     def _check_finite(self, step: int) -> None:
         scale = self._update.loss_scale

@@ -4,7 +4,6 @@ Number words are a real translation task: French counts by twenties and agrees (
 German says the units before the tens and writes one word. The numbers it is tested on never occur in training.
 """
 
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from fastformer.apps.plots import plot_history, save
 from fastformer.apps.runs.own_files import DEMO, refuse_foreign
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
+from fastformer.apps.system.foreign_folders import names_in, remove
 from fastformer.apps.system.run_lock import LOCK, check_locked, locked
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
@@ -62,7 +62,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
 
     Raises:
         FileExistsError: the folder holds something that is not a demo's.
-        fastformer.apps.system.foreign_files.IrregularFileError: one of its names is a link, a pipe or a device.
+        fastformer.apps.system.places.IrregularFileError: one of its names is a link, a pipe or a device.
     """
     _check_folder(folder)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
 
 def _check_folder(folder: Path) -> None:
     """Refuse a folder with anything else than an earlier demo, which may have been killed at any point."""
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {LOCK, f".{DEMO}"}:
+    if not folder.exists() or set(names_in(folder)) <= {LOCK, f".{DEMO}"}:
         return
     if not check_path(folder / DEMO, folder) or read_file(folder / DEMO, folder) != _MARK:
         raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
@@ -117,8 +117,6 @@ def _check_folder(folder: Path) -> None:
 
 def _empty(folder: Path) -> None:
     """Remove what an earlier demo left, but its mark: who is killed here is followed by the next."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name not in (LOCK, DEMO):
-            path.unlink()
+    for name in names_in(folder):
+        if name not in (LOCK, DEMO):
+            remove(folder / name, folder)

@@ -24,6 +24,7 @@ from fastformer import functional
 from fastformer.apps.cli import main
 from fastformer.apps.cli.console import app, console
 from fastformer.apps.cli.flags import int_or_text
+from fastformer.apps.system.waiting import waiting
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from tests.support.python import python
 
@@ -375,6 +376,26 @@ def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch() -> None:
     )
     done = python("-c", code, OMP_WAIT_POLICY=None)
     assert done.stdout.split("\n")[0] == "policy PASSIVE", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("running", "given", "added"),
+    [
+        ("1/300", {}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}),
+        ("2/300", {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("9 cores", {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        (None, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("1/300", {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("1/300", {"OMP_WAIT_POLICY": "ACTIVE"}, {}),
+    ],
+)
+def test_threads_spin_where_nobody_else_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: str | None, given: dict[str, str], added: dict[str, str]
+) -> None:
+    if running is not None:
+        (tmp_path / "loadavg").write_text(f"0.52 1.52 1.74 {running} 8422")
+    monkeypatch.setattr("fastformer.apps.system.waiting._LOAD", tmp_path / "loadavg")
+    assert waiting(given) == added
 
 
 def test_backends_that_cannot_be_met_are_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

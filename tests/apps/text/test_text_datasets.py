@@ -125,10 +125,10 @@ def test_an_interrupted_preparation_is_not_opened_and_may_be_repeated(tmp_path, 
     if before:
         prepare("multi30k", folder, tmp_path / "to")
 
-    def full_disk(path, lines):
+    def full_disk(path, *rest):
         if path.name == "valid.en":
             raise OSError(28, "No space left on device")
-        write_lines(path, lines)
+        write_lines(path, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "write_lines", full_disk)
@@ -146,8 +146,8 @@ def test_of_two_into_one_place_at_once_the_second_is_refused(tmp_path, monkeypat
     first, second = small_multi30k(tmp_path / "from", monkeypatch), small_europarl(tmp_path / "others")
     write, refused = datasets.write_lines, []
 
-    def meanwhile(path, lines):
-        write(path, lines)
+    def meanwhile(*arguments):
+        write(*arguments)
         if not refused:
             refused.append(True)
             with ThreadPoolExecutor(1) as pool, pytest.raises(RunLockedError, match="to is being written by"):

@@ -1,0 +1,45 @@
+"""Folders of a run: made, renamed and removed without following a link, as `foreign_files.py` does with files."""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from fastformer.apps.system.places import held_above, named, place_of
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, with those above it, where none is yet; errors as `Path.mkdir`."""
+    top = held_above(path)
+    if top is None:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    whole = path.absolute()
+    for each in reversed((whole, *whole.parents)[: len(whole.relative_to(top[0]).parts)]):
+        with place_of(each, top[0]) as (name, above), named(each):
+            try:
+                os.mkdir(name, dir_fd=above)
+            except FileExistsError:
+                if not stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+                    raise
+
+
+def rename_folder(path: Path, new: Path, within: Path) -> None:
+    """Give a folder another name; both stand in one folder."""
+    with place_of(path, within) as (name, above), place_of(new, within) as (renamed, _), named(path):
+        os.replace(name, renamed, src_dir_fd=above, dst_dir_fd=above)
+
+
+def remove(path: Path, within: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    with place_of(path, within) as (name, above), named(path):
+        if stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=above)
+        else:
+            os.unlink(name, dir_fd=above)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of what stands in a folder."""
+    with place_of(folder, folder) as place:
+        return os.listdir(folder if place[1] is None else place[1])

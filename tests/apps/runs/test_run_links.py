@@ -14,7 +14,7 @@ from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_g
 from fastformer.apps.plots import plot_history, save
 from fastformer.apps.runs.comparison import compare_runs
 from fastformer.apps.runs.folder import read_kind
-from fastformer.apps.system import places
+from fastformer.apps.system import foreign_files, places
 from fastformer.apps.system.foreign_files import append_file, check_path, read_file, write_file
 from fastformer.apps.system.places import IrregularFileError
 from fastformer.apps.text import TextError, WordTokenizer, load_tokenizer, read_lines
@@ -45,7 +45,7 @@ def calls(request, monkeypatch):
     """Both with the system's calls and where it has none."""
     if request.param == "looked at":
         monkeypatch.setattr(places, "_RELATIVE", False)
-        monkeypatch.setattr(foreign_files, "_NOFOLLOW", 0)
+        monkeypatch.setattr(foreign_files, "NOFOLLOW", 0)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 Masks as in translation: padding on the source, causal and padding on the target; lengths of Multi30k. "eval" is the
 forward pass under no_grad, where torch has its fast path; "train" is forward and backward with dropout 0.1. This
 compares the modules alone, both doing the work on padding; the gain from leaving it out is in bench_training_step.
+
+`bench_one_sentence`, on a CPU: one sentence without padding, so short that what a module asks before it computes shows.
 """
 
 import warnings
@@ -29,12 +31,12 @@ Call = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Input:
-    """Padded activations `[B, S, D]`, `[B, T, D]` and torch's masks for them (True = ignore)."""
+    """Activations `[B, S, D]`, `[B, T, D]` and torch's masks for them (True = ignore); None: nothing is padding."""
 
     source: Tensor
     target: Tensor
-    source_padding: Tensor
-    target_padding: Tensor
+    source_padding: Tensor | None
+    target_padding: Tensor | None
     causal: Tensor
 
 
@@ -49,6 +51,11 @@ def _input(device: torch.device) -> Input:
     return Input(
         sides[0], sides[1], paddings[0], paddings[1], torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
     )
+
+
+def _one_sentence(tokens: int) -> Input:
+    source, target = torch.randn(2, 1, tokens, WIDTH)
+    return Input(source, target, None, None, torch.ones(tokens, tokens, dtype=torch.bool).triu(1))
 
 
 def _layer_norm(x: Input) -> Call:
@@ -113,6 +120,17 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Input], Call]]] = {
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize(("size", "case"), [("quick" if case == QUICK else "usual", case) for case in CASES])
 def bench_module(race: Race, size: str, case: str, mode: Literal["eval", "train"]) -> None:
+    _compare(race, case, case, _input(race.device), mode, goal=0.95)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize(("size", "case", "tokens"), [("usual", case, tokens) for case in CASES for tokens in (14, 64)])
+def bench_one_sentence(race: Race, size: str, case: str, tokens: int, mode: Literal["eval", "train"]) -> None:
+    _compare(race, f"{case}, {tokens} tokens", case, _one_sentence(tokens), mode, goal=0.97)
+
+
+def _compare(race: Race, label: str, case: str, x: Input, mode: Literal["eval", "train"], goal: float) -> None:
     name, arguments, make = CASES[case]
     with warnings.catch_warnings():
         # torch warns of its own encoder: first that its nested-tensor path is off, later that it is a prototype.
@@ -120,11 +138,12 @@ def bench_module(race: Race, size: str, case: str, mode: Literal["eval", "train"
         theirs = getattr(nn, name)(**arguments).to(race.device)
         ours = getattr(fastformer, name)(**arguments).to(race.device)
         ours.load_state_dict(theirs.state_dict())
-        x = _input(race.device)
         call = make(x)
-        padding = x.target_padding if name in ("TransformerDecoderLayer", "Transformer") else x.source_padding
-        direction = torch.randn_like(x.target if padding is x.target_padding else x.source)
-        direction[padding] = 0.0  # torch's fast path has zeros at padding, its documented path has values
+        decodes = name in ("TransformerDecoderLayer", "Transformer")
+        padding, like = (x.target_padding, x.target) if decodes else (x.source_padding, x.source)
+        token = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device) if padding is None else ~padding
+        # torch's fast path has zeros at padding, its documented path has values
+        direction = torch.randn_like(like) * token[..., None]
 
         def backward(module: nn.Module) -> Tensor:
             out = call(module)
@@ -133,9 +152,9 @@ def bench_module(race: Race, size: str, case: str, mode: Literal["eval", "train"
 
         run: Callable[[nn.Module], Tensor] = torch.no_grad()(call) if mode == "eval" else backward
         memory = {}
-        output = run(ours.eval())[~padding]
+        output = run(ours.eval())[token]
         with race.competitor():
-            race.gate("output", output, run(theirs.eval())[~padding], TOLERANCE)
+            race.gate("output", output, run(theirs.eval())[token], TOLERANCE)
         if mode == "train":
             if race.fault is None:
                 a, b = (flat_gradients(module.parameters()) for module in (ours, theirs))
@@ -143,10 +162,10 @@ def bench_module(race: Race, size: str, case: str, mode: Literal["eval", "train"
             modules = [module.train() for module in (ours, theirs)]
             memory = race.memory(*(Memory(partial(call, m), m.parameters(), partial(backward, m)) for m in modules))
         race(
-            f"{case}, {mode}",
+            f"{label}, {mode}",
             Contender("fastformer", lambda: run(ours)),
             Contender(f"torch.nn.{name}", lambda: run(theirs)),
             rounds=ROUNDS,
-            goal=0.95,
+            goal=goal,
             **memory,
         )

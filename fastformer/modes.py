@@ -19,6 +19,7 @@ compiling = torch.compiler.is_compiling  # Dynamo or export reads this very line
 exporting = torch.compiler.is_exporting  # torch.export, so ONNX too: one program for all batches, compiling() as well
 functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
+function_modes = torch._C._len_torch_function_stack  # likewise TorchFunctionModes
 tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace
 profiling = torch._C._autograd._profiler_enabled
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None where saved tensors are kept as such

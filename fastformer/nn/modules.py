@@ -21,6 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer import functional
 from fastformer.functional.checks import check_choice, check_probability
+from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 from fastformer.nn.activations import FUSED
@@ -170,9 +171,12 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
+        weight, bias = self.weight, self.bias
+        if is_torchs(input, weight, bias):
+            return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         if is_traced(input):
             return super().forward(input)
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 @drop_in
@@ -181,9 +185,12 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""
+        weight = self.weight
+        if is_torchs(x, weight):
+            return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
         if is_traced(x):
             return super().forward(x)
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class FeedForward(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.choice import DTYPES, runs_fused
+from fastformer.functional.choice import DTYPES, is_torchs, runs_fused
 from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
 from fastformer.host.devices import check_tensors
 
@@ -42,6 +42,8 @@ def layer_norm(
         fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
         TypeError: one is no tensor.
     """
+    if dtype is None and is_torchs(x, weight, bias):
+        return torch.layer_norm(x, as_shape(normalized_shape), weight, bias, eps)
     parameters = weight, bias
     check_tensors(("x", "weight", "bias"), x, (), parameters)
     shape = as_shape(normalized_shape)
@@ -108,6 +110,8 @@ class _LayerNorm(torch.autograd.Function):
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the normalised shape as a tuple."""
+    if type(normalized_shape) is tuple:
+        return normalized_shape
     return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.choice import runs_fused
+from fastformer.functional.choice import is_torchs, runs_fused
 from fastformer.functional.norms.layer_norm import (
     as_row,
     as_rows,
@@ -44,6 +44,8 @@ def rms_norm(
         eps: added to the mean square; the machine epsilon if None, of fp32 for half precision too.
         dtype: of the result, which is rounded once; None: torch's.
     """
+    if dtype is None and is_torchs(x, weight):
+        return torch.rms_norm(x, as_shape(normalized_shape), weight, eps)
     check_tensors(("x", "weight"), x, (), (weight,))
     shape = as_shape(normalized_shape)
     if not (runs_fused("rms_norm", x, lambda: norm_limit("rms_norm", weight)) and fits(x, shape, weight)):

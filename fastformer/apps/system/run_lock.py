@@ -169,10 +169,10 @@ def _acquire(folder: Path, path: Path) -> _Held:
 
 def _remove(held: _Held) -> None:
     """Close what is locked, and remove the file from the folder, wherever that is by now."""
-    with suppress(OSError), holding(held.path.parent, held.folder):  # Windows removes no open file
-        with place_of(held.path, held.path.parent) as place:
-            if _is_at(held.descriptor, place):
-                os.unlink(place[0], dir_fd=place[1])
+    path = held.path
+    with suppress(OSError), holding(path.parent, held.folder), place_of(path, path.parent) as place:
+        if _is_at(held.descriptor, place):
+            os.unlink(place[0], dir_fd=place[1])  # Windows removes no open file
     for descriptor in (held.descriptor, held.folder.descriptor):
         if descriptor is not None:
             _unlock(descriptor)  # a child that was forked by other means than Python's may have it open too

@@ -171,7 +171,7 @@ class Trainer:
     def _enter(self, stack: ExitStack) -> None:
         make_folder(self.folder)
         stack.enter_context(locked(self.folder))
-        if self._marks not in (None, self.checkpoints.marks()):
+        if self._marks is not None and not self.checkpoints.marks().items() <= self._marks.items():
             raise ValueError(
                 f"folder={self.folder} was written to by another trainer since this one resumed or trained; make a new "
                 "one, and resume with that"

@@ -1,4 +1,4 @@
-"""What is written relative to a locked folder reaches that folder or nothing, whatever becomes of blocks and numbers."""
+"""What is written relative to a locked folder reaches that one or nothing, whatever becomes of blocks and numbers."""
 
 import asyncio
 import errno

@@ -16,11 +16,12 @@ from random import Random
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 from tests.apps.cli.test_cli import Done, fastformer
 from tests.fuzz.fuzz_commands import cheapen
 
-CALLS = ("open", "replace", "rename", "unlink", "mkdir", "rmdir", "ftruncate")
+CALLS = ("open", "replace", "rename", "unlink", "mkdir", "rmdir", "ftruncate", "stat", "listdir")
 
 
 @dataclass
@@ -63,26 +64,34 @@ class Writer:
     def go_on(self) -> None:
         """Up to its next call, or its end."""
         self.calls += 1
-        os.write(self.turns, b".")
+        with contextlib.suppress(BrokenPipeError):  # a signal has ended it
+            os.write(self.turns, b".")
         self._listen()
 
+    def to_its_end(self) -> Done:
+        """Alone from now on."""
+        while self.done is None:
+            self.go_on()
+        return self.done
+
     def _listen(self) -> None:
-        if os.read(self.words, 1) == b".":
+        begun = os.read(self.words, 1)
+        if begun == b".":
             return
         said = b"".join(iter(lambda: os.read(self.words, 1 << 16), b""))
-        self._end(Done(*json.loads(said)))
+        self._end(Done(*json.loads(said)) if begun else None)
 
     def kill(self) -> None:
         """As power or the system would."""
         if self.done is None:
             os.kill(self.pid, signal.SIGKILL)
-            self._end(Done(-signal.SIGKILL, "", ""))
+            self._end(None)
 
-    def _end(self, done: Done) -> None:
-        os.waitpid(self.pid, 0)
+    def _end(self, done: Done | None) -> None:
+        _, status = os.waitpid(self.pid, 0)
         os.close(self.turns)
         os.close(self.words)
-        self.done = done
+        self.done = done or Done(os.waitstatus_to_exitcode(status), "", "")
 
 
 def _take_turns(taken: int, said: int) -> None:
@@ -99,6 +108,7 @@ def _take_turns(taken: int, said: int) -> None:
 
     for name in CALLS:
         setattr(os, name, waiting(getattr(os, name)))
+    safetensors.torch.save_file = waiting(safetensors.torch.save_file)  # which opens a file by itself
 
 
 def race(random: Random, lines: list[str], home: Path, kill: bool) -> list[Writer]:

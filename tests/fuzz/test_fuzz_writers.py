@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -42,6 +43,7 @@ READ = {
     "evaluate": "evaluate --run run --device cpu",
     "info": "info --run run",
 }
+CALLS_OF_A_RUN = 400  # with those of its beginning and end
 BUSY = re.compile(r"error: run is being written by process \d+ on \S+ since 20[-\d: ]+; wait")
 ANOTHER = re.compile(r"error: run holds a run already|error: run is being written by another process")
 
@@ -146,3 +148,77 @@ def test_a_living_process_keeps_its_folder(home: Path, request: pytest.FixtureRe
         finally:
             first.kill()
         shutil.rmtree(home / "run")
+
+
+WAYS = ("other", "link", "empty", "nothing")  # what is in the place of a folder that was moved
+
+
+def test_a_moved_run_leaves_alone_what_took_its_place(home: Path, request: pytest.FixtureRequest) -> None:
+    """A writer stands still before any of its calls, and goes on where its folder has another name."""
+    for number in range(request.config.getoption("--fuzz") // 3):
+        random = Random(number)
+        line, way = random.choice([NEW["one"], *AGAIN.values()]), random.choice(WAYS)
+        run, other, moved = home / "run", home / "other", home / "moved"
+        shutil.copytree(home / "lm", other)
+        (other / ".lock").write_text("its")
+        for step in range(6):  # it saves these steps just now
+            (other / "checkpoints" / f".new-step-{step}").mkdir()
+            for name in ("model.safetensors", "state.pt")[: step % 3]:
+                (other / "checkpoints" / f".new-step-{step}" / name).write_text("its")
+        if line != NEW["one"]:
+            shutil.copytree(home / "lm", run)
+        before = contents(other)
+        writer = Writer.start(line, home)
+        try:
+            for _ in range(random.randrange(CALLS_OF_A_RUN)):
+                if writer.done is None:
+                    writer.go_on()
+            if run.exists() and writer.done is None:
+                run.rename(moved)
+                if way == "other":
+                    other.rename(run)
+                elif way == "link":
+                    run.symlink_to(other)
+                elif way == "empty":
+                    run.mkdir()
+            done = writer.to_its_end()
+        finally:
+            writer.kill()
+        about = f"input {number}: {way}, {line[:30]}: call {writer.calls}: {done}"
+        check_ending(done, about)
+        assert contents(other if other.exists() else run) == before, about
+        if moved.exists() and way in ("empty", "nothing"):
+            assert done.returncode == 0 or not (run / "config.toml").exists(), about
+        if moved.exists():
+            shutil.rmtree(run, ignore_errors=True) if not run.is_symlink() else run.unlink()
+            moved.rename(run)
+        if run.exists():
+            check_whole(home, number, False, about)
+        for folder in (run, other):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_signal_at_any_call_loses_nothing(home: Path, request: pytest.FixtureRequest) -> None:
+    """Whatever is sent to it, a run goes on, and what stands in its folder is whole."""
+    for number in range(request.config.getoption("--fuzz") // 3):
+        random = Random(number)
+        line = random.choice([NEW["one"], *AGAIN.values()])
+        if line != NEW["one"]:
+            shutil.copytree(home / "lm", home / "run")
+        sent = random.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP))
+        writer = Writer.start(line, home)
+        try:
+            for _ in range(random.randrange(CALLS_OF_A_RUN)):
+                if writer.done is None:
+                    writer.go_on()
+            if writer.done is None:
+                for each in (sent, *random.choice(((), (sent,))), signal.SIGCONT):
+                    os.kill(writer.pid, each)
+            done = writer.to_its_end()
+        finally:
+            writer.kill()
+        about = f"input {number}: {sent.name}, {line[:30]}: call {writer.calls}: {done}"
+        assert done.returncode in (0, 2, 130, 128 + sent, -sent), about
+        if (home / "run").exists():
+            check_whole(home, number, False, about)
+        shutil.rmtree(home / "run", ignore_errors=True)

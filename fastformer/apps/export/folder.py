@@ -1,5 +1,6 @@
 """The folder of an exported model: made whole or not at all, with the tokenizers in it."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,9 +11,11 @@ from typing import Any
 from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.system.atomic import hidden_folder
+from fastformer.apps.system.atomic import hidden_folder, hidden_folders
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.checkpoint import synchronise
+
+logger = logging.getLogger("fastformer")
 
 
 @contextmanager
@@ -28,6 +31,8 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
     if folder == Path.cwd():
         raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in hidden_folders(folder):
+        logger.warning("%s is of an export that was killed, unless one is running; nothing reads it", left)
     temporary = hidden_folder(folder)
     try:
         yield temporary

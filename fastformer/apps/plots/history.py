@@ -79,11 +79,10 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _plottable(record: Record) -> list[str]:
+    numbers = [n for n, v in record.items() if n not in _COUNTS and isinstance(v, int | float)]
     if record.get("kind") == "train":
-        return ["loss"] if "loss" in record else []
-    if record.get("kind") != "validation":
-        return []
-    return [n for n, v in record.items() if n not in _COUNTS and isinstance(v, int | float)]
+        return [n for n in numbers if n == "loss"]
+    return numbers if record.get("kind") == "validation" else []
 
 
 def _draw_run(axes: "Axes", prefix: str, number: int, records: Sequence[Record], name: str) -> None:

@@ -142,8 +142,11 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
         return []
     records = read_metrics(folder)
     for number, record in enumerate(records, start=1):
-        if "kind" not in record:
-            raise ValueError(f"{path}:{number}: is not a record of metrics: it has no kind")
+        about = f"{path}:{number}: is not a record of metrics"
+        if not isinstance(record.get("kind"), str):
+            raise ValueError(f"{about}: it has no kind")
+        if not _is_number(record.get("seconds", 0)):
+            raise ValueError(f"{about}: seconds must be a number, not {record['seconds']!r}")
     return records
 
 

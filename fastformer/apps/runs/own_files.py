@@ -18,6 +18,8 @@ CONFIG, DATA = "config.toml", "data.json"
 _METRICS = ("metrics.jsonl", "metrics.csv")
 PICTURES = ("history.png", "attention.png")  # drawn anew from the others
 _TOKENIZER = ("tokenizer.json", "sentencepiece.model", "vocabulary.json")
+# What is left of one that was being drawn by `plot … --output` when it was killed.
+_DRAWN = re.compile(rf"\.({'|'.join(map(re.escape, PICTURES))})\.[a-z0-9_]{{8}}\.tmp")
 DEMO = "demo.txt"
 _FILES = (CONFIG, DATA, *_METRICS, *PICTURES, DEMO)
 _FOLDERS = {
@@ -96,7 +98,9 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 def _is_own(path: Path) -> bool:
     first, *rest = path.parts
-    return first in _OWN if not rest else bool(_FOLDERS[first].fullmatch(rest[0]))
+    return (
+        first in _OWN or _DRAWN.fullmatch(first) is not None if not rest else bool(_FOLDERS[first].fullmatch(rest[0]))
+    )
 
 
 def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, ...] = ()) -> None:

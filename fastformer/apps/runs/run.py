@@ -57,6 +57,7 @@ class Run(ABC):
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
     initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
+    _right: RunLock
     _unlock: Callable[[], Any]  # while this object has the lock
 
     def __init__(
@@ -235,20 +236,25 @@ class Run(ABC):
 
     def _lock(self) -> None:
         """Keep other processes from writing to the folder until `fit` ends or this object is gone."""
-        self._unlock = weakref.finalize(self, RunLock(self.folder).release)
+        self._right = RunLock(self.folder)
+        self._unlock = weakref.finalize(self, self._right.release)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """For a block, no other process may write to the folder; of several processes, the first sees to it."""
         with ExitStack() as stack:
-            Processes.current().on_main(self._check_lock)
-            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
+            Processes.current().on_main(lambda: self._begin_writing(stack))
             yield
+
+    def _begin_writing(self, stack: ExitStack) -> None:
+        self._check_lock()
+        stack.enter_context(locked(self.folder))
+        self._check_lock()  # another one may have come in between, and be what is locked now
 
     def _check_lock(self) -> None:
         """Refuse another folder than the one that this object has the lock of."""
         if "_unlock" in vars(self):
-            check_locked(self.folder)
+            self._right.check()
 
     def _save_settings(self) -> None:
         check_locked(self.folder)

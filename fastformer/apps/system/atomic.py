@@ -5,12 +5,14 @@ that was killed leaves its own behind.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SHOWN = 50  # characters of the name in a hidden one, which must not become too long
+_HIDDEN = re.compile(r"\.[a-z0-9_]{8}\.tmp$")  # how such a one ends, by `tempfile`
 
 
 @contextmanager
@@ -58,6 +60,12 @@ def hidden_folder(path: Path) -> Path:
         made = tempfile.mkdtemp(".tmp", f".{path.name[:_SHOWN]}.", path.parent)
     os.chmod(made, usual_mode(0o777))
     return Path(made)
+
+
+def hidden_folders(path: Path) -> list[Path]:
+    """The folders from `hidden_folder` beside `path` that have not been renamed: of somebody killed, or at work."""
+    begin = f".{path.name[:_SHOWN]}."
+    return sorted(each for each in path.parent.iterdir() if each.name.startswith(begin) and _HIDDEN.search(each.name))
 
 
 def usual_mode(bits: int) -> int:

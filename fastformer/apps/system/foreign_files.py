@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
 from fastformer.apps.system.atomic import naming, write_atomic
@@ -69,14 +69,14 @@ def write_file(path: Path, data: bytes, within: Path | None = None) -> None:
     if within is None:
         write_atomic(path, data)
         return
-    with place_of(path, within) as (name, folder), naming(path):
+    with place_of(path, within) as (name, folder), named(path):
         temporary = os.path.join(os.path.dirname(name), f".{os.path.basename(name)}")
         _refuse_irregular(path, (name, folder))
         if _refuse_irregular(path.with_name(f".{path.name}"), (temporary, folder)):
             os.unlink(temporary, dir_fd=folder)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | _PLAIN, 0o666, dir_fd=folder)
+        made = _new((temporary, folder))
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with made as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -93,6 +93,12 @@ def append_file(path: Path, data: bytes, within: Path) -> None:
         descriptor = _open(path, place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, follow=False)
         with os.fdopen(descriptor, "ab") as file:
             file.write(data)
+
+
+def open_new(path: Path, within: Path) -> BufferedWriter:
+    """A file that is not there yet, opened for writing; raises FileExistsError where something is."""
+    with place_of(path, within) as place, named(path):
+        return _new(place)
 
 
 def open_file(path: Path, within: Path) -> int:
@@ -130,6 +136,11 @@ def same_file(a: Path, b: Path) -> bool:
         return os.path.samefile(a, b)
     except OSError:
         return False
+
+
+def _new(place: Place) -> BufferedWriter:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | _PLAIN
+    return os.fdopen(os.open(place[0], flags, 0o666, dir_fd=place[1]), "wb")
 
 
 def _open(path: Path, place: Place, flags: int, follow: bool, pipes: bool = False) -> int:

@@ -41,5 +41,14 @@ def remove(path: Path, within: Path) -> None:
 
 def names_in(folder: Path) -> list[str]:
     """The names of what stands in a folder."""
-    with place_of(folder, folder) as place:
-        return os.listdir(folder if place[1] is None else place[1])
+    with place_of(folder / "any", folder) as (_, inside):
+        return os.listdir(folder if inside is None else inside)
+
+
+def is_folder(path: Path, within: Path) -> bool:
+    """Whether a folder is there, and no link to one."""
+    try:
+        with place_of(path, within) as (name, above):
+            return stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from fastformer.apps.system.atomic import naming
 from fastformer.apps.system.foreign_files import open_file
+from fastformer.apps.system.places import OpenFolder, Place, holds, identity_of, place_of
 from fastformer.apps.system.places import held as holding
 
 LOCK = ".lock"
@@ -39,19 +40,17 @@ class RunLockedError(OSError):
 
 @dataclass(eq=False)
 class _Held:
-    """A lock of this process; a forked child has none of them."""
+    """A lock of this process."""
 
-    identity: tuple[int, int]  # of the folder
     path: Path  # of the file, when it was locked
-    folder: int | None  # its descriptor; None on Windows, which opens none
+    folder: OpenFolder
     descriptor: int  # of the file
-    process: int
     users: int = 0
     writer: threading.Thread | None = None  # which is in a block of `locked`
 
     def writes_to(self, path: Path) -> bool:
         """Whether this process is in a block that began with this path."""
-        return self.path == path and self.writer is not None and self.process == os.getpid()
+        return self.path == path and self.writer is not None
 
 
 _guard = threading.RLock()  # what is dropped in the middle gives its lock back in the same thread
@@ -68,7 +67,7 @@ class RunLock:
     _locks: ClassVar[dict[tuple[int, int], _Held]] = {}  # by the folder
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder.absolute() / LOCK  # the program may go to another folder meanwhile
+        self._folder, self._path = folder, folder.absolute() / LOCK  # the program may go to another folder meanwhile
         self._held: _Held | None = None
         with _guard:
             held = self._ours()
@@ -76,14 +75,19 @@ class RunLock:
                 raise _moved(folder)
             held = held or _acquire(folder, self._path)
             held.users += 1
-            self._locks[held.identity] = self._held = held
+            self._locks[held.folder.identity] = self._held = held
 
     def _ours(self) -> _Held | None:
         try:
-            held = self._locks.get(_identity(os.stat(self._path.parent)))
+            return self._locks.get(identity_of(os.stat(self._path.parent)))
         except OSError:
             return None
-        return held if held is not None and held.process == os.getpid() else None
+
+    def check(self) -> None:
+        """Refuse another folder than the one that was locked; raises RunLockedError."""
+        held = self._ours()
+        if held is None or held is not self._held:
+            raise _moved(self._folder)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -112,14 +116,12 @@ class RunLock:
         """Give the right back; a second time does nothing."""
         with _guard:
             held, self._held = self._held, None
-            if held is None or held.process != os.getpid():
+            if held is None or held.folder.closed:  # in a forked child
                 return
             held.users -= 1
             if held.users == 0:
-                del self._locks[held.identity]
-                if held.folder is not None:
-                    os.close(held.folder)
-                _remove(self._path, held.descriptor)
+                del self._locks[held.folder.identity]
+                _remove(held)
 
 
 @contextmanager
@@ -137,55 +139,59 @@ def check_locked(folder: Path) -> None:
     """Refuse to write where the locked folder is no more: it may have been moved, and another run may be there.
 
     Raises:
-        RunLockedError: this process does not have the lock of what is at `folder` now, or nothing is there.
+        RunLockedError: the folder is not the one that this thread's block of `locked` began with, or nothing is there.
     """
-    with suppress(FileNotFoundError, NotADirectoryError):
-        held = RunLock._locks.get(_identity(os.stat(folder)))
-        if held is not None and held.process == os.getpid():
-            return
-    raise _moved(folder)
+    if not holds(folder):
+        raise _moved(folder)
 
 
 def _moved(folder: Path) -> RunLockedError:
     return RunLockedError(f"{folder} is another folder than when this run began; go on with --resume where that is")
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
 def _acquire(folder: Path, path: Path) -> _Held:
-    # The file first: a folder with it is not empty, and whoever is refused takes no folder away that others write to.
-    descriptor = _lock_file(folder, path)
+    opened = OpenFolder.at(path.parent)
     try:
-        return _Held(_identity(os.stat(path.parent)), path, _lock_folder(folder, path), descriptor, os.getpid())
+        with holding(path.parent, opened):
+            held = _Held(path, opened, _lock_file(folder, path))
     except BaseException:
-        _remove(path, descriptor)
+        opened.close()
         raise
-
-
-def _remove(path: Path, descriptor: int) -> None:
-    """Close a locked file, and remove it; where the folder was moved, another run's lock may be under this name."""
-    with suppress(OSError):  # Windows removes no open file
-        if _identity(os.stat(path, follow_symlinks=False)) == _identity(os.fstat(descriptor)):
-            path.unlink()
-    os.close(descriptor)
-
-
-def _lock_folder(folder: Path, path: Path) -> int | None:
-    """The descriptor of the locked folder; None where the system opens or locks no folders: the file's lock is all."""
+    # The file first: a folder with it is not empty, and whoever is refused takes no folder away that others write to.
     try:
-        descriptor = os.open(path.parent, os.O_RDONLY)
-    except OSError:  # what is wrong with it, opening the file says
-        return None
+        if opened.descriptor is not None:
+            _lock_folder(folder, opened.descriptor)
+    except BaseException:
+        _remove(held)
+        raise
+    return held
+
+
+def _remove(held: _Held) -> None:
+    """Close what is locked, and remove the file from the folder, wherever that is by now."""
+    path = held.path
+    with suppress(OSError), holding(path.parent, held.folder), place_of(path, path.parent) as place:
+        if _is_at(held.descriptor, place):
+            os.unlink(place[0], dir_fd=place[1])  # Windows removes no open file
+    for descriptor in (held.descriptor, held.folder.descriptor):
+        if descriptor is not None:
+            _unlock(descriptor)  # a child that was forked by other means than Python's may have it open too
+    held.folder.close()
+    os.close(held.descriptor)
+
+
+def _is_at(descriptor: int, place: Place) -> bool:
+    status = os.stat(place[0], dir_fd=place[1], follow_symlinks=False)
+    return identity_of(status) == identity_of(os.fstat(descriptor))
+
+
+def _lock_folder(folder: Path, descriptor: int) -> None:
     try:
         _lock(descriptor)
-    except OSError as error:
-        os.close(descriptor)
-        if not isinstance(error, BlockingIOError):  # network file systems lock what is open for writing
-            return None
-        raise _refusal(folder, b"") from None  # somebody deleted the file that says who it is
-    return descriptor
+    except BlockingIOError:  # somebody deleted the file that says who it is
+        raise _refusal(folder, b"") from None
+    except OSError:
+        pass  # network file systems lock what is open for writing: the file's lock is all
 
 
 def _lock_file(folder: Path, path: Path) -> int:
@@ -199,8 +205,8 @@ def _lock_file(folder: Path, path: Path) -> int:
                 os.close(descriptor)
                 raise _refusal(folder, said) from None
             logger.warning("%s: this file system has no locks; nothing keeps a second run from writing there", folder)
-        with suppress(FileNotFoundError):
-            if _identity(os.stat(path, follow_symlinks=False)) == _identity(os.fstat(descriptor)):
+        with suppress(FileNotFoundError), place_of(path, path.parent) as place:
+            if _is_at(descriptor, place):
                 break
         os.close(descriptor)  # the one before removed it meanwhile
     since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -209,7 +215,9 @@ def _lock_file(folder: Path, path: Path) -> int:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
     except OSError:  # a full disk
-        _remove(path, descriptor)
+        with suppress(OSError), place_of(path, path.parent) as place:
+            os.unlink(place[0], dir_fd=place[1])
+        os.close(descriptor)
         raise
     return descriptor
 
@@ -231,3 +239,24 @@ def _lock(descriptor: int) -> None:
         os.lseek(descriptor, 0, os.SEEK_SET)
         return
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _unlock(descriptor: int) -> None:
+    with suppress(ImportError, OSError):  # of Windows, closing unlocks it
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _forget() -> None:
+    """In a forked child: it has none of the locks, and must not keep them from being given back."""
+    global _guard
+    _guard = threading.RLock()  # another thread of the parent may have had it
+    for held in RunLock._locks.values():
+        held.folder.close()
+        os.close(held.descriptor)
+    RunLock._locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.system.foreign_files import check_path, open_regular, read_file, write_file
+from fastformer.apps.system.foreign_files import check_path, open_new, open_regular, read_file, write_file
+from fastformer.apps.system.foreign_folders import is_folder
+from fastformer.apps.system.places import place_of
 from fastformer.apps.train.parallel import empty_part
 from fastformer.apps.train.shards import Shards
 from fastformer.apps.train.states import check_numbers, check_state, read_state
@@ -222,7 +224,7 @@ def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write what resuming needs; raises OSError on a full disk."""
-    with path.open("xb") as file:
+    with open_new(path, path.parent) as file:
         try:
             torch.save(dict(state), file)
         except RuntimeError as error:  # the archive writer's own complaint hides the write that failed before it
@@ -246,7 +248,8 @@ def write_meta(
 
 def file_facts(path: Path) -> dict[str, Any]:
     """What a checkpoint records of one of its files."""
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    with open_regular(path, path.parent) as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def defaults(config: Any) -> dict[str, Any]:
@@ -266,9 +269,11 @@ def sha256(path: Path) -> str:
 
 def synchronise(path: Path) -> None:
     """Have the system write a file or a folder's names to the disk; Windows cannot open folders for that."""
-    if path.is_dir() and os.name == "nt":
+    folder = is_folder(path, path.parent)
+    if folder and os.name == "nt":
         return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    with place_of(path, path.parent) as (name, above):
+        descriptor = os.open(name, os.O_RDONLY if folder else os.O_RDWR, dir_fd=above)
     try:
         os.fsync(descriptor)
     finally:

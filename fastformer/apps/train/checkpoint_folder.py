@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import make_folder, remove, rename_folder
+from fastformer.apps.system.foreign_folders import is_folder, make_folder, names_in, remove, rename_folder
 from fastformer.apps.system.places import IrregularFileError
 from fastformer.apps.train.checkpoint import (
     META,
@@ -67,6 +67,11 @@ class CheckpointFolder:
         """The checkpoint with the best validation metric, possibly the average; None before the first validation."""
         best = self._index()["best"]
         return self.folder / best["name"] if best and best["name"] in self._names() else None
+
+    def marks(self) -> dict[str, tuple[int, int]]:
+        """What another writer to this folder would change: of each complete checkpoint, which folder it is and when."""
+        found = {path.name: path.stat() for path in self.paths()}
+        return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
     def best_value(self) -> float | None:
         """The metric of `best()`."""
@@ -117,14 +122,15 @@ class CheckpointFolder:
         """
         if state is not None:
             write_state(new / STATE, state)
-        files = {path.name: file_facts(path) for path in sorted(new.iterdir()) if path.is_file()}
+        inside = [new / name for name in sorted(names_in(new))]
+        files = {path.name: file_facts(path) for path in inside if not is_folder(path, new)}
         write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
-        for path in [*new.iterdir(), new]:
+        for path in [*inside, new / META, new]:
             synchronise(path)
         name = _name(step, average=state is None)
         target = self.folder / name
         self._check()  # writing took its time
-        if target.exists():
+        if is_folder(target, self.folder.parent):
             self._rename(target, self._hidden("swap", name))
         self._rename(new, target)
         synchronise(self.folder)
@@ -188,7 +194,7 @@ class CheckpointFolder:
         """The folders in it that bear names of ours; one that is a link is refused, and so is a link to all of it."""
         if not check_path(self.folder, self.folder.parent, folder=True):
             return set()
-        ours = [path for path in self.folder.iterdir() if OURS.fullmatch(path.name)]
+        ours = [self.folder / name for name in names_in(self.folder) if OURS.fullmatch(name)]
         # A file with a hidden name is somebody's; one named like a checkpoint would hide that the checkpoint is gone.
         folders = [path for path in ours if not path.name.startswith(".") or path.is_dir()]
         return {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
@@ -230,7 +236,7 @@ class CheckpointFolder:
         hidden = sorted(name for name in self._names() if name.startswith("."))
         for name in hidden:
             original = self.folder / name.removeprefix(".swap-").split(".")[0]
-            if name.startswith(".swap-") and not original.exists():
+            if name.startswith(".swap-") and not is_folder(original, self.folder.parent):
                 self._rename(self.folder / name, original)
             else:
                 remove(self.folder / name, self.folder.parent)
@@ -238,7 +244,9 @@ class CheckpointFolder:
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
-            if (self.folder / name).is_dir():  # out of the way first: a half removed folder must not look complete
+            if is_folder(
+                self.folder / name, self.folder.parent
+            ):  # out of the way first: a half removed folder must not look complete
                 old = self._hidden("old", name)
                 self._rename(self.folder / name, old)
                 remove(old, self.folder.parent)

@@ -31,7 +31,8 @@ class MetricsLog:
         """Keep the first `count` records that are there (0: start anew) and append to them."""
         self.folder = Path(folder)
         make_folder(self.folder)
-        self._records = read_metrics(self.folder)[:count] if check_path(self.folder / JSONL, self.folder) else []
+        there = check_path(self.folder / JSONL, self.folder)
+        self._records = _read(self.folder / JSONL, self.folder)[:count] if there else []
         self._columns: list[str] = []
         write_file(self.folder / JSONL, _jsonl(self._records), self.folder)
         self._rewrite_csv()
@@ -164,7 +165,10 @@ class RunningSums:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The records of a run folder or of a metrics.jsonl file; a last line that a crash cut off is left out."""
     path = Path(path)
-    path, within = (path / JSONL, path) if path.is_dir() else (path, None)
+    return _read(path / JSONL, path) if path.is_dir() else _read(path, None)
+
+
+def _read(path: Path, within: Path | None) -> list[dict[str, Any]]:
     try:
         lines = read_file(path, within).decode("utf-8", "replace").splitlines()
     except FileNotFoundError:

@@ -19,8 +19,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.apps.system.foreign_folders import make_folder
 from fastformer.apps.system.run_lock import check_locked, locked
 from fastformer.apps.train.batch_source import BatchSource
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
@@ -91,7 +93,9 @@ class Trainer:
     ) -> None:
         check_threads(config.threads)
         self.model, self.config, self.folder = model, config, Path(folder)
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep, lambda: check_locked(self.folder))
+        self.checkpoints = CheckpointFolder(
+            self.folder / "checkpoints", config.keep, partial(check_locked, self.folder)
+        )
         self.device = next(model.parameters()).device
         if architecture is None and is_dataclass(getattr(model, "config", None)):
             architecture = model.config
@@ -110,6 +114,7 @@ class Trainer:
         self._sums = RunningSums(self.device, skips=config.precision == "fp16")
         self._metrics: dict[str, float] = {}
         self._saved_step = -1
+        self._marks: dict[str, tuple[int, int]] | None = None  # of the checkpoints, when this trainer last had the lock
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         seed_everything(self._processes.seed(config.seed))
@@ -148,6 +153,7 @@ class Trainer:
     def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
         with locked(self.folder):
             self.checkpoints.recover()
+            self._marks = self.checkpoints.marks()
             return self.checkpoints.open(path, fallback).path
 
     def fit(self) -> Result:
@@ -163,8 +169,19 @@ class Trainer:
             return self._fit()
 
     def _enter(self, stack: ExitStack) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         stack.enter_context(locked(self.folder))
+        if self._marks is not None and not self.checkpoints.marks().items() <= self._marks.items():
+            raise ValueError(
+                f"folder={self.folder} was written to by another trainer since this one resumed or trained; make a new "
+                "one, and resume with that"
+            )
+        stack.callback(self._note)
+
+    def _note(self) -> None:
+        """Remember what is there, as long as nobody else may write."""
+        with suppress(OSError):
+            self._marks = self.checkpoints.marks()
 
     def _fit(self) -> Result:
         if self._at.step == 0 and self.checkpoints.paths():

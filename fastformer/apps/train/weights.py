@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.system.atomic import usual_mode
+from fastformer.apps.system.places import reachable
 from fastformer.apps.train.parallel import part_of
 
 # Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
@@ -41,8 +42,9 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         kept[name] = tensor
     kept = apart(kept)
     try:
-        save_file(kept, path, metadata={"format": "pt", **copies})
-        path.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
+        with reachable(path) as place:
+            save_file(kept, place, metadata={"format": "pt", **copies})
+            place.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
     except KeyError as error:

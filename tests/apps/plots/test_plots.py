@@ -124,6 +124,15 @@ def test_history_of_one_run_without_validation():
     assert [line.get_label() for line in axes.lines] == ["training"]
 
 
+@pytest.mark.parametrize("value", ["soon", [1], None, {}])
+def test_what_is_no_number_is_not_drawn(value):
+    """A word would be a place of its own on the axis."""
+    records = [{"kind": kind, "step": step, "loss": 1.0} for kind in ("train", "validation") for step in (1, 2)]
+    drawn = plot_history({"run": [*records, {"kind": "train", "step": 3, "loss": value}]})
+    lines = [line.get_xydata().tolist() for line in drawn.axes[0].lines]
+    assert lines == [[[1.0, 1.0], [2.0, 1.0]]] * 2
+
+
 def test_history_without_values_is_an_error():
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_history({"run": []})

@@ -135,6 +135,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ("nonsense", r"metrics\.jsonl:2: is not a JSON record"),
         ("17", r":2: is not a JSON record"),
         ('{"step": 1}', "no kind"),
+        ('{"step": 1, "kind": 3}', "no kind"),
+        ('{"step": 1, "kind": "train", "seconds": "soon"}', r":2: .* seconds must be a number, not 'soon'"),
+        ('{"step": 1, "kind": "train", "seconds": [1]}', r":2: .* seconds must be a number, not \[1\]"),
     ):
         lines = whole.splitlines()
         metrics.write_text("\n".join([lines[0], line, *lines[1:]]))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fastformer
 from fastformer.apps.export import export_ctranslate2, export_safetensors, load_safetensors
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
+from fastformer.apps.system.atomic import hidden_folder
 from fastformer.apps.text import WordTokenizer, load_tokenizer
 from fastformer.apps.text.special_ids import SpecialIds
 from fastformer.apps.train import CheckpointError
@@ -225,6 +226,17 @@ def test_a_folder_gets_its_name_when_it_is_whole_and_on_the_disk(tmp_path, monke
     with pytest.raises(FileExistsError, match="here is the folder that you are in"):
         export_safetensors(".", model, TOKENIZERS[1:])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left.name, "empty", "here", "link", "model"])
+
+
+def test_what_a_killed_export_left_is_told_and_stays(tmp_path, caplog):
+    """It may be one that is running."""
+    model = LanguageModel(LanguageConfig(TOKENIZERS[1].size, layers=1, **{**CLASSICAL, **SIZES}))
+    left = hidden_folder(tmp_path / "model")
+    hidden_folder(tmp_path / "other")
+    export_safetensors(tmp_path / "model", model, TOKENIZERS[1:])
+    assert left.is_dir()
+    assert f"{left} is of an export that was killed, unless one is running" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_an_empty_folder_stays_where_an_export_ends_early(tmp_path, monkeypatch):

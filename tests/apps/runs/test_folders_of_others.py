@@ -77,6 +77,8 @@ def test_what_a_killed_run_left_is_still_replaced(tmp_path: Path, text: Path, re
     del run
     write(tmp_path / "run", {".lock": LOCK})
     (tmp_path / "run" / "checkpoints" / ".new-step-1").mkdir(parents=True) if not removed else None
+    if "config.toml" not in removed:  # which `plot history RUN --output RUN/history.png` needs
+        (tmp_path / "run" / ".history.png.0_a9xyzw.tmp").write_text("half a picture")
     assert {name: before[name] for name in left if name != ".lock"}.items() <= contents(tmp_path / "run").items()
     assert set(before) - {".lock"} <= set(contents(create(tmp_path / "run", text).folder))
 

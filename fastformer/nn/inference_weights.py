@@ -64,8 +64,8 @@ def narrow_weights(model: nn.Module, precision: str) -> None:
             weight = module._parameters.get(name)
             if weight is not None and weight.numel() and not isinstance(weight, NarrowWeight):
                 module._parameters[name] = cast(nn.Parameter, narrow.of(weight.detach()))
-                # torch.jit would compile a product with the weight's memory, and save that: zeros.
-                module.__dict__["__prepare_scriptable__"] = _refuse_script
+                if not hasattr(module, "__prepare_scriptable__"):  # torch.jit would save the weight's memory: zeros
+                    module.__dict__["__prepare_scriptable__"] = _refuse_script
 
 
 def columns_first(model: nn.Module) -> None:

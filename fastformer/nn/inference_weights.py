@@ -175,7 +175,7 @@ class NarrowWeight(Tensor):
             if function is Tensor.detach:
                 return self
             if function in _NEW:
-                return function(torch.empty(0), *args[1:], **kwargs)
+                return function(torch.empty(0, device="cpu"), *args[1:], **kwargs)
             # `module.float()` sets a parameter's data to itself.
             if function in _OF_MEMORY or (function == _SET_DATA and args[1] is not self):
                 raise TypeError("weights of bf16 and int8 cannot be saved, shared or set: do so before narrow_weights")

@@ -69,7 +69,7 @@ class Classifier:
             ValueError: batch_size is below 1.
         """
         found = [logits.softmax(-1) for logits in self._logits(texts, batch_size)]
-        return torch.cat([torch.empty(0, len(self.labels)), *found])
+        return torch.cat([torch.empty(0, len(self.labels), device="cpu"), *found])
 
     def classify(self, texts: Sequence[str], batch_size: int = 64) -> list[str]:
         """The most probable label of each text; arguments and errors as for `probabilities`."""

@@ -27,7 +27,7 @@ from fastformer.nn.padding_free import check_cached
 from fastformer.nn.places import Apart, LayerCache, Packed, Together, hides, hiding
 from fastformer.nn.plain_steps import PlainSteps
 from fastformer.nn.projections import Positions
-from fastformer.nn.wrappers import within
+from fastformer.nn.wrappers import unwrap, within
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
 
@@ -100,7 +100,9 @@ class KVCache:
         for layer in stack.layers:  # type: ignore[union-attr]
             attention: Any = layer.self_attn
             # Of no tokens: their dtype under autocast, heads and head size.
-            nothing = next(attention.parameters()).new_zeros(0, attention.embed_dim)
+            inner = unwrap(attention)
+            like = inner.in_proj_weight if inner._qkv_same_embed_dim else inner.q_proj_weight
+            nothing = like.new_zeros(0, attention.embed_dim)
             empty = _of(attention, _project_none, nothing)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))

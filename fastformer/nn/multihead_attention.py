@@ -224,7 +224,13 @@ class MultiheadAttention(Projections):
     def differs(self) -> bool:
         """Whether it has an option that torch's attention has not, from its constructor or set since."""
         built = self._kv_heads is not None
-        return built or self.softcap is not None or self.counts_positions or "sinks" in self._parameters
+        return built or self.softcap is not None or self.counts_positions or self.has_sinks
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether it has sinks, wherever they are kept: as a parameter, a buffer, a tensor, or made by the class."""
+        kept = "sinks" in self._parameters or "sinks" in self._buffers or "sinks" in self.__dict__
+        return kept or hasattr(type(self), "sinks")
 
     @property
     def by_distance(self) -> bool:
@@ -268,7 +274,7 @@ class MultiheadAttention(Projections):
         if self.differs:
             bias = self._distances
             # By name: what prunes or parametrises a parameter keeps it elsewhere.
-            rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
+            rules |= {"window": self.window, "softcap": self.softcap, "sinks": self.sinks if self.has_sinks else None}
             if bias is not None:  # and none of no position
                 bias = bias(max(longest, 1)).to(device)
             rules["distance_bias"] = bias

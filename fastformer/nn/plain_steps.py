@@ -134,7 +134,7 @@ def _is_as_made(part: nn.Module) -> bool:
 
 
 def _is_plain_attention(attention: MultiheadAttention) -> bool:
-    named = set(attention._modules) - {"out_proj"} or "sinks" in attention._parameters
+    named = set(attention._modules) - {"out_proj"} or attention.has_sinks
     others = named or attention.by_distance or attention.softcap is not None
     whole = attention.in_proj_weight is not None and attention.packs
     return not others and whole and type(attention.out_proj) in OUT_PROJECTIONS

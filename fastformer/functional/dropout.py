@@ -37,6 +37,6 @@ def drop(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
     # All 64 bits are random: random_() without bounds leaves the sign bit 0.
-    bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64, device="cpu").random_(-(2**63), None)
     keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
     return x * keep.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))

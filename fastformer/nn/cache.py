@@ -27,7 +27,7 @@ from fastformer.nn.padding_free import check_cached
 from fastformer.nn.places import Apart, LayerCache, Packed, Together, hides, hiding
 from fastformer.nn.plain_steps import PlainSteps
 from fastformer.nn.projections import Positions
-from fastformer.nn.wrappers import within
+from fastformer.nn.wrappers import unwrap, within
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
 
@@ -100,7 +100,9 @@ class KVCache:
         for layer in stack.layers:  # type: ignore[union-attr]
             attention: Any = layer.self_attn
             # Of no tokens: their dtype under autocast, heads and head size.
-            nothing = next(attention.parameters()).new_zeros(0, attention.embed_dim)
+            inner = unwrap(attention)
+            like = inner.in_proj_weight if inner._qkv_same_embed_dim else inner.q_proj_weight
+            nothing = like.new_zeros(0, attention.embed_dim)
             empty = _of(attention, _project_none, nothing)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
@@ -227,7 +229,7 @@ class KVCache:
         sources = _indices("rows", rows, self.rows)
         if sources.numel() != self.rows:
             raise ValueError(f"rows must be of shape [{self.rows}], not {list(sources.shape)}")
-        here = torch.arange(self.rows)
+        here = torch.arange(self.rows, device="cpu")
         away = bool((sources // self.hypotheses != here // self.hypotheses).any())
         if away and self.hypotheses > 1:
             raise ValueError(f"rows must stay among the {self.hypotheses} of their sentence: {sources.tolist()}")
@@ -255,7 +257,7 @@ class KVCache:
             ValueError: they are not sentences of the cache.
         """
         chosen = _indices("sentences", sentences, self.rows // self.hypotheses)
-        rows = (chosen[:, None] * self.hypotheses + torch.arange(self.hypotheses)).flatten()
+        rows = (chosen[:, None] * self.hypotheses + torch.arange(self.hypotheses, device="cpu")).flatten()
         lengths, memory_lengths = self.lengths[rows.to(self.lengths.device)], self.memory_lengths
         rows, chosen = send(self.device, rows, chosen)
         layers = [kept.of(rows, chosen) for kept in self.layers]
@@ -270,7 +272,11 @@ class KVCache:
         Raises:
             ValueError: a row has not read as many.
         """
-        wanted = torch.full((self.rows,), lengths) if isinstance(lengths, int) else lengths_of("lengths", lengths)
+        wanted = (
+            torch.full((self.rows,), lengths, device="cpu")
+            if isinstance(lengths, int)
+            else lengths_of("lengths", lengths)
+        )
         read = self.lengths.cpu()
         if wanted.shape != read.shape or bool(((wanted > read) | (wanted < 0)).any()):
             raise ValueError(f"lengths must be from 0 to {read.tolist()}, of each row, not {wanted.tolist()}")
@@ -282,7 +288,7 @@ class KVCache:
         if not bool((lengths < read).any()):
             return
         first, last = int(lengths[lengths < read].min()), int(read.max())
-        (forgotten,) = send(self.device, torch.arange(first, last) >= lengths[:, None])
+        (forgotten,) = send(self.device, torch.arange(first, last, device="cpu") >= lengths[:, None])
         for kept in self.layers:
             for x in (kept.keys, kept.values):
                 x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)

@@ -142,7 +142,7 @@ class MultiheadAttention(Projections):
         if is_causal and attn_mask is None and not causal:
             attn_mask = ahead(length, keys, query.device)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
-        rules = self.rules(max(length, keys))
+        rules = self.rules(max(length, keys), q.device)
         weights = None
         if need_weights:
             out, weights = functional.attention_with_weights(q, k, v, mask, key_mask=key_mask, causal=causal, **rules)
@@ -203,10 +203,10 @@ class MultiheadAttention(Projections):
         where = [Positions(its.positions, its.max_length) for its in (layout, key_layout)]
         q, k, v = self._project(query, memory, memory, *where)
         if attn_mask is None:
-            rules = self.rules(max(layout.max_length, key_layout.max_length))
+            rules = self.rules(max(layout.max_length, key_layout.max_length), q.device)
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
         else:
-            rules = self.rules(max(layout.columns, key_layout.columns))
+            rules = self.rules(max(layout.columns, key_layout.columns), q.device)
             self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
             mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
@@ -224,7 +224,13 @@ class MultiheadAttention(Projections):
     def differs(self) -> bool:
         """Whether it has an option that torch's attention has not, from its constructor or set since."""
         built = self._kv_heads is not None
-        return built or self.softcap is not None or self.counts_positions or "sinks" in self._parameters
+        return built or self.softcap is not None or self.counts_positions or self.has_sinks
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether it has sinks, wherever they are kept: as a parameter, a buffer, a tensor, or made by the class."""
+        kept = "sinks" in self._parameters or "sinks" in self._buffers or "sinks" in self.__dict__
+        return kept or hasattr(type(self), "sinks")
 
     @property
     def by_distance(self) -> bool:
@@ -252,24 +258,25 @@ class MultiheadAttention(Projections):
             causal: the last query sees all keys, each before it one less. Attention that counts positions must know.
             key_lengths, query_lengths, mask: as of the op.
         """
-        rules = self.rules(k.shape[2])
+        rules = self.rules(k.shape[2], q.device)
         if causal:
             rules |= {"causal": True, "alignment": "bottom_right", "query_lengths": query_lengths}
         out = functional.attention(q.transpose(1, 2), k, v, mask, key_lengths=key_lengths, **rules)
         return self.project_out(out.transpose(1, 2).flatten(2))
 
-    def rules(self, longest: int) -> dict[str, Any]:
+    def rules(self, longest: int, device: torch.device) -> dict[str, Any]:
         """How the op attends, but for masks and lengths.
 
         longest: no sequence of queries or keys is longer.
+        device: where they are.
         """
         rules: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
         if self.differs:
             bias = self._distances
             # By name: what prunes or parametrises a parameter keeps it elsewhere.
-            rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
+            rules |= {"window": self.window, "softcap": self.softcap, "sinks": self.sinks if self.has_sinks else None}
             if bias is not None:  # and none of no position
-                bias = bias(max(longest, 1)).to(next(self.parameters()).device)
+                bias = bias(max(longest, 1)).to(device)
             rules["distance_bias"] = bias
         return rules
 

@@ -174,7 +174,7 @@ class Packed(Together):
         kept.keys[self.rows, :, self.positions] = k
         kept.values[self.rows, :, self.positions] = v
         if self.first:
-            rules = attention.rules(self.layout.max_length)
+            rules = attention.rules(self.layout.max_length, q.device)
             out = functional.packed_attention(q, k, v, self.layout, causal=True, **rules)
             return attention.project_out(out.flatten(-2))
         keys, values = kept.keys[:, :, : self.end], kept.values[:, :, : self.end]

@@ -9,6 +9,7 @@ Letters: R rows, D model width, H heads of queries, Hkv of keys and values, K he
 """
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ _PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "dropout2": (nn.Dropout,),
     "dropout3": (nn.Dropout,),
 }
+_PARAMETERS: dict[type[nn.Module], tuple[str, ...]] = {
+    MultiheadAttention: ("in_proj_weight", "in_proj_bias"),
+    nn.Linear: ("weight", "bias"),
+    nn.LayerNorm: ("weight", "bias"),
+    nn.RMSNorm: ("weight",),
+}
 
 
 class PlainSteps:
@@ -57,6 +64,10 @@ class PlainSteps:
         parts = [part for layer in stack.layers for part in layer.modules()]
         self._kinds = [(part, type(part)) for part in parts]
         self._children = [(part._modules, [*part._modules.values()]) for part in (stack.layers, *parts)]
+        self._names = [(part._parameters, [*part._parameters]) for part in parts]
+        # What an option, or a method in the instance, is kept as.
+        options = [part.__dict__ for part in parts if isinstance(part, (*_LAYERS, MultiheadAttention))]
+        self._options = [(state, [*state], [*state.values()]) for state in options]
         self._dropping = [part for part in parts if isinstance(part, nn.Dropout | MultiheadAttention)]
 
     @classmethod
@@ -84,7 +95,10 @@ class PlainSteps:
             return False
         if any(type(part) is not kind or has_own_hooks(part) for part, kind in self._kinds):
             return False
-        if any(layer.has_own_blocks for layer in self._layers):
+        for state, names, values in self._options:
+            if [*state] != names or not all(map(is_, state.values(), values)):
+                return False
+        if any([*now] != then for now, then in self._names):
             return False
         return all([*now.values()] == then for now, then in self._children)
 
@@ -104,7 +118,7 @@ class PlainSteps:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is ours, with nothing but torch's parts, and attention that `_LayerStep` knows."""
-    if type(layer) not in _LAYERS or layer.has_own_blocks:
+    if type(layer) not in _LAYERS or layer.has_own_blocks or not all(map(_is_as_made, layer.modules())):
         return False
     for name, part in layer.named_children():
         if name != "activation" and type(part) not in _PARTS.get(name, ()):
@@ -112,8 +126,15 @@ def _is_plain(layer: Any) -> bool:
     return all(map(_is_plain_attention, layer.attentions))
 
 
+def _is_as_made(part: nn.Module) -> bool:
+    """Whether a part has its methods from its class, and what its class reads of it as parameters."""
+    known = next((names for kind, names in _PARAMETERS.items() if isinstance(part, kind)), ())
+    replaced = any(callable(getattr(type(part), name, None)) for name in part.__dict__)
+    return not replaced and all(name in part._parameters for name in known)
+
+
 def _is_plain_attention(attention: MultiheadAttention) -> bool:
-    named = set(attention._modules) - {"out_proj"} or "sinks" in attention._parameters
+    named = set(attention._modules) - {"out_proj"} or attention.has_sinks
     others = named or attention.by_distance or attention.softcap is not None
     whole = attention.in_proj_weight is not None and attention.packs
     return not others and whole and type(attention.out_proj) in OUT_PROJECTIONS

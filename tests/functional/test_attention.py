@@ -237,6 +237,32 @@ def test_more_padding_changes_nothing():
     assert_close(attention(q, *more, key_lengths=lengths), attention(q, k, v, key_lengths=lengths))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("more", ["nothing", "distance_bias", "sinks", "mask"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.9, 3e-10], ids=["NaN", "inf", "near the largest", "1e29"])
+def test_whatever_lies_in_padding_reaches_nothing(dtype, more, value):
+    """Nor numbers whose products have no value, of both signs, so that they add up to 0."""
+    inputs = [random(2, 2, 4, 8).to(dtype) for _ in range(3)]
+    lengths, value = torch.tensor([4, 2]), value * torch.finfo(dtype).max
+    arguments = {
+        "nothing": {},
+        "distance_bias": {"distance_bias": random(2, 7).float().requires_grad_()},
+        "sinks": {"sinks": random(2).float().requires_grad_()},
+        "mask": {"mask": random(4, 4).to(dtype).requires_grad_()},
+    }[more]
+    found = []
+    for filling in (0.0, value):
+        signs = torch.tensor([1.0, -1.0] * 4).to(dtype)
+        leaves = [x.clone() for x in inputs]
+        for x in leaves:
+            x[1, :, 2:] = filling * signs
+        leaves = [*(x.requires_grad_() for x in leaves), *arguments.values()]
+        out = attention(*leaves[:3], query_lengths=lengths, key_lengths=lengths, **arguments)
+        found.append([out, *gradients(out, leaves)])
+    for clean, dirty in zip(*found, strict=True):
+        assert torch.equal(clean, dirty)
+
+
 def test_dropout_of_the_weights():
     q, k, v = random(2, 4, 40, 8), random(2, 4, 50, 8), torch.eye(50, dtype=torch.float64).expand(2, 4, 50, 50)
     plain = attention(q, k, v)  # v is the identity, so the output is the weights

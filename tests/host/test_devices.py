@@ -150,3 +150,27 @@ def test_fake_tensors_have_the_devices_that_they_stand_for():
 def test_a_layout_lies_on_one_device():
     with pytest.raises(DeviceError, match=r"^slots is on meta, offsets on cpu"):
         Layout.in_place(layout.offsets, layout.positions, layout.slots.to("meta"), 3)
+
+
+def test_a_default_device_is_not_that_of_tensors(backend):
+    """Such as a script of a GPU sets: what is drawn, grouped and remembered for tensors of the CPU stays there."""
+    stack = fastformer.TransformerEncoder(fastformer.TransformerEncoderLayer(D, H, F, batch_first=True), 1).eval()
+    lengths, order, tokens = torch.tensor([2, 0, 40]), torch.tensor([2, 0, 1]), torch.randn(42, H, D)
+
+    def found():
+        torch.manual_seed(0)
+        within = Layout.from_lengths(lengths)
+        yield functional.packed_attention(tokens, tokens, tokens, within, dropout_p=0.5)
+        yield functional.dropout(x, 0.5)
+        cache = stack.new_cache(3)
+        yield stack.step(x[:3, None], cache)
+        cache.reorder(order)
+        cache.keep(order)
+        yield stack.step(x[:3, None], cache)
+        cache.crop(1)
+        yield stack.step(x[1:4, None], cache)
+
+    expected = list(found())
+    with torch.device("meta"):
+        for a, b in zip(found(), expected, strict=True):
+            assert torch.equal(a, b)

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,11 +74,65 @@ def test_parts_are_rows_of_the_whole(precision: str) -> None:
     assert F.linear(x.view(3, 1, 16).expand(3, 2, 16), weight).shape == (3, 2, 12)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_stays_none(precision: str, value: float) -> None:
-    weight = narrowed(torch.ones(2, 3), precision)
-    assert not F.linear(torch.tensor([[value, 1.0, 1.0]]), weight).isfinite().any()
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("K", [1, 3, 9, 16, 33])
+def test_what_is_no_number_stays_none_in_its_row_alone(precision: str, value: float, K: int) -> None:
+    """Wherever it stands: kernels look for a range by several numbers at once."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, K)
+    for at in range(K):
+        x = torch.randn(3, K)
+        x[1, at] = value
+        found = F.linear(x, narrowed(weight, precision))
+        assert not found[1].isfinite().any()
+        others = x[[0, 2]]
+        assert bool(((found[[0, 2]] - others @ weight.t()).abs() <= tolerance(others, weight, precision)).all())
+        apart = torch.func.vmap(narrowed(weight, precision).linear, (0, None))(x, None)
+        assert not apart[1].isfinite().any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_inputs_of_every_form(precision: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 8)
+    narrow_weights(linear, precision)
+    x = torch.randn(16)
+    torch.testing.assert_close(linear(x), linear(x[None])[0])
+    large = torch.full((2, 16), 3e38)  # whose sum is not finite
+    assert bool(F.linear(large, narrowed(torch.eye(16), precision)).isfinite().all())
+    with torch.autocast("cpu", torch.bfloat16):  # of whose products inputs may be
+        torch.testing.assert_close(linear(x[None].bfloat16()), linear(x[None].bfloat16().float()))
+    for wrong in (x[:15], x.double(), x.bfloat16(), torch.zeros(2, 16, dtype=torch.int64), x.to("meta"), x[0]):
+        with pytest.raises(RuntimeError, match=r"take fp32 \[\.\.\., 16\] on the CPU, not torch\."):
+            linear(wrong)
+    with torch.device("meta"):
+        narrow_weights(nn.Linear(3, 2, device="cpu"), precision)
+    empty = nn.Linear(1, 3)
+    empty.weight = nn.Parameter(torch.empty(3, 0))
+    narrow_weights(empty, precision)
+    assert torch.equal(empty(torch.empty(2, 0)), empty.bias.expand(2, 3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("widths", [{}, {"vdim": 8}], ids=str)
+def test_torchs_attention_stays_as_it_is(precision: str, widths: dict[str, Any]) -> None:
+    """By itself, and within a layer of torch's, whose linear layers change."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True, **widths)
+    x, values = torch.randn(2, 3, 16), torch.randn(2, 3, widths.get("vdim", 16))
+    expected = attention(x, x, values)[0]
+    narrow_weights(attention, precision)
+    assert torch.equal(attention(x, x, values)[0], expected)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True).eval()
+    before = layer(x)
+    narrow_weights(layer, precision)
+    assert isinstance(layer.linear1.weight, NarrowWeight)
+    torch.testing.assert_close(layer(x), before, atol=0.2, rtol=0)  # some 24 roundings of 2**-8 of numbers below 2
+    assert not torch.equal(layer(x), before)
 
 
 class Exact(NarrowWeight):
@@ -220,8 +275,25 @@ def test_misuse(precision: str, tmp_path: Any) -> None:
     x = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="have no gradients: call the model under torch"):
         model(x)
+    with pytest.raises(RuntimeError, match="have no gradients"):
+        model(x.detach())  # whose bias would learn alone
+    with torch.no_grad(), pytest.raises(RuntimeError, match="have no gradients"):
+        torch.func.jvp(model, (x.detach(),), (x.detach(),))  # int8's kernels know no tangents, and gave 0
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(x), model(x))
+        assert torch.equal(model.float().to("cpu")(x), model(x))
+    assert "2 x 3" in repr(model[0].weight)
+    with pytest.raises(TypeError, match=r"cannot be compiled by torch\.jit\.script: do so before"):
+        torch.jit.script(model)  # saved, its weights were 0
+    state = model.state_dict()
+    for use in (
+        lambda: setattr(model[0].weight, "data", torch.zeros(2, 3)),  # changed nothing
+        lambda: model.share_memory(),  # ended the process
+        lambda: safetensors.torch.save(state),
+        lambda: model[0].weight.data_ptr(),
+    ):
+        with pytest.raises(TypeError, match="cannot be saved, shared or set: do so before"):
+            use()
     with pytest.raises(TypeError, match="cannot be saved: save the model before"):
         torch.save(model, tmp_path / "model.pt")
     for use in (

@@ -216,6 +216,39 @@ def test_only_modes_asks_who_is_looking():
     assert asking <= allowed, asking - allowed
 
 
+MAKERS = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "tensor",
+    "zeros",
+    *("rand", "randn", "randint"),
+}
+ON_ANY_DEVICE = {
+    "fastformer/functional/choice.py": "stands for a module without parameters",
+    "fastformer/integrations/transformers/masks.py": "is read for the code of a function",
+    "fastformer/nn/position_bias.py": "is a module's own, as a parameter is",
+}
+OF_COMMANDS = ("fastformer/apps/train/", "fastformer/apps/export/")  # run by nobody who has set a default
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named():
+    """Callers may have set another default device, of which tensors of the CPU must not know."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            made = isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{maker}" for maker in MAKERS}
+            if made and not any(keyword.arg in ("device", None) for keyword in node.keywords):
+                found.append(f"{name}:{node.lineno}")
+    assert [x for x in found if not x.startswith((*ON_ANY_DEVICE, *OF_COMMANDS))] == []
+    assert all(any(x.startswith(name) for x in found) for name in ON_ANY_DEVICE)
+
+
 def test_the_kernels_import_nothing_of_the_package():
     for path in KERNELS.rglob("*.py"):
         assert not imports(path, "fastformer_kernels", False), path

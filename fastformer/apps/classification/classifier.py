@@ -37,6 +37,13 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
         yield model.logits(model(batch.ids, layout)).float().cpu()
 
 
+def _numbers(logits: Tensor) -> Tensor:
+    """Logits themselves; of NaN, the largest would be a label like any other."""
+    if bool(logits.isnan().any()):
+        raise FloatingPointError("the model's scores are not numbers: it has diverged")
+    return logits
+
+
 class Classifier:
     """A classifier with its tokenizer and its labels, in evaluation mode.
 
@@ -67,9 +74,10 @@ class Classifier:
         Raises:
             TypeError: texts is one string.
             ValueError: batch_size is below 1.
+            FloatingPointError: the model gives NaN.
         """
         found = [logits.softmax(-1) for logits in self._logits(texts, batch_size)]
-        return torch.cat([torch.empty(0, len(self.labels)), *found])
+        return torch.cat([torch.empty(0, len(self.labels), device="cpu"), *found])
 
     def classify(self, texts: Sequence[str], batch_size: int = 64) -> list[str]:
         """The most probable label of each text; arguments and errors as for `probabilities`."""
@@ -91,7 +99,7 @@ class Classifier:
         sequences, cut = encode_texts(texts, self.tokenizer, self.max_length)
         if cut:
             logger.warning("%d of %d texts were cut to %d tokens", cut, len(texts), self.max_length)
-        return class_logits(self.model, sequences, batch_size)
+        return map(_numbers, class_logits(self.model, sequences, batch_size))
 
     def attend(self, text: str) -> AttentionMaps:
         """Compute every attention weight of the model that reads a text; row t is how token t spreads over all."""

@@ -200,7 +200,7 @@ def sample(
             seen[row, list(prompt)] = True
         seen[:, [c.pad_id, c.bos_id, c.eos_id]] = False  # how texts begin and end is no repetition
     for t in range(options.max_new_tokens):
-        drawn = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
+        drawn = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device="cpu")
         (uniform,) = send(logits.device, drawn)
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
         ids = choose_ids(logits, options, uniform, seen, sorted(forbidden))
@@ -210,7 +210,7 @@ def sample(
         if not rows or t + 1 == options.max_new_tokens:
             return
         if len(rows) < len(found):
-            (kept,) = send(ids.device, torch.tensor(rows))
+            (kept,) = send(ids.device, torch.tensor(rows, device="cpu"))
             state.keep(kept)
             ids, seen = ids[kept], None if seen is None else seen[kept]
             active, streams = [active[row] for row in rows], [streams[row] for row in rows]

@@ -46,9 +46,11 @@ class LanguageState:
         windows = [list(ids[-context:]) for ids in prompts]
         self.cache = model.decoder.new_cache(len(windows), longest=context)
         self.window = torch.zeros(len(windows), context, dtype=torch.int64, device=device)  # what each row has read
-        self._unread = torch.zeros(len(windows), dtype=torch.bool)  # rows that forgot all, and were not read again
+        # Rows that forgot all, and were not read again.
+        self._unread = torch.zeros(len(windows), dtype=torch.bool, device="cpu")
         layout = Layout.from_lengths([len(window) for window in windows])
-        ids, *placed = send(device, torch.tensor([i for window in windows for i in window]), *layout.tensors)  # [T]
+        together = torch.tensor([i for window in windows for i in window], device="cpu")
+        ids, *placed = send(device, together, *layout.tensors)  # [T]
         layout = layout.made_of(placed)
         x = self._read(ids, layout)
         self.logits = model.logits(x.index_select(0, layout.offsets[1:] - 1))

@@ -118,7 +118,7 @@ def sequences_of(name: str, ids: Tensor, lengths: Tensor | Layout | None) -> tup
     """
     if lengths is None and ids.dim() != 1:
         raise ValueError(f"{name} must be [T], one sequence, where no lengths are given, not {list(ids.shape)}")
-    return packed_ids(name, ids, torch.tensor([len(ids)]) if lengths is None else lengths)
+    return packed_ids(name, ids, torch.tensor([len(ids)], device="cpu") if lengths is None else lengths)
 
 
 def self_attention_maps(

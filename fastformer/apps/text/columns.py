@@ -71,4 +71,4 @@ class ColumnBatches:
                 torch.from_numpy(self.table[:, first + shift : last + shift].astype(np.int64).ravel())
                 for shift in (0, 1)
             )
-            yield LanguageBatch(ids_in, ids_out, torch.full((columns,), last - first))
+            yield LanguageBatch(ids_in, ids_out, torch.full((columns,), last - first, device="cpu"))

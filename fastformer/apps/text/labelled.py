@@ -44,7 +44,7 @@ class LabelledBatch:
         """Labels that count, padding and -100 left out: what a loss is divided by. Call it before `to`."""
         labels = self.labels
         if labels.dim() == 2:
-            labels = labels[torch.arange(labels.shape[1]) < self.lengths[:, None]]
+            labels = labels[torch.arange(labels.shape[1], device=labels.device) < self.lengths[:, None]]
         return int((labels != IGNORED).sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "LabelledBatch":

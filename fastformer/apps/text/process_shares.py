@@ -17,7 +17,7 @@ def share_of(lengths: Tensor, rank: int, world: int) -> slice:
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     owners = ((2 * ends - lengths) * world // max(2 * total, 1)).clamp(max=world - 1)  # [B], ascending
-    start, stop = torch.searchsorted(owners, torch.tensor([rank, rank + 1])).tolist()
+    start, stop = torch.searchsorted(owners, torch.tensor([rank, rank + 1], device="cpu")).tolist()
     return slice(start, stop)
 
 

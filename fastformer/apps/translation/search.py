@@ -31,6 +31,7 @@ _REPLAYED_ROWS = 64
 _UNLIMITED = 1 << 31
 # Of a number of tokens: a double holds (2 ** 31) ** 30.
 _HIGHEST_POWER = 30
+_DIVERGED = "the model's scores are not numbers: it has diverged"
 _BEAM = {"search": "a beam above 1"}
 
 
@@ -97,6 +98,9 @@ def greedy_search(
 
     Returns:
         One hypothesis a sentence.
+
+    Raises:
+        FloatingPointError: the model gives NaN.
     """
     options = options or SearchOptions(beam=1)
     config, device = model.config, source.device
@@ -131,7 +135,9 @@ def greedy_search(
             rows = running.nonzero().squeeze(1)
             state.keep(rows)
             active, running = active[rows], running[rows]
-    found = zip(output[:, 1:].tolist(), lengths.tolist(), scores.tolist(), strict=True)
+    found = list(zip(output[:, 1:].tolist(), lengths.tolist(), scores.tolist(), strict=True))
+    if any(math.isnan(score) for *_, score in found):
+        raise FloatingPointError(_DIVERGED)
     return [_hypothesis(ids, length, score, score, config.eos_id) for ids, length, score in found]
 
 
@@ -210,7 +216,7 @@ def beam_search(
             finished.keep(rows)
             active, tokens, scores = active[rows], tokens[rows], scores[rows]
     if not all(results):
-        raise FloatingPointError("the model's scores are not numbers: it has diverged")
+        raise FloatingPointError(_DIVERGED)
     return results
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from fastformer.apps.models.common import layouts_of
@@ -131,7 +132,7 @@ class Translator:
         results: list[tuple[float, int]] = []
         for start in range(0, len(pairs), batch_size):
             end = min(start + batch_size, len(pairs))
-            batch = collate(pairs.take(torch.arange(start, end).numpy())).to(device)
+            batch = collate(pairs.take(np.arange(start, end))).to(device)
             source, target = layouts_of(batch, "source_lengths", "target_lengths")
             hidden = self.model(batch.source, source, batch.target_in, target)
             log_p = self.model.logits(hidden).float().log_softmax(-1)

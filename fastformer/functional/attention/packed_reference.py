@@ -106,7 +106,8 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
         T, S, shortest = (int(f(x)) if len(x) else 0 for f, x in ((torch.max, q), (torch.max, k), (torch.min, k)))
         bias = None
         if shortest < S:
-            bias = torch.zeros(len(k), 1, S).masked_fill_(torch.arange(S) >= k[:, None, None], -math.inf)
+            hidden = torch.arange(S, device="cpu") >= k[:, None, None]
+            bias = torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, -math.inf)
         q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
         groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
     rows = _row_map(layout, order, cuts, heads)

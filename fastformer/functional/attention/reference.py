@@ -192,10 +192,17 @@ def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tu
     return torch.matmul(weights, v), weights
 
 
-def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return `[B, H, L, K]` with zeros where real `[B, L]` is False; the inputs themselves where they are finite.
+def _harmless(dtype: torch.dtype) -> float:
+    """Products of two such numbers, and of these with gradients and scales, are far from the largest number."""
+    return float(torch.finfo(dtype).max ** 0.25)
 
-    A look costs 0.7 ms where two copies cost 22, and attention 16 (64 rows, 8 heads, 64 positions, K = 64, one core).
+
+def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return `[B, H, L, K]` with zeros where real `[B, L]` is False; the inputs themselves where these do no harm.
+
+    A hidden score is its value and -inf: NaN where the value is inf, of NaN, inf, or numbers so large that their
+    products are. A look costs 2 ms where two copies cost 22, and attention 16 (64 rows, 8 heads, 64 positions, K = 64,
+    one core).
     """
     hidden = ~real
     if readable(hidden) and all(readable(x) for x in inputs):
@@ -203,7 +210,7 @@ def _blank(real: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         if not columns.numel():
             return inputs
         first = int(columns[0])
-        if all(bool(x.detach()[:, :, first:].sum().isfinite()) for x in inputs):
+        if all(bool(torch.linalg.vector_norm(x.detach()[:, :, first:]) < _harmless(x.dtype)) for x in inputs):
             return inputs
     return tuple(x.masked_fill(hidden[:, None, :, None], 0.0) for x in inputs)
 

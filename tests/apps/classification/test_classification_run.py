@@ -157,6 +157,16 @@ def test_probabilities_are_the_models_and_no_text_depends_on_its_neighbours(fold
     torch.testing.assert_close(together, torch.cat(wanted).detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_diverged_model_says_so(folder: Path) -> None:
+    """NaN is larger than any number to torch, and would be a label."""
+    classifier = load_classifier(folder / "run", "last")
+    with torch.no_grad():
+        classifier.model.output.weight[0] = float("nan")
+    for ask in (classifier.classify, classifier.probabilities, lambda texts: list(classifier.ranked(texts))):
+        with pytest.raises(FloatingPointError, match="diverged"):
+            ask(["oak"])
+
+
 def test_pictures_and_comparison(folder: Path) -> None:
     assert command(folder, "plot attention --run run --text oak --output a.png") == "plant\nwrote a.png\n"
     maps = load_classifier(folder / "run").attend("my oak")

@@ -243,6 +243,16 @@ def test_no_repeat_ngram(size):
         assert not any(repeats(h.ids) for h in sentence)
 
 
+@pytest.mark.parametrize("search", [greedy_search, beam_search])
+@pytest.mark.parametrize("part", ["output", "decoder.layers.0.linear1"])
+def test_scores_that_are_no_numbers_are_no_translation(search, part):
+    model = random_model(1).eval()
+    with torch.no_grad():
+        model.get_submodule(part).weight[5] = torch.nan
+    with pytest.raises(FloatingPointError, match="diverged"):
+        search(model, *sources(RAGGED), SearchOptions(max_length=3, beam=2))
+
+
 def test_nothing_left_to_say_ends_the_sentence():
     """Every word used up, the end still forbidden: it ends all the same, and no score is NaN."""
     model = random_model(11, source_vocabulary=7, target_vocabulary=7)

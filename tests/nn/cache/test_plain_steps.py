@@ -156,6 +156,34 @@ def _drop_weights(stack: Any) -> None:
     stack.layers[1].self_attn.train()
 
 
+def _attention(**options: Any) -> Callable[[Any], Any]:
+    return lambda stack: [setattr(stack.layers[1].self_attn, *option) for option in options.items()]
+
+
+def _sinks(stack: Any) -> None:
+    stack.layers[0].self_attn.sinks = nn.Parameter(torch.tensor([2.0, 1.0], dtype=torch.float64))
+
+
+def _no_parameter(name: str, weight: str, keep: Callable[..., object]) -> Callable[[Any], Any]:
+    """A weight that is computed elsewhere, as hypernetworks do it."""
+
+    def change(stack: Any) -> None:
+        part = stack.get_submodule(name)
+        doubled = 2.0 * getattr(part, weight).detach()
+        delattr(part, weight)
+        keep(part, weight, doubled)
+
+    return change
+
+
+def _method(name: str, method: str) -> Callable[[Any], Any]:
+    def change(stack: Any) -> None:
+        part = stack.get_submodule(name)
+        setattr(part, method, lambda *given: 2.0 * getattr(type(part), method)(part, *given))
+
+    return change
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook on a linear layer": _hook("layers.0.linear1"),
     "a hook on a norm": _hook("layers.1.norm1"),
@@ -169,6 +197,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a parametrised weight": lambda stack: parametrizations.weight_norm(stack.layers[0].linear1),
     "dropout": _drop,
     "dropout of weights": _drop_weights,
+    "a softcap": _attention(softcap=0.5),
+    "a window": _attention(window=(1, 0)),
+    "a bias by distance": _attention(position_bias=lambda P: torch.arange(2.0 * P - 1).expand(HEADS, -1)),
+    "sinks": _sinks,
+    "a weight that is a tensor": _no_parameter("layers.0.linear1", "weight", setattr),
+    "a projection that is a tensor": _no_parameter("layers.1.self_attn", "in_proj_weight", setattr),
+    "a norm's bias that is a buffer": _no_parameter("layers.1.norm2", "bias", nn.Module.register_buffer),
+    "a method of an attention": _method("layers.0.self_attn", "project_out"),
+    "a method of a layer": _method("layers.0", "compose"),
 }
 
 
@@ -193,6 +230,28 @@ def test_what_is_not_plain(
     torch.testing.assert_close(found, outputs(stack, general), atol=1e-12, rtol=0)
     assert len(taken) == 3
     assert change == "a parametrised weight" or not torch.allclose(found, plain)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize(("name", "value"), [("norm_first", True), ("activation", torch.tanh)])
+def test_a_layer_that_changes_is_read_anew(kind: str, name: str, value: object, taken: list[int]) -> None:
+    stack = ours(kind)
+    plain = outputs(stack, filled(stack, kind))
+    cache, general = filled(stack, kind), filled(stack, kind)
+    general.plain = None
+    setattr(stack.layers[1], name, value)
+    found = outputs(stack, cache)
+    torch.testing.assert_close(found, outputs(stack, general), atol=1e-12, rtol=0)
+    assert not torch.allclose(found, plain)
+    outputs(stack, filled(stack, kind))
+    assert len(taken) == 6  # of the first cache, and of one that knew
+
+
+def test_narrow_weights_are_plain(taken: list[int]) -> None:
+    stack = ours("decoder", dtype=torch.float32)
+    fastformer.nn.narrow_weights(stack, "bf16")
+    outputs(stack, filled(stack, "decoder"))
+    assert len(taken) == 3
 
 
 class Looks(TorchDispatchMode):

@@ -82,16 +82,32 @@ def test_a_function_in_place_of_a_bias_is_called():
     torch.testing.assert_close(one(x, x, x), attention(position_bias=bias)(x, x, x))
 
 
+def _as_buffer(module):
+    sinks = module.sinks.detach()
+    del module.sinks
+    module.register_buffer("sinks", sinks)
+
+
+def _as_tensor(module):
+    sinks = module.sinks.detach()
+    del module.sinks
+    module.sinks = sinks
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda module: prune.identity(module, "sinks"),
         lambda module: parametrize.register_parametrization(module, "sinks", nn.Identity()),
+        _as_buffer,
+        _as_tensor,
     ],
+    ids=["pruned", "parametrised", "a buffer", "a tensor"],
 )
-def test_sinks_that_are_kept_elsewhere_count(change):
-    x, module = tokens(), attention(sinks=True)
-    module.sinks.data.fill_(2.0)
+@pytest.mark.parametrize("options", [{"sinks": True}, {}], ids=["of the constructor", "set later"])
+def test_sinks_that_are_kept_elsewhere_count(options, change):
+    x, module = tokens(), attention(**options)
+    module.sinks = nn.Parameter(torch.full((H,), 2.0))
     expected = module(x, x, x, need_weights=False)[0]
     change(module)
     torch.testing.assert_close(module(x, x, x, need_weights=False)[0], expected)

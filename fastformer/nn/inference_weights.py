@@ -152,7 +152,7 @@ class NarrowWeight(Tensor):
         out = self.product(x) if x.dim() > 1 else self.product(x[None])[0]
         return out if bias is None else out.add_(bias)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({len(self)} x {self.columns})"
 
     def __deepcopy__(self, known: dict[int, Any]) -> "NarrowWeight":

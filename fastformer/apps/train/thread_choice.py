@@ -50,14 +50,16 @@ class ThreadChoice:
 
 def _choices(most: int) -> Generator[int, tuple[float, float], None]:
     """The number of threads for each span; told its speed and length in turn."""
-    kept = most
+    kept, share = most, _SHARE
     speed, _ = yield kept
     while True:
         other = most if kept == 1 else 1
         rival, trial = yield other
+        # Who has just won may owe it to a moment, and is to show it again soon.
+        share = 2.0 if rival > speed else min(2 * share, _SHARE)
         if rival > speed:
             kept, speed = other, rival
-        left = _SHARE * trial
+        left = share * trial
         while left > 0:
             before = speed
             speed, seconds = yield kept

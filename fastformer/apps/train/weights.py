@@ -42,9 +42,9 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         kept[name] = tensor
     kept = apart(kept)
     try:
-        with reachable(path) as place:
-            save_file(kept, place, metadata={"format": "pt", **copies})
-            place.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
+        with reachable(path) as way:
+            save_file(kept, way, metadata={"format": "pt", **copies})
+            way.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
     except KeyError as error:

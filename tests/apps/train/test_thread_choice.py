@@ -47,6 +47,11 @@ def test_a_machine_that_becomes_busy_is_answered_at_once_and_one_that_becomes_id
     assert taken[480:].count(2) > 110
 
 
+def test_a_bad_moment_is_soon_forgotten():
+    taken = simulate(120, lambda threads, now: 3300.0 if threads == 2 and 40 < now < 42 else IDLE[threads])
+    assert taken[60:].count(1) <= 6
+
+
 def test_long_steps_of_one_thread_are_tried_once_in_a_while():
     """Of 16 cores, one takes 16 times as long for a step of 3 seconds."""
     torch.set_num_threads(16)

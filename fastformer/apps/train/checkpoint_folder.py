@@ -244,9 +244,8 @@ class CheckpointFolder:
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
-            if is_folder(
-                self.folder / name, self.folder.parent
-            ):  # out of the way first: a half removed folder must not look complete
+            # Out of the way first: a half removed folder must not look complete.
+            if is_folder(self.folder / name, self.folder.parent):
                 old = self._hidden("old", name)
                 self._rename(self.folder / name, old)
                 remove(old, self.folder.parent)

@@ -107,7 +107,7 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
         bias = None
         if shortest < S:
             hidden = torch.arange(S, device="cpu") >= k[:, None, None]
-            bias = torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, -math.inf)
+            bias = torch.zeros(len(k), 1, S, device="cpu").masked_fill_(hidden, -math.inf)
         q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
         groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
     rows = _row_map(layout, order, cuts, heads)

@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
-from contextlib import suppress
+import struct
+import threading
+import time
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.system import foreign_files, places
 from fastformer.apps.system.foreign_files import append_file, check_path, read_file, write_file
 from fastformer.apps.system.places import IrregularFileError
-from fastformer.apps.text import TextError, WordTokenizer, load_tokenizer, read_lines
+from fastformer.apps.text import WordTokenizer, load_tokenizer, read_lines
 from fastformer.apps.train import Checkpoint, CheckpointFolder, TrainConfig, find_checkpoint, read_metrics
 from tests.support.train_task import config, network, trainer
 
@@ -243,20 +245,20 @@ def test_a_pipe_that_somebody_writes_to_is_an_input(tmp_path):
         assert read_lines(f"/dev/fd/{ours}") == ["one", "two"]
     finally:
         os.close(ours)
+    fcntl, termios = map(pytest.importorskip, ("fcntl", "termios"))
     os.mkfifo(tmp_path / "pipe")
-    child = os.fork()
-    if child == 0:
-        with (tmp_path / "pipe").open("w") as file:
-            file.write("three\n")
-        os._exit(0)
-    try:
-        lines = []
-        while not lines:  # until it has opened its end
-            with suppress(TextError):  # the pipe is empty
-                lines = read_lines(tmp_path / "pipe")
-        assert lines == ["three"]
-    finally:
-        os.waitpid(child, 0)
+    theirs = os.open(tmp_path / "pipe", os.O_RDWR)  # which waits for no reader
+    os.write(theirs, b"three\n")
+
+    def end_when_it_is_read():
+        while struct.unpack("i", fcntl.ioctl(theirs, termios.FIONREAD, bytes(4)))[0]:
+            time.sleep(0.01)
+        os.close(theirs)
+
+    thread = threading.Thread(target=end_when_it_is_read)
+    thread.start()
+    assert read_lines(tmp_path / "pipe") == ["three"]
+    thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,17 @@ profiling = torch._C._autograd._profiler_enabled
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None where saved tensors are kept as such
 
 
+def watched() -> bool:
+    """Whether anybody sees the single ops that run, or needs a rule for each: one op for several is another then."""
+    return (
+        compiling()
+        or dispatch_modes() > 0
+        or functorch_level() is not None
+        or tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
 def transformed() -> bool:
     """Whether torch.func is at work; nobody can tell while compiling."""
     return not compiling() and functorch_level() is not None

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
-from fastformer.nn.modules import drop_in, has_hooks, plain, take_over
+from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
+from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.sublayers import Pending, feed_forward, first_norm
 from fastformer.nn.torch_calls import encoder_masks
 from fastformer.nn.wrappers import Inside, is_sharded
@@ -171,10 +172,51 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         check_types(("src",), src)
         if self.has_own_blocks:
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+        if src_mask is None and src_key_padding_mask is None and not is_causal and self._is_torchs(src):
+            return self._torchs(src)
         if not plain(self.self_attn, MultiheadAttention):
             src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
 
         return self.compose(src, padded_attention(self.self_attn, None, src_mask, src_key_padding_mask, is_causal))
+
+    def _is_torchs(self, src: Tensor) -> bool:
+        """Whether torch has one op for all of the layer: in inference on a CPU, where every part is torch's own.
+
+        Between products of weights that flush the caches, what each part asks costs some 150 us a layer of width 512.
+        """
+        own: Any = self._modules
+        attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
+        if not (plain(attention, MultiheadAttention) and attention.is_torchs(src)):
+            return False
+        linears = attention.out_proj, own["linear1"], own["linear2"]
+        kinds = ((linears, OUT_PROJECTIONS), (norms, (LayerNorm, nn.LayerNorm)))
+        if not all(plain(part, *types) for parts, types in kinds for part in parts):
+            return False
+        if not all(plain(own[name], nn.Dropout) for name in ("dropout", "dropout1", "dropout2")):
+            return False
+        if activation_name(self.activation) not in ("relu", "gelu") or norms[0].eps != norms[1].eps:
+            return False
+        weights = [part._parameters.get(name) for part in (*linears, *norms) for name in ("weight", "bias")]
+        return all(type(weight) is nn.Parameter and weight.dtype is src.dtype for weight in weights)
+
+    def _torchs(self, src: Tensor) -> Tensor:
+        """The layer by torch's op."""
+        own: Any = self._modules
+        attention = own["self_attn"]
+        parts = own["norm1"], own["norm2"], own["linear1"], own["linear2"]
+        return torch._transformer_encoder_layer_fwd(
+            src,
+            attention.embed_dim,
+            attention.num_heads,
+            attention.in_proj_weight,
+            attention.in_proj_bias,
+            attention.out_proj.weight,
+            attention.out_proj.bias,
+            activation_name(self.activation) == "gelu",
+            self.norm_first,
+            own["norm1"].eps,
+            *(parameter for part in parts for parameter in (part.weight, part.bias)),
+        )
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""

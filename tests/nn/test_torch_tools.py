@@ -101,3 +101,91 @@ def test_lengths_are_of_any_integers(dtype: torch.dtype) -> None:
     assert torch.equal(Layout.from_lengths(lengths.to(dtype)).lengths, lengths)
     with pytest.raises(ValueError, match=r"key_lengths must be between 0 and 3|key_lengths .*4"):
         functional.attention(q, q, q, key_lengths=torch.tensor([1, 4]).to(dtype))
+
+
+class Own(torch.Tensor):
+    """A tensor of somebody's own."""
+
+
+class Doubling(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def _nothing(module, x):
+    return x
+
+
+def _hook(part):
+    def change(module, x):
+        (module.get_submodule(part) if part else module).register_forward_hook(lambda *_: None)
+        return x
+
+    return change
+
+
+def _set(name, value):
+    def change(module, x):
+        setattr(module, name, value)
+        return x
+
+    return change
+
+
+def _own_weight(module, x):
+    module.linear2.weight = torch.nn.Parameter(module.linear2.weight.detach().as_subclass(Own))
+    return x
+
+
+CHANGES = {
+    "none": _nothing,
+    "training": lambda module, x: (module.train(), x)[1],
+    "hook on its projection": _hook("self_attn.out_proj"),
+    "hook on its attention": _hook("self_attn"),
+    "hook on its norm": _hook("norm2"),
+    "hook on its dropout": _hook("dropout1"),
+    "its own linear map": _set("linear1", Doubling(16, 32)),
+    "another activation": _set("activation", F.silu),
+    "a tensor of one's own": lambda module, x: x.as_subclass(Own),
+    "a weight of one's own": _own_weight,
+    "no bias": _set("linear1", torch.nn.Linear(16, 32, bias=False)),
+    "many tokens": lambda module, x: x.repeat(20, 5, 1),
+    "no token": lambda module, x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torchs_op_for_a_layer_is_for_layers_with_nothing_else(monkeypatch, change, norm_first):
+    given = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True, "norm_first": norm_first, "activation": "gelu"}
+    layer = fastformer.TransformerEncoderLayer(16, 4, **given).eval()
+    x = CHANGES[change](layer, torch.randn(2, 5, 16))
+    calls = []
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, o=original, n=name: (calls.append(n), o(*a))[1])
+    with torch.no_grad():
+        found = layer(x)
+        causal = torch.zeros(x.shape[1], x.shape[1])  # a mask that hides nothing: the general way
+        expected = layer(x, src_mask=causal)
+    assert ("_transformer_encoder_layer_fwd" in calls) == (change == "none")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    calls.clear()
+    layer(x)  # with gradients
+    assert not calls
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_torchs_op_for_attention_gives_torchs_bits(weights):
+    theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    ours = fastformer.MultiheadAttention(16, 4, batch_first=True).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        for a, b in zip(ours(x, x, x, need_weights=weights), theirs(x, x, x, need_weights=weights), strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+        ours.out_proj.register_forward_hook(lambda module, inputs, out: 2 * out)
+        assert torch.allclose(ours(x, x, x)[0], 2 * theirs(x, x, x)[0], atol=1e-6)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter, torch.no_grad():
+        fastformer.MultiheadAttention(16, 4, batch_first=True).eval()(x, x, x)
+    assert counter.get_total_flops() > 0

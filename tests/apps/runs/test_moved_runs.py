@@ -15,13 +15,6 @@ from tests.support.train_task import config, trainer, validate
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="folders in use are not moved there")
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} the quick brown fox {i * 7 % 11} jumps over {i * 3 % 5}\n" for i in range(300)))
-    return path
-
-
 @pytest.mark.parametrize("when", ["record", "save", "write_weights", "write_state", "write_meta", "synchronise"])
 def test_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path, monkeypatch, when):
     trainer(tmp_path / "other", config()).fit()

@@ -23,13 +23,6 @@ MODEL = ["--d-model", "8", "--heads", "1", "--feed-forward", "8", "--device", "c
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and flock")
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} the quick brown fox {i * 7 % 11} jumps over {i * 3 % 5}\n" for i in range(300)))
-    return path
-
-
 def command(run, text, *more):
     given = ["--train-text", str(text), "--valid-text", str(text), "--tokenizer", "words", "--layers", "1", *MODEL]
     given = [*more] if "--resume" in more else [*given, *more]

@@ -11,7 +11,7 @@ from typing import Any
 from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.system.atomic import hidden_folder, hidden_folders
+from fastformer.apps.system.atomic import MOUNTED, hidden_folder, hidden_folders
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.checkpoint import synchronise
 
@@ -21,6 +21,9 @@ logger = logging.getLogger("fastformer")
 @contextmanager
 def new_folder(folder: Path | str) -> Iterator[Path]:
     """Write beside, then rename: after a failure there is no half folder.
+
+    A folder that is a mount (a container's volume) cannot be renamed to: files written in a hidden folder of it get
+    their names one after another.
 
     Raises:
         FileExistsError: the folder exists and is not empty, or is the current one.
@@ -33,16 +36,44 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in hidden_folders(folder):
         logger.warning("%s is of an export that was killed, unless one is running; nothing reads it", left)
-    temporary = hidden_folder(folder)
+    temporary = hidden_folder(folder / folder.name if os.path.ismount(folder) else folder)
     try:
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             synchronise(path)
-        if os.name == "nt" and folder.exists():  # elsewhere a folder replaces an empty one
-            folder.rmdir()
-        temporary.replace(folder)
+        _give_name(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _give_name(temporary: Path, folder: Path) -> None:
+    """Rename it, or, to a mount, move what is in it."""
+    if temporary.parent != folder:
+        if os.name == "nt" and folder.exists():  # elsewhere a folder replaces an empty one
+            folder.rmdir()
+        try:
+            temporary.replace(folder)
+            return
+        except OSError as error:
+            if error.errno not in MOUNTED:  # one of the same file system is not known to be a mount before
+                raise
+    moved: list[Path] = []
+    try:
+        for path in sorted(temporary.iterdir()):
+            if os.path.lexists(folder / path.name):
+                raise FileExistsError(f"{folder / path.name} has come meanwhile; choose another folder")
+            moved.append(folder / path.name)
+            shutil.move(path, moved[-1])
+            synchronise(moved[-1])
+        synchronise(folder)
+        temporary.rmdir()
+    except BaseException:
+        for path in moved:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         raise
 
 

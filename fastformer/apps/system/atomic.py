@@ -4,6 +4,7 @@ Until then they have hidden ones that nobody else has: two containers may have a
 that was killed leaves its own behind.
 """
 
+import errno
 import os
 import re
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MOUNTED = (errno.EBUSY, errno.EXDEV)  # of a rename that would replace a mount
 _SHOWN = 50  # characters of the name in a hidden one, which must not become too long
 _HIDDEN = re.compile(r"\.[a-z0-9_]{8}\.tmp$")  # how such a one ends, by `tempfile`
 
@@ -30,6 +32,7 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     """Replace a file in one step: after a crash or on a full disk the old content is still there, whole.
 
     A link stays one, and its target is replaced. What is no file (a device such as /dev/null, a pipe) is written to.
+    So is a file that is a mount (a container's), which nothing can replace, once the new content is on the disk.
 
     Raises OSError where nothing can be written, such as IsADirectoryError.
     """
@@ -47,11 +50,19 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, usual_mode(0o666))
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+            return
+        except OSError as error:
+            if error.errno not in MOUNTED:
+                raise
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+    with naming(f"{path}, of which {temporary} is what it should hold"):
+        path.write_bytes(data)
+    os.unlink(temporary)
 
 
 def hidden_folder(path: Path) -> Path:

@@ -5,6 +5,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from fastformer.apps.system.foreign_files import open_new, open_regular
 from fastformer.apps.system.places import held_above, named, place_of
 
 
@@ -28,6 +29,19 @@ def rename_folder(path: Path, new: Path, within: Path) -> None:
     """Give a folder another name; both stand in one folder."""
     with place_of(path, within) as (name, above), place_of(new, within) as (renamed, _), named(path):
         os.replace(name, renamed, src_dir_fd=above, dst_dir_fd=above)
+
+
+def copy_folder(path: Path, new: Path, within: Path) -> None:
+    """Make a folder with copies of the files and folders of another one, all on the disk."""
+    make_folder(new)
+    for name in names_in(path):
+        if is_folder(path / name, within):
+            copy_folder(path / name, new / name, within)
+            continue
+        with open_regular(path / name, within) as source, open_new(new / name, within) as target:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
 
 
 def remove(path: Path, within: Path) -> None:

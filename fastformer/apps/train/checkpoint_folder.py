@@ -10,6 +10,7 @@ out of it is found by its name. The price is one extra copy of the model on the 
 somebody's: it stays, and the folder gets the next name that is free (.new-step-200.1). One process writes.
 """
 
+import errno
 import itertools
 import json
 import re
@@ -21,7 +22,14 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import is_folder, make_folder, names_in, remove, rename_folder
+from fastformer.apps.system.foreign_folders import (
+    copy_folder,
+    is_folder,
+    make_folder,
+    names_in,
+    remove,
+    rename_folder,
+)
 from fastformer.apps.system.places import IrregularFileError
 from fastformer.apps.train.checkpoint import (
     META,
@@ -130,8 +138,7 @@ class CheckpointFolder:
         name = _name(step, average=state is None)
         target = self.folder / name
         self._check()  # writing took its time
-        if is_folder(target, self.folder.parent):
-            self._rename(target, self._hidden("swap", name))
+        self._set_aside("swap", name)
         self._rename(new, target)
         synchronise(self.folder)
         self._update_index(
@@ -197,7 +204,13 @@ class CheckpointFolder:
         ours = [self.folder / name for name in names_in(self.folder) if OURS.fullmatch(name)]
         # A file with a hidden name is somebody's; one named like a checkpoint would hide that the checkpoint is gone.
         folders = [path for path in ours if not path.name.startswith(".") or path.is_dir()]
-        return {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
+        names = {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
+        swapped = {
+            _original(name) for name in names if name.startswith(".swap-")
+        }  # half removed by `_set_aside`, maybe
+        return {
+            name for name in names if name not in swapped or check_path(self.folder / name / META, self.folder.parent)
+        }
 
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
@@ -235,8 +248,10 @@ class CheckpointFolder:
         make_folder(self.folder)
         hidden = sorted(name for name in self._names() if name.startswith("."))
         for name in hidden:
-            original = self.folder / name.removeprefix(".swap-").split(".")[0]
-            if name.startswith(".swap-") and not is_folder(original, self.folder.parent):
+            original = self.folder / _original(name)
+            if name.startswith(".swap-") and not check_path(original / META, self.folder.parent):
+                if is_folder(original, self.folder.parent):  # see `_set_aside`
+                    remove(original, self.folder.parent)
                 self._rename(self.folder / name, original)
             else:
                 remove(self.folder / name, self.folder.parent)
@@ -245,10 +260,30 @@ class CheckpointFolder:
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             # Out of the way first: a half removed folder must not look complete.
-            if is_folder(self.folder / name, self.folder.parent):
-                old = self._hidden("old", name)
-                self._rename(self.folder / name, old)
+            if old := self._set_aside("old", name):
                 remove(old, self.folder.parent)
+
+    def _set_aside(self, kind: str, name: str) -> Path | None:
+        """Free a checkpoint's name; returns where it is now, None where none had the name, or nothing is left of it.
+
+        Linux refuses to rename a folder of a container's image (overlayfs, EXDEV): that one is removed, its META first,
+        by which a half removed folder is known, after a copy was made of one that may have to come back.
+        """
+        path, aside = self.folder / name, self._hidden(kind, name)
+        if not is_folder(path, self.folder.parent):
+            return None
+        try:
+            self._rename(path, aside)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            if kind == "swap":
+                copy_folder(path, aside, self.folder.parent)
+            if check_path(path / META, self.folder.parent):
+                remove(path / META, self.folder.parent)
+            remove(path, self.folder.parent)
+            return aside if kind == "swap" else None
+        return aside
 
     def _rename(self, path: Path, new: Path) -> None:
         rename_folder(path, new, self.folder.parent)
@@ -286,6 +321,10 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
 
 def _name(step: int, average: bool) -> str:
     return AVERAGE if average else f"step-{step}"
+
+
+def _original(swap: str) -> str:
+    return swap.removeprefix(".swap-").split(".")[0]
 
 
 def _step_of(name: str) -> int:

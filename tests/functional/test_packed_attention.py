@@ -10,6 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from fastformer.functional import attention, packed_attention
 from fastformer.functional.attention import packed_reference, reference
 from fastformer.packing import Layout
+from fastformer.packing.row_map import RowMap
 from tests.support.closeness import assert_close, gradients, random
 
 # Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.
@@ -20,6 +21,8 @@ LENGTHS = {
     "no key at all": ([2, 1], [0, 0]),
     "equal": ([4, 4], [3, 3]),
     "equal keys": ([4, 2], [3, 3]),
+    "one": ([5], [3]),
+    "equal and long": ([70, 70], [66, 66]),
     "short queries": ([1, 2], [3, 5]),
     "long": ([70, 2], [5, 66]),
     "no sequence": ([], []),
@@ -81,7 +84,7 @@ def test_groups_hold_every_sequence_once_and_little_padding():
     others = (lengths + torch.randint(-3, 4, (200,), generator=generator)).clamp(0)
     layouts = [Layout.from_lengths(x) for x in (lengths, others)]
     plan = packed_reference._plan(*layouts, 4, 2)
-    for side, heads, rows in ((0, 4, plan.queries), (1, 2, plan.keys)):
+    for side, heads, rows in ((0, 4, plan.rows[0]), (1, 2, plan.rows[1])):
         found = torch.cat([(g.query_lengths, g.key_lengths)[side] for g in plan.groups])
         assert sorted(found.tolist()) == sorted((lengths, others)[side].tolist())
         assert rows.slots.numel() == len(rows.slots.unique()) == heads * layouts[side].total
@@ -92,6 +95,18 @@ def test_groups_hold_every_sequence_once_and_little_padding():
     assert padded < 1.5 * used < 0.6 * 200 * 60 * 60
     few = [Layout.from_lengths(x[:3] % 10) for x in (lengths, others)]
     assert len(packed_reference._plan(*few, 4, 2).groups) == 1
+
+
+@pytest.mark.parametrize(("lengths", "others"), [([4], [3]), ([4, 4], [3, 3])])
+def test_rows_of_equal_lengths_stay_where_they_are(lengths, others, monkeypatch):
+    """A sentence alone needs no copy of queries, keys and values."""
+    moved, spread = [], RowMap.spread
+    monkeypatch.setattr(RowMap, "spread", lambda *x: (moved.append(1), spread(*x))[1])
+    for queries, keys, expected in ((lengths, others, 0), ([*lengths, 5], [*others, 3], 3), ([0, 0], [0, 0], 3)):
+        layouts = [Layout.from_lengths(x) for x in (queries, keys)]
+        moved.clear()
+        packed_attention(*(torch.randn(x.total, 2, 3) for x in (layouts[0], layouts[1], layouts[1])), *layouts)
+        assert len(moved) == expected
 
 
 def test_groups_follow_whichever_side_varies():

@@ -51,11 +51,14 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the sequences of two layouts attend: the groups, and the rows of all their heads, `[H, N, L]` a group."""
+    """How the sequences of two layouts attend: the groups, and where the rows of all their heads lie.
+
+    rows: of queries `[T * H]` and of keys `[S * Hkv]` into those of all groups, `[H, N, L]` each; None: there is one
+        group without padding, in the order of the batch.
+    """
 
     groups: list[Group]
-    queries: RowMap  # of [T * H] into the rows of all groups
-    keys: RowMap  # of [S * Hkv]
+    rows: tuple[RowMap, RowMap] | None
 
 
 def _lengths(layout: Layout) -> Ints:
@@ -110,9 +113,11 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
             bias = torch.zeros(len(k), 1, S, device="cpu").masked_fill_(hidden, -math.inf)
         q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
         groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
+    if all(len(x) and 0 < x.min() == x.max() for x in (queries, keys)):
+        return Plan(groups, None)
     rows = _row_map(layout, order, cuts, heads)
     same = key_layout is layout and heads == key_heads
-    return Plan(groups, rows, rows if same else _row_map(key_layout, order, cuts, key_heads))
+    return Plan(groups, (rows, rows if same else _row_map(key_layout, order, cuts, key_heads)))
 
 
 def packed_attention(
@@ -128,28 +133,37 @@ def packed_attention(
         return _in_one_group(q, k, v, layout, key_layout, rules)
     H, Hkv, Kv = q.shape[1], k.shape[1], v.shape[2]
     plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
-    q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
-    queries = [H * group.sequences * group.queries for group in plan.groups]
-    keys = [Hkv * group.sequences * group.keys for group in plan.groups]
-    parts: list[tuple[Tensor, ...]] = [x.split(n) for x, n in ((q, queries), (k, keys), (v, keys))]  # type: ignore[no-untyped-call]
+    same = layout is key_layout
+    if plan.rows is None:
+        forms = ((q, plan.groups[0].queries), (k, plan.groups[0].keys), (v, plan.groups[0].keys))
+        q, k, v = (x.view(-1, length, *x.shape[1:]).permute(2, 0, 1, 3) for x, length in forms)
+        return _attend(q, k, v, plan.groups[0], same, rules).permute(1, 2, 0, 3).flatten(0, 1)
+    rows, key_rows = plan.rows
+    q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, rows), (k, key_rows), (v, key_rows)))
+    queries = [(H, group.sequences, group.queries) for group in plan.groups]
+    keys = [(Hkv, group.sequences, group.keys) for group in plan.groups]
+    parts = [_parts(x, forms) for x, forms in ((q, queries), (k, keys), (v, keys))]
     of_groups = zip(*parts, plan.groups, strict=True)
-    outs = [_attend(q, k, v, group, (H, Hkv), layout is key_layout, rules) for q, k, v, group in of_groups]
+    outs = [_attend(q, k, v, group, same, rules).flatten(0, 2) for q, k, v, group in of_groups]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return plan.queries.gather(out).view(layout.total, H, Kv)
+    return rows.gather(out).view(layout.total, H, Kv)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, heads: tuple[int, int], same: bool, rules: AttentionRules
-) -> Tensor:
-    """Attend within one group: rows `[H * N * T, K]`, keys and values `[Hkv * N * S, K]` -> `[H * N * T, Kv]`.
+def _parts(rows: Tensor, forms: list[tuple[int, int, int]]) -> list[Tensor]:
+    """The rows of groups, each `[heads, N, L, ...]`."""
+    parts: tuple[Tensor, ...] = rows.split([math.prod(form) for form in forms])  # type: ignore[no-untyped-call]
+    return [part.view(*form, rows.shape[1]) for part, form in zip(parts, forms, strict=True)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: AttentionRules) -> Tensor:
+    """Attend within one group: q `[H, N, T, K]`, k and v `[Hkv, N, S, K]` -> `[H, N, T, Kv]`.
 
     Args:
         q, k, v, group: of the group.
-        heads: H and Hkv.
         same: whether queries and keys are of the same sequences.
         rules: of the call.
     """
-    (H, Hkv), N, T, S = heads, group.sequences, group.queries, group.keys
+    (H, N, T), (Hkv, _, S) = q.shape[:3], k.shape[:3]
     by_start = rules.alignment == "top_left"
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = group.key_bias is None or (rules.causal and same)
@@ -159,26 +173,24 @@ def _attend(
         plain = plain and readable(bias) and bool(bias.isfinite().all())  # no query has all keys hidden
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     if plain and max(T, S) <= (_SHORT_TRAINED if trained else _SHORT) and group.shortest > 0:
-        q, k, v = (x.view(H * N, length, x.shape[1]) for x, length in ((q, T), (k, S), (v, S)))
-        scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
-        scores = products(q, k, scale)
+        scale = q.shape[3] ** -0.5 if rules.scale is None else rules.scale
+        scores = products(q.flatten(0, 1), k.flatten(0, 1), scale)
         if bias is not None:
-            its = q.view(H, N, T, q.shape[2]), k.view(H, N, S, k.shape[2])
-            pairs = of_pairs(bias, *its, rules).transpose(0, 1)  # [H, 1, T, S]
+            pairs = of_pairs(bias, q, k, rules).transpose(0, 1)  # [H, 1, T, S]
             scores = (scores.view(H, N, T, S) + pairs.to(q.dtype)).flatten(0, 1)
         if rules.causal:
             scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
         if group.key_bias is not None and not alone:
             scores = (scores.view(H, N, T, S) + group.key_bias.to(q.dtype)).flatten(0, 1)
-        return torch.bmm(drop(scores.softmax(-1), rules.dropout_p), v).flatten(0, 1)
-    forms = ((q, H, T), (k, Hkv, S), (v, Hkv, S))
-    q, k, v = (x.view(h, N, length, x.shape[1]).transpose(0, 1) for x, h, length in forms)  # [N, H, L, K]
+        out = torch.bmm(drop(scores.softmax(-1), rules.dropout_p), v.flatten(0, 1))
+        return out.view(H, N, T, v.shape[3])
     padded = replace(
         rules,
         query_lengths=None if by_start else group.query_lengths,
         key_lengths=None if alone else group.key_lengths,
     )
-    return attention_over_zeros(q, k, v, padded).transpose(0, 1).flatten(0, 2)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [N, H, L, K]
+    return attention_over_zeros(q, k, v, padded).transpose(0, 1)
 
 
 def _in_one_group(q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules) -> Tensor:

@@ -183,7 +183,9 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRule
 
 
 def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
-    merged, dead = open_dead_rows(with_distances(q, k, rules), allowed_positions(q, k, rules))
+    allowed = allowed_positions(q, k, rules)
+    # Every query sees the first key where causality alone limits: none is dead.
+    merged, dead = (allowed, None) if _only_causal(rules) else open_dead_rows(with_distances(q, k, rules), allowed)
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap, rules.sinks)
     if dead is not None:

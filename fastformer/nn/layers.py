@@ -192,9 +192,13 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         kinds = ((linears, OUT_PROJECTIONS), (norms, (LayerNorm, nn.LayerNorm)))
         if not all(plain(part, *types) for parts, types in kinds for part in parts):
             return False
-        if not all(plain(own[name], nn.Dropout) for name in ("dropout", "dropout1", "dropout2")):
+        dropouts = [own[name] for name in ("dropout", "dropout1", "dropout2")]
+        if any(part.training or not plain(part, nn.Dropout) for part in dropouts):  # which may train alone
             return False
         if activation_name(self.activation) not in ("relu", "gelu") or norms[0].eps != norms[1].eps:
+            return False
+        width = (src.shape[2],)
+        if own["linear2"].out_features != width[0] or any(norm.normalized_shape != width for norm in norms):
             return False
         weights = [part._parameters.get(name) for part in (*linears, *norms) for name in ("weight", "bias")]
         return all(type(weight) is nn.Parameter and weight.dtype is src.dtype for weight in weights)

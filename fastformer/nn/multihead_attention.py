@@ -178,14 +178,17 @@ class MultiheadAttention(Projections):
         if type(self.out_proj) not in OUT_PROJECTIONS or has_own_hooks(self.out_proj) or self.differs or not self.packs:
             return False
         own, out = self._parameters, self.out_proj._parameters
-        weights = own.get("in_proj_weight"), own.get("in_proj_bias"), out.get("weight"), out.get("bias")
+        found = own.get("in_proj_weight"), own.get("in_proj_bias"), out.get("weight"), out.get("bias")
+        weights: tuple[Any, ...] = found
         if not all(type(weight) is nn.Parameter for weight in weights):  # somebody's own may not be read by torch's op
             return False
         if not (is_torchs(x, weights[0], weights[1]) and is_torchs(x, weights[2], weights[3])):
             return False
-        if x.dim() != 3 or x.shape[2] != self.embed_dim or not 0 < x.shape[0] * x.shape[1] <= _FEW:
+        if x.is_nested or x.dim() != 3 or not 0 < x.shape[0] * x.shape[1] <= _FEW:
             return False
-        return not (watched() or autocasts(x))
+        D = self.embed_dim
+        fits = x.shape[2] == D and weights[1].shape == (3 * D,) and weights[2].shape == (D, D)
+        return fits and not (watched() or autocasts(x))
 
     def packed(
         self,

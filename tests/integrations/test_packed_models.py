@@ -114,6 +114,13 @@ def test_generation_packs_the_prompt(name, beams, seen):
 
 
 @pytest.mark.parametrize("name", GENERATING)
+def test_the_first_step_of_one_row_with_a_static_cache_is_no_packed_batch(name):
+    ids = torch.tensor([[5, 7, 9] if MODELS[name][0] is PAIRS else [5]])  # the decoder begins with one token
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+    assert torch.equal(*(model.generate(ids, **settings) for model in both_ways(name)))
+
+
+@pytest.mark.parametrize("name", GENERATING)
 def test_a_cache_holds_what_eager_gives_it(name, seen):
     inputs = pairs(name, "left")
     labels = inputs.pop("labels")

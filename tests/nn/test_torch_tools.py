@@ -149,6 +149,12 @@ CHANGES = {
     "a tensor of one's own": lambda module, x: x.as_subclass(Own),
     "a weight of one's own": _own_weight,
     "no bias": _set("linear1", torch.nn.Linear(16, 32, bias=False)),
+    "a norm over two dimensions": lambda module, x: (setattr(module, "norm2", torch.nn.LayerNorm((5, 16))), x)[1],
+    "a last map that broadcasts": _set("linear2", torch.nn.Linear(32, 1)),
+    "a projection that broadcasts": lambda module, x: (
+        setattr(module.self_attn, "out_proj", torch.nn.Linear(16, 1)),
+        x,
+    )[1],
     "many tokens": lambda module, x: x.repeat(20, 5, 1),
     "no token": lambda module, x: x[:, :0],
 }
@@ -173,6 +179,30 @@ def test_torchs_op_for_a_layer_is_for_layers_with_nothing_else(monkeypatch, chan
     calls.clear()
     layer(x)  # with gradients
     assert not calls
+
+
+@pytest.mark.parametrize("training", ["all but attention", "dropout", "dropout1", "dropout2"])
+def test_what_trains_alone_drops_out_of_few_tokens_too(training):
+    layer = fastformer.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True).eval()
+    if training == "all but attention":
+        layer.train()
+        layer.self_attn.eval()
+    else:
+        layer.get_submodule(training).train()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        assert not torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_of_few_nested_tokens_is_torchs():
+    theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    ours = fastformer.MultiheadAttention(16, 4, batch_first=True).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    with torch.no_grad():
+        found, expected = (module(x, x, x, need_weights=False)[0] for module in (ours, theirs))
+    assert all(map(torch.equal, found.unbind(), expected.unbind()))
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -66,6 +66,8 @@ def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if x.dim() < 3 or rules.layout is not None or not (has_values(rules.key_mask) and has_values(x)):
         return None
     layout = rules.real_keys(x.device)
+    if layout.total == rules.shape[0] == 1:  # the first step with a static cache has such a mask, and the same shape
+        return None
     padded = x.shape[-3:-1] == (rules.shape[0], rules.shape[2])
     if not padded and x.shape[-3:-1] != (1, layout.total):
         return None

@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help check test quick fuzz aot survey kernel-hub faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
+.PHONY: help check test quick fuzz long aot survey kernel-hub faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -21,6 +21,9 @@ quick:  ## is anything broken? the first case of every test that is not slow
 
 fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
+
+long:  ## the tests that CI leaves out: they take long, and are rarely red
+	$(PYTHON) -m pytest -n $(JOBS) --dist worksteal --long -m long
 
 aot:  ## compile the models ahead of time (AOTInductor), and compare them
 	$(PYTHON) -m pytest --aot tests/apps/models/test_program_export.py

@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seed", type=int, default=0, help="what every test begins with: other random tensors, same claims"
     )
     parser.addoption("--aot", action="store_true", help="also compile the models ahead of time, for C++")
+    parser.addoption("--long", action="store_true", help="also what takes long and is rarely red, which CI leaves out")
     parser.addoption("--quick", action="store_true", help="of each test its first case only, and no slow test")
     parser.addoption(
         "--compiled",
@@ -60,13 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         marks = (needs_compiled.mark, needs_kernels.mark)
         chosen = [item for item in chosen if any(mark in marks for mark in item.iter_markers("skipif"))]
+    if not config.getoption("--long"):
+        chosen = [item for item in chosen if item.get_closest_marker("long") is None]
     if config.getoption("--quick"):
         first: dict[str, pytest.Item] = {}
         for item in chosen:
             if item.get_closest_marker("slow") is None:
                 first.setdefault(item.nodeid.split("[")[0], item)
         chosen = list(first.values())
-    if chosen is not items:
+    if len(chosen) < len(items):
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen

@@ -14,6 +14,9 @@ from fastformer.host.devices import check_tensors
 from fastformer.modes import compiling, transformed
 
 _LEVELS = 1 << 16
+# Elements up to which torch's one op is faster, forward and backward: 56 against 74 us for 4,096, 138 against 108 for
+# 16,384, one core.
+_FEW = 8192
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -21,7 +24,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
     Args:
         x: any shape, floating point.
-        p: quantised to 1/65536 where that is faster, and the quantised value is used in the scale.
+        p: quantised to 1/65536 where that is faster (on a CPU, of more than 8,192 elements), and the quantised value is
+            used in the scale.
     """
     check_tensors(("x",), x)
     check_probability("p", p)
@@ -33,7 +37,7 @@ def drop(x: Tensor, p: float) -> Tensor:
     if p == 0.0:
         return x
     # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row.
-    if x.device.type != "cpu" or p == 1.0 or compiling() or transformed():
+    if compiling() or x.device.type != "cpu" or x.numel() <= _FEW or p == 1.0 or transformed():
         return F.dropout(x, p)
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
     # All 64 bits are random: random_() without bounds leaves the sign bit 0.

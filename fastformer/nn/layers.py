@@ -20,6 +20,7 @@ from fastformer.nn.attends import Attention, is_watched, packed_attention, padde
 from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
+from fastformer.nn.plain_attention import weights_of_few
 from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.sublayers import Pending, feed_forward, first_norm
 from fastformer.nn.torch_calls import encoder_masks
@@ -186,7 +187,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         """
         own: Any = self._modules
         attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
-        if not (plain(attention, MultiheadAttention) and attention.is_torchs(src)):
+        if not (plain(attention, MultiheadAttention) and weights_of_few(attention, src) is not None):
             return False
         linears = attention.out_proj, own["linear1"], own["linear2"]
         kinds = ((linears, OUT_PROJECTIONS), (norms, (LayerNorm, nn.LayerNorm)))

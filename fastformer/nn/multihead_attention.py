@@ -16,17 +16,14 @@ from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
-from fastformer.functional.choice import is_torchs
-from fastformer.host.devices import autocasts, check_tensors
-from fastformer.modes import watched
-from fastformer.nn.modules import drop_in, has_own_hooks
+from fastformer.host.devices import check_tensors
+from fastformer.nn.modules import drop_in
 from fastformer.nn.options import AttentionOptions, check_options
-from fastformer.nn.projections import OUT_PROJECTIONS, Positions, Projections
+from fastformer.nn.plain_attention import attend_plainly, weights_of_few
+from fastformer.nn.projections import Positions, Projections
 from fastformer.nn.torch_calls import ahead
 from fastformer.nn.wrappers import Inside
 from fastformer.packing import Layout, offsets_of, pack, unpack
-
-_FEW = 256  # tokens; of more, products take what there is to gain, and all scores more memory than theirs
 
 
 @drop_in
@@ -119,13 +116,15 @@ class MultiheadAttention(Projections):
         """
         if isinstance(key, Inside):
             return key.run(self, query), None
-        if key is query and value is query and attn_mask is None and key_padding_mask is None and not is_causal:
-            if self.is_torchs(query):
-                sizes, out_proj = (self.embed_dim, self.num_heads), self.out_proj
-                projections = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
+        if key is value and key_padding_mask is None and type(self) is MultiheadAttention and type(query) is Tensor:
+            few = weights_of_few(self, query) if key is query and attn_mask is None and not is_causal else None
+            if few is not None:
+                sizes = self.embed_dim, self.num_heads
                 return torch._native_multi_head_attention(
-                    query, key, value, *sizes, *projections, None, need_weights, average_attn_weights
+                    query, key, value, *sizes, *few, None, need_weights, average_attn_weights
                 )
+            if not need_weights and (out := attend_plainly(self, query, key, attn_mask, is_causal)) is not None:
+                return out, None
         check_tensors(("query", "key", "value"), query, (key, value))
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:
@@ -166,29 +165,6 @@ class MultiheadAttention(Projections):
         out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)  # query's layout
         out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
-
-    def is_torchs(self, x: Tensor) -> bool:
-        """Whether attention of a few tokens to themselves, without masks, is torch's one op, in inference on a CPU.
-
-        For 14 tokens of width 512 that takes a twentieth less: its products leave the biases to what comes between, and
-        nothing is asked between them, when weights have flushed the caches. It keeps all scores, so not for many.
-        """
-        if self.training or torch.is_grad_enabled() or not self.batch_first or self.num_heads % 2:
-            return False
-        if type(self.out_proj) not in OUT_PROJECTIONS or has_own_hooks(self.out_proj) or self.differs or not self.packs:
-            return False
-        own, out = self._parameters, self.out_proj._parameters
-        found = own.get("in_proj_weight"), own.get("in_proj_bias"), out.get("weight"), out.get("bias")
-        weights: tuple[Any, ...] = found
-        if not all(type(weight) is nn.Parameter for weight in weights):  # somebody's own may not be read by torch's op
-            return False
-        if not (is_torchs(x, weights[0], weights[1]) and is_torchs(x, weights[2], weights[3])):
-            return False
-        if x.is_nested or x.dim() != 3 or not 0 < x.shape[0] * x.shape[1] <= _FEW:
-            return False
-        D = self.embed_dim
-        fits = x.shape[2] == D and weights[1].shape == (3 * D,) and weights[2].shape == (D, D)
-        return fits and not (watched() or autocasts(x))
 
     def packed(
         self,

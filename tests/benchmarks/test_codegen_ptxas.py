@@ -9,6 +9,7 @@ from tests.support.python import ROOT
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_ptxas_is_held_to_the_limits_and_not_to_the_budget(tmp_path):
     """Triton's own under another version, against a budget of half of the registers."""

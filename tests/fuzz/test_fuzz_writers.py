@@ -65,7 +65,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_writers(home: Path, request: pytest.FixtureRequest) -> None:
     found: Counter[str] = Counter()
-    for number in range(request.config.getoption("--fuzz") // 3):  # a pair takes as long as ten folders
+    for number in range(request.config.getoption("--fuzz") // 10):  # a pair takes as long as ten folders
         found += attempt(home, number)
     assert found["refused"] > 0.1 * found["inputs"]
     assert found["killed"] > 0.1 * found["inputs"]
@@ -155,7 +155,7 @@ WAYS = ("other", "link", "empty", "nothing")  # what is in the place of a folder
 
 def test_a_moved_run_leaves_alone_what_took_its_place(home: Path, request: pytest.FixtureRequest) -> None:
     """A writer stands still before any of its calls, and goes on where its folder has another name."""
-    for number in range(request.config.getoption("--fuzz") // 3):
+    for number in range(request.config.getoption("--fuzz") // 10):
         random = Random(number)
         line, way = random.choice([NEW["one"], *AGAIN.values()]), random.choice(WAYS)
         run, other, moved = home / "run", home / "other", home / "moved"
@@ -200,7 +200,7 @@ def test_a_moved_run_leaves_alone_what_took_its_place(home: Path, request: pytes
 
 def test_a_signal_at_any_call_loses_nothing(home: Path, request: pytest.FixtureRequest) -> None:
     """Whatever is sent to it, a run goes on, and what stands in its folder is whole."""
-    for number in range(request.config.getoption("--fuzz") // 3):
+    for number in range(request.config.getoption("--fuzz") // 10):
         random = Random(number)
         line = random.choice([NEW["one"], *AGAIN.values()])
         if line != NEW["one"]:

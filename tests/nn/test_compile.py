@@ -39,6 +39,7 @@ WITHIN = (
     "TransformerEncoderLayer", "TransformerEncoderLayer, pre-norm", "TransformerDecoderLayer",
     "TransformerDecoderLayer, pre-norm", "TokenClassifier",
 )  # fmt: skip
+LONG = ("TranslationModel", "LanguageModel", "SequenceClassifier, max")  # has others beside it, or is in DYNAMIC
 DYNAMIC = (
     "LayerNorm", "MultiheadAttention", "FeedForward", "LinearCrossEntropy", "TransformerEncoder",
     "TransformerEncoder.packed", "LanguageModel, padded", "TranslationModel",
@@ -71,7 +72,9 @@ def check(case: Subject, backend: str, dynamic: bool | None) -> None:
                 assert_close(a, w)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHIN])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES if name not in WITHIN
+])  # fmt: skip
 def test_two_compilations_for_all_shapes(name):
     check(CASES[name], "aot_eager" if name in ALSO_BACKWARD else "eager", None)
     assert len(compilations()) == 2, compilations()

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import fastformer
 from fastformer import functional
+from fastformer.nn import multihead_attention
 from fastformer.packing import Layout
 
 BLOCKS = {
@@ -219,3 +221,137 @@ def test_torchs_op_for_attention_gives_torchs_bits(weights):
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter, torch.no_grad():
         fastformer.MultiheadAttention(16, 4, batch_first=True).eval()(x, x, x)
     assert counter.get_total_flops() > 0
+
+
+def _changed(change):
+    return lambda module, given: (change(module), given)[1]
+
+
+def _given(**changes):
+    return lambda module, given: {**given, **changes}
+
+
+def _kept(name, kept):
+    return _changed(lambda module: setattr(module, name, kept()))
+
+
+def _hook_out(module):
+    module.out_proj.register_forward_hook(lambda *_: None)
+
+
+def _learn_keys(module):
+    module.bias_k, module.bias_v = (nn.Parameter(torch.randn(1, 1, 16)) for _ in range(2))
+
+
+class OwnAttention(fastformer.MultiheadAttention):
+    pass
+
+
+# Name -> what is changed, and whether attention is still torch's ops and nothing else.
+ATTENTIONS = {
+    "nothing": (lambda module, given: given, True),
+    "no mask": (_given(attn_mask=None), True),
+    "a bool mask": (_given(attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1)), True),
+    "evaluation": (_changed(lambda module: module.eval()), True),
+    "no bias": (_changed(lambda module: setattr(module, "in_proj_bias", None)), True),
+    "time first": (_changed(lambda module: setattr(module, "batch_first", False)), True),
+    "a mask that is no hint": (_given(is_causal=False), False),
+    "padding": (_given(key_padding_mask=torch.zeros(5, 5, dtype=torch.bool)), False),
+    "weights": (_given(need_weights=True), False),
+    "a mask of another shape": (_given(attn_mask=torch.zeros(20, 5, 5)), False),
+    "a hook on its projection": (_changed(_hook_out), False),
+    "another projection": (_kept("out_proj", lambda: Doubling(16, 16)), False),
+    "window": (_kept("window", lambda: (2, 0)), False),
+    "softcap": (_kept("softcap", lambda: 5.0), False),
+    "sinks": (_kept("sinks", lambda: nn.Parameter(torch.randn(4))), False),
+    "sinks in a buffer": (_changed(lambda module: module.register_buffer("sinks", torch.randn(4))), False),
+    "a norm": (_kept("q_norm", lambda: nn.RMSNorm(4)), False),
+    "a key that is learnt": (
+        _changed(_learn_keys),
+        False,
+    ),
+    "a zero key": (_kept("add_zero_attn", lambda: True), False),
+    "a parametrisation": (
+        _changed(lambda module: nn.utils.parametrizations.weight_norm(module, "in_proj_weight")),
+        False,
+    ),
+    "pruning": (_changed(lambda module: prune.l1_unstructured(module, "in_proj_weight", 0.5)), False),
+    "a class of one's own": (_kept("__class__", lambda: OwnAttention), False),
+    "a weight of one's own": (
+        _kept("in_proj_weight", lambda: nn.Parameter(torch.randn(48, 16).as_subclass(Own))),
+        False,
+    ),
+}
+
+
+def both_ways(monkeypatch, run):
+    """What `run` gives as it is and the general way, with gradients, and how often attention was torch's ops alone."""
+    found, taken = [], []
+    original = multihead_attention.attend_plainly
+    for way in (lambda *given: (out := original(*given), taken.append(out is not None))[0], lambda *given: None):
+        monkeypatch.setattr(multihead_attention, "attend_plainly", way)
+        torch.manual_seed(1)
+        found.append(run())
+    return found, taken
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_of_torchs_ops_alone_is_the_general_one(monkeypatch, name, kind):
+    change, plain = ATTENTIONS[name]
+    module = fastformer.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+    x = torch.randn(5, 5, 16, requires_grad=True)
+    memory = x if kind == "self" else torch.randn(5, 5, 16, requires_grad=True)
+    mask = torch.full((5, 5), -torch.inf).triu(1)
+    given = change(module, {"need_weights": False, "attn_mask": mask, "is_causal": True})
+    weight = torch.randn(5, 5, 16)
+
+    def run():
+        out = module(x, memory, memory, **given)[0]
+        leaves = [x, memory, *module.parameters()]
+        return [out, *torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)]
+
+    (found, expected), taken = both_ways(monkeypatch, run)
+    assert any(taken) == plain
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class WatchFunctions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("mode", ["autocast", "dispatch", "functions", "vmap", "gradients of gradients", "backend"])
+def test_attention_of_torchs_ops_alone_leaves_modes_to_the_general_one(monkeypatch, mode):
+    module = fastformer.MultiheadAttention(16, 4, batch_first=True).double()
+    x = torch.randn(2, 3, 5, 16, dtype=torch.float64)
+    modes = {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "dispatch": Watch,
+        "functions": WatchFunctions,
+        "backend": lambda: fastformer.backend("reference"),
+    }
+
+    def attend(x):
+        return module(x, x, x, need_weights=False)[0]
+
+    def run():
+        if mode == "vmap":
+            return torch.vmap(attend)(x)
+        if mode == "gradients of gradients":
+            return torch.autograd.functional.hvp(lambda x: attend(x).square().sum(), x[0], torch.ones_like(x[0]))[1]
+        with modes[mode]():
+            return attend(x[0])
+
+    (found, expected), taken = both_ways(monkeypatch, run)
+    assert any(taken) == (mode in ("backend", "gradients of gradients"))
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.checks import check_probability
-from fastformer.functional.choice import runs_fused
+from fastformer.functional.choice import is_torchs, runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.functional.norms.layer_norm import (
     as_row,
@@ -110,6 +110,10 @@ def _step(
         eps: as the kernels add it.
     """
     op, parameters = _OPS[centred], (weight, bias)
+    if dtype is None and is_torchs(x, weight, bias) and type(residual) is Tensor and residual.is_cpu:
+        if x.shape == residual.shape and x.dtype is residual.dtype and 0.0 <= dropout_p <= 1.0:
+            s = residual + drop(x, dropout_p)
+            return plain(s, as_shape(normalized_shape), weight, bias), s
     check_tensors(("x", "residual", "weight", "bias"), x, (residual,), parameters)
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")

@@ -145,7 +145,7 @@ def test_padded_stacks_recompute_too():
     [
         ("language", "eager", False),
         ("translation", "eager", True),
-        pytest.param("language", "aot_eager", True, marks=pytest.mark.slow),
+        pytest.param("language", "aot_eager", True, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.slow

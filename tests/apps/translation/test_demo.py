@@ -46,7 +46,7 @@ def check_ctranslate2(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["fr", "de"])
+@pytest.mark.parametrize("target", [pytest.param("fr", marks=pytest.mark.long), "de"])
 def test_numbers_never_seen_are_translated_exactly(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ from tests.nn.options.test_layers_with_options import LENGTHS, OPTIONS, B, L, ah
 from tests.support.fused_op import DEVICE, assert_model_as_accurate_as_reference, needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("slow_path")]
-each = pytest.mark.parametrize("name", OPTIONS)
+# One option is enough for what they share; "all" has each of them, and CI leaves the others to `make long`.
+CASES = [pytest.param(name, marks=[] if name in ("rms", "all") else [pytest.mark.long]) for name in OPTIONS]
 
 
 def hold(stack, forward):
@@ -26,7 +27,8 @@ def hold(stack, forward):
     assert_model_as_accurate_as_reference(stack.to(DEVICE, torch.float32), results)
 
 
-@pytest.mark.parametrize(("name", "padding_free"), [*((name, True) for name in OPTIONS), ("all", False)])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("padding_free", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_causal_encoder(name, padding_free):
     x, padding = batch(), hidden("right").to(DEVICE)
 
@@ -37,7 +39,7 @@ def test_a_causal_encoder(name, padding_free):
     hold(encoder(name), forward)
 
 
-@each
+@pytest.mark.parametrize("name", CASES)
 def test_a_decoder(name):
     x, memory, padding = batch(6), batch(), hidden("right").to(DEVICE)
 
@@ -48,7 +50,7 @@ def test_a_decoder(name):
     hold(decoder(name), forward)
 
 
-@each
+@pytest.mark.parametrize("name", OPTIONS)
 def test_steps(name):
     x, layout = batch(), Layout.from_lengths(LENGTHS - 1, DEVICE, L)
 

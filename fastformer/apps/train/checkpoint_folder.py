@@ -138,7 +138,8 @@ class CheckpointFolder:
         name = _name(step, average=state is None)
         target = self.folder / name
         self._check()  # writing took its time
-        self._set_aside("swap", name)
+        if is_folder(target, self.folder.parent):
+            self._rename(target, self._hidden("swap", name))
         self._rename(new, target)
         synchronise(self.folder)
         self._update_index(
@@ -205,9 +206,8 @@ class CheckpointFolder:
         # A file with a hidden name is somebody's; one named like a checkpoint would hide that the checkpoint is gone.
         folders = [path for path in ours if not path.name.startswith(".") or path.is_dir()]
         names = {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
-        swapped = {
-            _original(name) for name in names if name.startswith(".swap-")
-        }  # half removed by `_set_aside`, maybe
+        # One that is being replaced may be half removed; see `_rename`.
+        swapped = {_original(name) for name in names if name.startswith(".swap-")}
         return {
             name for name in names if name not in swapped or check_path(self.folder / name / META, self.folder.parent)
         }
@@ -250,7 +250,7 @@ class CheckpointFolder:
         for name in hidden:
             original = self.folder / _original(name)
             if name.startswith(".swap-") and not check_path(original / META, self.folder.parent):
-                if is_folder(original, self.folder.parent):  # see `_set_aside`
+                if is_folder(original, self.folder.parent):  # see `_rename`
                     remove(original, self.folder.parent)
                 self._rename(self.folder / name, original)
             else:
@@ -260,33 +260,35 @@ class CheckpointFolder:
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             # Out of the way first: a half removed folder must not look complete.
-            if old := self._set_aside("old", name):
-                remove(old, self.folder.parent)
+            path, old = self.folder / name, self._hidden("old", name)
+            if is_folder(path, self.folder.parent):
+                remove(old if self._renamed(path, old) else self._without_meta(path), self.folder.parent)
 
-    def _set_aside(self, kind: str, name: str) -> Path | None:
-        """Free a checkpoint's name; returns where it is now, None where none had the name, or nothing is left of it.
+    def _rename(self, path: Path, new: Path) -> None:
+        """Give a folder another name, or a copy of it, after which it is removed; what is half copied has neither name.
 
-        Linux refuses to rename a folder of a container's image (overlayfs, EXDEV): that one is removed, its META first,
-        by which a half removed folder is known, after a copy was made of one that may have to come back.
+        It may have to come back: its META goes first, by which a half removed folder is known.
         """
-        path, aside = self.folder / name, self._hidden(kind, name)
-        if not is_folder(path, self.folder.parent):
-            return None
+        if not self._renamed(path, new):
+            copy = self._hidden("old", _original(path.name))
+            copy_folder(path, copy, self.folder.parent)
+            rename_folder(copy, new, self.folder.parent)
+            remove(self._without_meta(path), self.folder.parent)
+
+    def _renamed(self, path: Path, new: Path) -> bool:
+        """Whether a folder has another name now: Linux refuses that for one of a container's image (overlayfs)."""
         try:
-            self._rename(path, aside)
+            rename_folder(path, new, self.folder.parent)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            if kind == "swap":
-                copy_folder(path, aside, self.folder.parent)
-            if check_path(path / META, self.folder.parent):
-                remove(path / META, self.folder.parent)
-            remove(path, self.folder.parent)
-            return aside if kind == "swap" else None
-        return aside
+            return False
+        return True
 
-    def _rename(self, path: Path, new: Path) -> None:
-        rename_folder(path, new, self.folder.parent)
+    def _without_meta(self, path: Path) -> Path:
+        if check_path(path / META, self.folder.parent):
+            remove(path / META, self.folder.parent)
+        return path
 
     def _hidden(self, kind: str, name: str) -> Path:
         """A name for a folder on its way that no file has."""

@@ -153,6 +153,28 @@ def test_an_interrupted_import_shows_no_traceback(tmp_path, module, ignored):
     assert (ended.returncode, ended.stderr) == (3 if ignored else -signal.SIGINT, b"")
 
 
+@pytest.mark.parametrize(
+    ("when", "code"),
+    [
+        ("atexit.register(interrupt)", -signal.SIGINT),  # while Python takes everything apart
+        ("cli.give_up_on = lambda stream: interrupt()", 130),  # while a pipe takes no more: a second one
+    ],
+)
+def test_ctrl_c_at_the_end_shows_no_traceback(when, code):
+    script = f"""
+import atexit, os, signal, sys
+import fastformer.apps.cli as cli
+from fastformer.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+{when}
+sys.argv = ["fastformer", "--help"]
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (code, b"")
+
+
 @pytest.mark.parametrize("where", ["_open_streams", "_show_warnings", "app"])
 def test_ctrl_c_at_any_time_shows_no_traceback(monkeypatch, where):
     def interrupted():

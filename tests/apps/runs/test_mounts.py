@@ -35,6 +35,17 @@ def _refusing(code: int, refused: Callable[[Path], bool]) -> Callable[..., None]
     return refuse
 
 
+def _killed_once_copied(rename: Callable[..., None]) -> Callable[..., None]:
+    """`rename_folder` of a process that ends where the copy of a folder that nobody renames gets its name."""
+
+    def killed(path, new, within):
+        if path.name.startswith(".old-"):
+            raise KeyboardInterrupt
+        rename(path, new, within)
+
+    return killed
+
+
 def _save(folder: CheckpointFolder, step: int) -> None:
     weight = torch.full((5,), float(step))
     folder.save(step, {"w": weight}, {"step": step})
@@ -94,6 +105,21 @@ class TestImage:
             path.relative_to(image.folder): path.read_bytes() for path in image.folder.rglob("*") if path.is_file()
         }
         assert found == whole
+
+    @pytest.mark.parametrize("killed_again", [False, True])
+    def test_one_that_was_being_replaced_comes_back(self, image, monkeypatch, killed_again):
+        step = image.folder / "step-2"
+        whole = {path.name: path.read_bytes() for path in step.iterdir() if path.is_file()}
+        step.rename(image.folder / ".swap-step-2")  # by a process that was killed before the image was made
+        if killed_again:
+            with monkeypatch.context() as dying:
+                dying.setattr(checkpoint_folder, "rename_folder", _killed_once_copied(checkpoint_folder.rename_folder))
+                with pytest.raises(KeyboardInterrupt):
+                    image.recover()
+            assert not step.exists()
+        image.recover()
+        assert {path.name: path.read_bytes() for path in step.iterdir() if path.is_file()} == whole
+        assert {path.name for path in image.folder.iterdir()} == {"average", "index.json", "step-1", "step-2"}
 
     def test_another_error_is_none_of_that(self, image, monkeypatch):
         monkeypatch.setattr(os, "replace", _refusing(errno.EIO, Path.is_dir))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
 from fastformer.host.devices import in_autocast
@@ -116,7 +117,10 @@ class Projections(nn.MultiheadAttention):
 
     def project_out(self, x: Tensor) -> Tensor:
         """The last projection, of `[..., D]`: with hooks or of another class, it is called; torch reads its weight."""
-        if type(self.out_proj) not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
+        kind = type(self.out_proj)
+        if kind not in OUT_PROJECTIONS and is_parametrized(self.out_proj):
+            kind = kind.__bases__[0]  # of which torch made its class
+        if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
         return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
 

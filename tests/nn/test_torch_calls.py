@@ -140,6 +140,22 @@ def test_hooks_of_all_modules(kind, norm_first):
         check(model, form, hooked_everywhere, least=20)
 
 
+def test_a_parametrised_projection_is_read_not_called():
+    """torch's attention multiplies with the weight of its last projection, whose own hooks nobody calls."""
+    theirs = nn.MultiheadAttention(D, H)
+    nn.utils.parametrizations.weight_norm(theirs.out_proj)
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    assert isinstance(ours, fastformer.MultiheadAttention)
+    x = torch.randn(T, B, D)
+    handle = register_module_forward_pre_hook(
+        lambda module, args: (args[0] + 1.0, *args[1:]) if isinstance(module, nn.Linear) else None
+    )
+    found, expected = (model(x, x, x)[0] for model in (ours, theirs))
+    handle.remove()
+    torch.testing.assert_close(found, expected)
+
+
 def test_hooks_of_all_modules_of_a_sequential():
     block = nn.Sequential(nn.Linear(D, F), nn.ReLU(), nn.Linear(F, D))
     ours = copy.deepcopy(block)

@@ -94,7 +94,7 @@ def attend_plainly(
     rows, time = (0, 1) if attention.batch_first else (1, 0)
     D, H, K = attention.embed_dim, attention.num_heads, attention.head_dim
     B, T, S = query.shape[rows], query.shape[time], key.shape[time]
-    if not (query.shape[2] == key.shape[2] == D and B == key.shape[rows] and B and T and S):
+    if not (query.shape[2] == key.shape[2] == D and key.shape[rows] == B and B and T and S):
         return None
     if attn_mask is not None:
         said = is_causal and type(attn_mask) is Tensor and attn_mask.shape == (T, S)

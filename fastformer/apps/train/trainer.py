@@ -195,6 +195,7 @@ class Trainer:
         self._threads = ThreadChoice(self.config, self.device.type == "cpu" and self._processes.world == 1)
         notice = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
         self.model.train()
+        self._update.optimizer.zero_grad()  # of a step that an error ended, or of the caller's own
         try:
             with self._progress, Interrupt(lambda: self._progress.line(notice)) as self._interrupt:
                 reason = self._run()
@@ -335,7 +336,10 @@ class Trainer:
         check_locked(self.folder)
         self._at.seconds = self._clock() - self._start
         epoch = self._at.epoch + (self._at.batch > 0)  # for people: counted from 1, the one just ended stays
-        return self._log.write(kind, self._at.step, epoch=epoch, seconds=self._at.seconds, **values)
+        record = self._log.write(kind, self._at.step, epoch=epoch, seconds=self._at.seconds, **values)
+        if kind in ("train", "epoch"):  # validations are those of a checkpoint, or of an end that need not be one
+            self._at.records = self._log.count
+        return record
 
     def _is_better(self, value: float, best: float | None) -> bool:
         if math.isnan(value):
@@ -388,12 +392,14 @@ class Trainer:
     def _average(self) -> None:
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         averaged = average_checkpoints(self.checkpoints.paths()[-self.config.average :])
-        put_weights(self.model, averaged, self.checkpoints.folder)
         metrics, best, shown = self._metrics, None, None
-        if self._validate is not None:
-            value, shown = self._evaluate("average")
-            best = value if self._is_better(value, self.checkpoints.best_value()) else None
-        self._write_checkpoint(None, best)
+        try:
+            put_weights(self.model, averaged, self.checkpoints.folder)
+            if self._validate is not None:
+                value, shown = self._evaluate("average")
+                best = value if self._is_better(value, self.checkpoints.best_value()) else None
+            self._write_checkpoint(None, best)
+        finally:
+            put_weights(self.model, weights, self.checkpoints.folder)
+            self._metrics = metrics
         self._show(shown, best is not None)
-        put_weights(self.model, weights, self.checkpoints.folder)
-        self._metrics = metrics

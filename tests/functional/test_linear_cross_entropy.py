@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import fastformer
 from fastformer.functional import linear_cross_entropy
@@ -70,6 +70,19 @@ def test_first_and_second_derivative(reduction, smoothing, chunks):
 
     assert gradcheck(call, inputs)
     assert gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_forward_mode(reduction):
+    target, inputs, tangents = torch.tensor([0, 2, -100]), *((random(3, 2, grad=False), random(4, 2)) for _ in range(2))
+    found = []
+    for loss in (
+        lambda x, weight: linear_cross_entropy(x, weight, target, reduction=reduction),
+        lambda x, weight: F.cross_entropy(F.linear(x, weight), target, reduction=reduction),
+    ):
+        with forward_ad.dual_level():
+            found.append(forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent)
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.host.autograd_function import NAMESPACE
 from fastformer.host.devices import autocasts, to_autocast
-from fastformer.modes import compiling, transformed
+from fastformer.modes import compiling, forward_ad, transformed
 
 CPU_CHUNK_BYTES = 4 << 20  # of fp32 logits; 0.5, 1, 2, 4, 8, 16, 64 MiB took 204, 201, 180, 166, 176, 159, 244 ms there
 # Below that, passes over the weight and its gradient are what takes the time: for 700 rows, D 200, V 33,280, chunks of
@@ -250,8 +250,8 @@ def linear_cross_entropy(
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
         x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
     given = (x, weight) if bias is None else (x, weight, bias)
-    # What torch.func takes is plain, and so is what keeps the classes of tensors.
-    if rows or transformed() or torch.overrides.has_torch_function(given):
+    # What torch.func and forward mode take is plain, and so is what keeps the classes of tensors.
+    if rows or transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(given):
         losses = plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
         return losses if rows else losses.sum()
     loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]

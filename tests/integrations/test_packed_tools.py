@@ -44,6 +44,18 @@ def test_checkpointed_activations(name, reentrant, seen):
     assert len(seen) == 2 * (6 if name in ("marian", "t5") else 2)  # computed again
 
 
+@pytest.mark.parametrize("attention", ["eager, packed", "fastformer"])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])  # GPT-2's layers are not told that weights are wanted
+def test_checkpointed_activations_and_attention_weights(name, attention):
+    inputs = pairs(name, "right") | {"output_attentions": True}
+    expected = outcome(without_dropout(tiny(name, "eager")), inputs)
+    model = without_dropout(tiny(name, attention.split(",")[0]))
+    if attention != "fastformer":
+        padding_free(model)
+    checkpoint(model)
+    assert_same(outcome(model, inputs), expected)
+
+
 def through_pickle(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 

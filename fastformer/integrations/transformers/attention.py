@@ -75,14 +75,19 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
-def _wants_weights(asked: object) -> bool:
+def _wants_weights(asked: object, rules: MaskRules) -> bool:
     """Whether the attention weights of this call are wanted: asked for here, or collected by a model's hooks."""
     if asked:
         return True
     if compiling() and not _active_collector.compiling:
         return False  # the context variable behind it cannot be traced
     collected = _active_collector.get()
-    return collected is not None and any(key.endswith("attentions") for key in collected)
+    if collected is None:  # no model's call: perhaps a layer that is computed again
+        return rules.weights_wanted
+    wanted = any(key.endswith("attentions") for key in collected)
+    if wanted and not compiling():
+        rules.once("weights", lambda: True)
+    return wanted
 
 
 def _check(kwargs: dict[str, Any], rules: MaskRules) -> None:
@@ -142,7 +147,7 @@ def attention_forward(
     """
     rules = _rules_of(module, query, key, attention_mask, is_causal, sliding_window)
     _check(kwargs, rules)
-    weights_too = _wants_weights(kwargs.get("output_attentions"))
+    weights_too = _wants_weights(kwargs.get("output_attentions"), rules)
     settings: dict[str, Any] = {
         "causal": rules.causal,
         "alignment": "bottom_right",

@@ -71,6 +71,11 @@ class MaskRules:
         found: V = self._memory[name]
         return found
 
+    @property
+    def weights_wanted(self) -> bool:
+        """Whether a model's call with these rules was asked for attention weights."""
+        return "weights" in self._memory
+
     def real_keys(self, device: torch.device) -> Layout:
         """Where the real keys lie in the padded batch `[B, S]`; waits for the device once a mask."""
         B, S, key_mask = self.shape[0], self.shape[3], self.key_mask

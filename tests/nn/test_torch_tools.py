@@ -243,6 +243,17 @@ def _learn_keys(module):
     module.bias_k, module.bias_v = (nn.Parameter(torch.randn(1, 1, 16)) for _ in range(2))
 
 
+def _made_elsewhere(module):
+    """A bias that something else makes is an attribute, no parameter."""
+    del module.in_proj_bias
+    module.in_proj_bias = torch.randn(48)
+
+
+def _bias_in_a_buffer(module):
+    del module.out_proj.bias
+    module.out_proj.register_buffer("bias", torch.randn(16))
+
+
 class OwnAttention(fastformer.MultiheadAttention):
     pass
 
@@ -276,6 +287,8 @@ ATTENTIONS = {
         False,
     ),
     "pruning": (_changed(lambda module: prune.l1_unstructured(module, "in_proj_weight", 0.5)), False),
+    "a bias that is no parameter": (_changed(_made_elsewhere), False),
+    "a bias in a buffer": (_changed(_bias_in_a_buffer), False),
     "a class of one's own": (_kept("__class__", lambda: OwnAttention), False),
     "a weight of one's own": (
         _kept("in_proj_weight", lambda: nn.Parameter(torch.randn(48, 16).as_subclass(Own))),

@@ -89,7 +89,7 @@ def attend_plainly(
     Returns:
         The output; None where it takes more than torch's ops, or something does not fit.
     """
-    if query.is_nested or query.dim() != 3 or type(key) is not Tensor or key.dim() != 3:
+    if type(key) is not Tensor or query.is_nested or key.is_nested or query.dim() != 3 or key.dim() != 3:
         return None
     if not key.is_cpu or key.dtype is not query.dtype:
         return None

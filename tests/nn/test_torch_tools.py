@@ -207,6 +207,14 @@ def test_attention_of_few_nested_tokens_is_torchs():
     assert all(map(torch.equal, found.unbind(), expected.unbind()))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_from_padded_to_nested_tokens_is_refused_as_by_torch():
+    x, memory = torch.randn(2, 5, 16), torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    for module in (torch.nn.MultiheadAttention, fastformer.MultiheadAttention):
+        with pytest.raises(AssertionError, match="does not support NestedTensor"):
+            module(16, 4, batch_first=True)(x, memory, memory, need_weights=False)
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_torchs_op_for_attention_gives_torchs_bits(weights):
     theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()

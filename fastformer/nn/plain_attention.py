@@ -43,8 +43,10 @@ def plain_weights(attention: Any, x: Tensor) -> Weights | None:
     if type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):
         return None
     out = out_proj._parameters
+    if "in_proj_bias" not in own or "bias" not in out:  # but in a buffer or an attribute
+        return None
     weights = own.get("in_proj_weight"), out.get("weight")
-    biases = own.get("in_proj_bias"), out.get("bias")
+    biases = own["in_proj_bias"], out["bias"]
     # Somebody's own parameter may not be read by torch's ops, or not by its name.
     if not all(type(weight) is nn.Parameter for weight in weights):
         return None
@@ -66,7 +68,7 @@ def weights_of_few(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     if x.is_nested or x.dim() != 3 or not 0 < x.shape[0] * x.shape[1] <= _FEW:
         return None
     D, found = attention.embed_dim, plain_weights(attention, x)
-    if found is None:
+    if found is None or attention.num_heads * attention.head_dim != D:
         return None
     weight, bias, out_weight, out_bias = found
     if bias is None or out_bias is None or x.shape[2] != D or bias.shape != (3 * D,) or out_weight.shape != (D, D):
@@ -87,7 +89,7 @@ def attend_plainly(
     Returns:
         The output; None where it takes more than torch's ops, or something does not fit.
     """
-    if query.is_nested or query.dim() != 3 or type(key) is not Tensor or key.dim() != 3:
+    if type(key) is not Tensor or query.is_nested or key.is_nested or query.dim() != 3 or key.dim() != 3:
         return None
     if not key.is_cpu or key.dtype is not query.dtype:
         return None
@@ -101,7 +103,7 @@ def attend_plainly(
         if not (said and (attn_mask.dtype == torch.bool or attn_mask.is_floating_point())):
             return None
     found = plain_weights(attention, query)
-    if found is None or found[0].shape[0] != 3 * D:
+    if found is None or found[0].shape != (3 * D, D) or H * K != D:
         return None
     weight, bias, out_weight, out_bias = found
     dropout_p = attention.dropout if attention.training else 0.0

@@ -207,6 +207,14 @@ def test_attention_of_few_nested_tokens_is_torchs():
     assert all(map(torch.equal, found.unbind(), expected.unbind()))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_from_padded_to_nested_tokens_is_refused_as_by_torch():
+    x, memory = torch.randn(2, 5, 16), torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    for module in (torch.nn.MultiheadAttention, fastformer.MultiheadAttention):
+        with pytest.raises(AssertionError, match="does not support NestedTensor"):
+            module(16, 4, batch_first=True)(x, memory, memory, need_weights=False)
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_torchs_op_for_attention_gives_torchs_bits(weights):
     theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
@@ -243,6 +251,17 @@ def _learn_keys(module):
     module.bias_k, module.bias_v = (nn.Parameter(torch.randn(1, 1, 16)) for _ in range(2))
 
 
+def _made_elsewhere(module):
+    """A bias that something else makes is an attribute, no parameter."""
+    del module.in_proj_bias
+    module.in_proj_bias = torch.randn(48)
+
+
+def _bias_in_a_buffer(module):
+    del module.out_proj.bias
+    module.out_proj.register_buffer("bias", torch.randn(16))
+
+
 class OwnAttention(fastformer.MultiheadAttention):
     pass
 
@@ -276,6 +295,8 @@ ATTENTIONS = {
         False,
     ),
     "pruning": (_changed(lambda module: prune.l1_unstructured(module, "in_proj_weight", 0.5)), False),
+    "a bias that is no parameter": (_changed(_made_elsewhere), False),
+    "a bias in a buffer": (_changed(_bias_in_a_buffer), False),
     "a class of one's own": (_kept("__class__", lambda: OwnAttention), False),
     "a weight of one's own": (
         _kept("in_proj_weight", lambda: nn.Parameter(torch.randn(48, 16).as_subclass(Own))),

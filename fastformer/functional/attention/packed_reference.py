@@ -135,9 +135,11 @@ def packed_attention(
     plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
     same = layout is key_layout
     if plan.rows is None:
-        forms = ((q, plan.groups[0].queries), (k, plan.groups[0].keys), (v, plan.groups[0].keys))
-        q, k, v = (x.view(-1, length, *x.shape[1:]).permute(2, 0, 1, 3) for x, length in forms)
-        return _attend(q, k, v, plan.groups[0], same, rules).permute(1, 2, 0, 3).flatten(0, 1)
+        group = plan.groups[0]
+        forms = ((q, group.queries), (k, group.keys), (v, group.keys))
+        q, k, v = (x.view(group.sequences, length, *x.shape[1:]).permute(2, 0, 1, 3) for x, length in forms)
+        # As of other batches: callers may view it.
+        return _attend(q, k, v, group, same, rules).permute(1, 2, 0, 3).flatten(0, 1).contiguous()
     rows, key_rows = plan.rows
     q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, rows), (k, key_rows), (v, key_rows)))
     queries = [(H, group.sequences, group.queries) for group in plan.groups]

@@ -52,8 +52,9 @@ def _scores_to_weights(
 
 def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """scale * q k^T of `[N, T, K]` and `[N, S, K]`."""
-    # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13).
-    beta = 0 if compiling() or not dispatch_modes() else 1
+    # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13); of bf16 and
+    # scale 0, too, it writes nothing.
+    beta = 0 if scale and (compiling() or not dispatch_modes()) else 1
     return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
 
 

@@ -36,8 +36,8 @@ def drop(x: Tensor, p: float) -> Tensor:
     """`dropout` without its checks, for the references of the other ops."""
     if p == 0.0:
         return x
-    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row; a trace knows no view of
-    # bits, and no number of elements.
+    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row; a trace knows no view
+    # of bits, and no number of elements.
     if compiling() or tracing_state() is not None or x.device.type != "cpu" or p == 1.0:
         return F.dropout(x, p)
     if x.numel() <= _FEW or transformed():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastformer.functional.checks import check_probability
 from fastformer.host.devices import check_tensors
-from fastformer.modes import compiling, transformed
+from fastformer.modes import compiling, tracing_state, transformed
 
 _LEVELS = 1 << 16
 # Elements up to which torch's one op is faster, forward and backward: 56 against 74 us for 4,096, 138 against 108 for
@@ -36,8 +36,11 @@ def drop(x: Tensor, p: float) -> Tensor:
     """`dropout` without its checks, for the references of the other ops."""
     if p == 0.0:
         return x
-    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row.
-    if compiling() or x.device.type != "cpu" or x.numel() <= _FEW or p == 1.0 or transformed():
+    # vmap may ask for other numbers in each row, and bits that are drawn here belong to no row; a trace knows no view
+    # of bits, and no number of elements.
+    if compiling() or tracing_state() is not None or x.device.type != "cpu" or p == 1.0:
+        return F.dropout(x, p)
+    if x.numel() <= _FEW or transformed():
         return F.dropout(x, p)
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
     # All 64 bits are random: random_() without bounds leaves the sign bit 0.

@@ -243,7 +243,9 @@ def test_the_form_of_the_output_is_that_of_all_batches(lengths, sizes):
     q, k, v = (random(layout.total, 2, size) for size in (sizes[0], sizes[0], sizes[1]))
     out = packed_attention(q, k, v, layout, scale=0.6)
     assert out.is_contiguous()  # whoever puts the heads together may view
-    assert_close(out, one_by_one(q, k, v, layout, layout, scale=0.6))
+    expected = one_by_one(q, k, v, layout, layout, scale=0.6)
+    assert_close(out, expected)
+    assert_close(out.mul_(2), 2 * expected)
 
 
 def test_scores_of_scale_zero_are_zero():

@@ -67,6 +67,16 @@ def test_script_is_told_to_revert_and_then_compiles(model: str) -> None:
         torch.jit.script(ours)
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("length", [100, 20_000])
+def test_dropout_is_traced(length: int) -> None:
+    traced = torch.jit.trace(lambda x: fastformer.functional.dropout(x, 0.5), torch.ones(length), check_trace=False)
+    for other in (100, 20_000):
+        out = traced(torch.ones(other))
+        assert set(out.tolist()) == {0.0, 2.0}
+        assert out.shape == (other,)
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_under_vmap_is_torchs(randomness: str) -> None:
     x = torch.ones(64, 100)

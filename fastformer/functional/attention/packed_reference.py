@@ -138,8 +138,9 @@ def packed_attention(
         group = plan.groups[0]
         forms = ((q, group.queries), (k, group.keys), (v, group.keys))
         q, k, v = (x.view(group.sequences, length, *x.shape[1:]).permute(2, 0, 1, 3) for x, length in forms)
-        # As of other batches: callers may view it.
-        return _attend(q, k, v, group, same, rules).permute(1, 2, 0, 3).flatten(0, 1).contiguous()
+        out = _attend(q, k, v, group, same, rules).permute(1, 2, 0, 3)
+        # As of other batches: callers may view it, and change it in place.
+        return out.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     rows, key_rows = plan.rows
     q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, rows), (k, key_rows), (v, key_rows)))
     queries = [(H, group.sequences, group.queries) for group in plan.groups]

@@ -43,7 +43,7 @@ def _race(
         f"training step, {axis} {value:,}",
         TINY if race.tiny else config,
         pairs.take(np.arange(2)) if race.tiny else pairs,
-        rounds=ROUNDS[race.device.type],
+        rounds=max(ROUNDS[race.device.type], 0 if goal is None else 9),
         goal=goal,
         at={axis: value},
     )

@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.system.atomic import MOUNTED, hidden_folder, hidden_folders
+from fastformer.apps.system.foreign_folders import remove
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.checkpoint import synchronise
 
@@ -70,10 +71,8 @@ def _give_name(temporary: Path, folder: Path) -> None:
         temporary.rmdir()
     except BaseException:
         for path in moved:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                remove(path, folder)
         raise
 
 

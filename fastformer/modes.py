@@ -22,6 +22,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchMod
 function_modes = torch._C._len_torch_function_stack  # likewise TorchFunctionModes
 tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace
 profiling = torch._C._autograd._profiler_enabled
+current_node = torch._C._current_autograd_node  # of autograd, that is run or whose hook is
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None where saved tensors are kept as such
 
 

@@ -123,8 +123,9 @@ class MultiheadAttention(Projections):
                 return torch._native_multi_head_attention(
                     query, key, value, *sizes, *few, None, need_weights, average_attn_weights
                 )
-            if not need_weights and (out := attend_plainly(self, query, key, attn_mask, is_causal)) is not None:
-                return out, None
+            plainly = attend_plainly(self, query, key, attn_mask, is_causal, need_weights, average_attn_weights)
+            if plainly is not None:
+                return plainly
         check_tensors(("query", "key", "value"), query, (key, value))
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:

@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.functional.attention.reference import attention_over_zeros
+from fastformer.functional.attention.reference import (
+    attention_of_all,
+    attention_of_all_with_weights,
+    attention_over_zeros,
+)
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.checks import check_probability
 from fastformer.functional.choice import is_torchs
@@ -77,17 +81,23 @@ def weights_of_few(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def attend_plainly(
-    attention: Any, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool
-) -> Tensor | None:
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    need_weights: bool = False,
+    average_attn_weights: bool = True,
+) -> tuple[Tensor, Tensor | None] | None:
     """Attend from query to key, as key and value, with no mask but a causal one that is said to be it.
 
     Args:
         attention: a `MultiheadAttention`.
         query: `[B, T, D]` where it is `batch_first`, else `[T, B, D]`; key: likewise with S.
-        attn_mask: as of `MultiheadAttention`, and is_causal.
+        attn_mask: as of `MultiheadAttention`, and all that follow.
 
     Returns:
-        The output; None where it takes more than torch's ops, or something does not fit.
+        What `MultiheadAttention` does; None where it takes more than torch's ops, or something does not fit.
     """
     if type(key) is not Tensor or query.is_nested or key.is_nested or query.dim() != 3 or key.dim() != 3:
         return None
@@ -97,6 +107,8 @@ def attend_plainly(
     D, H, K = attention.embed_dim, attention.num_heads, attention.head_dim
     B, T, S = query.shape[rows], query.shape[time], key.shape[time]
     if not (query.shape[2] == key.shape[2] == D and key.shape[rows] == B and B and T and S):
+        return None
+    if need_weights and is_causal:
         return None
     if attn_mask is not None:
         said = is_causal and type(attn_mask) is Tensor and attn_mask.shape == (T, S)
@@ -116,10 +128,17 @@ def attend_plainly(
     if key is query:
         q, k, v = heads(query, weight, bias).split_with_sizes([H, H, H], 1)
     else:
-        weights = weight.split_with_sizes([D, 2 * D])
+        parts = weight.split_with_sizes([D, 2 * D])
         biases = (None, None) if bias is None else bias.split_with_sizes([D, 2 * D])
-        q = heads(query, weights[0], biases[0])
-        k, v = heads(key, weights[1], biases[1]).split_with_sizes([H, H], 1)
-    out = attention_over_zeros(q, k, v, AttentionRules(causal=is_causal, dropout_p=dropout_p))
+        q = heads(query, parts[0], biases[0])
+        k, v = heads(key, parts[1], biases[1]).split_with_sizes([H, H], 1)
+    applied = None
+    if need_weights:
+        out, applied = attention_of_all_with_weights(q, k, v, dropout_p)
+        applied = applied.mean(1) if average_attn_weights else applied
+    elif dropout_p:
+        out = attention_over_zeros(q, k, v, AttentionRules(causal=is_causal, dropout_p=dropout_p))
+    else:
+        out = attention_of_all(q, k, v, is_causal)
     out = out.permute((0, 2, 1, 3) if rows == 0 else (2, 0, 1, 3)).flatten(2)
-    return F.linear(out, out_weight, out_bias)
+    return F.linear(out, out_weight, out_bias), applied

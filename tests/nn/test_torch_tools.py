@@ -349,6 +349,26 @@ def test_attention_of_torchs_ops_alone_is_the_general_one(monkeypatch, name, kin
         assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_weights_of_torchs_ops_alone_are_the_general_ones(monkeypatch, kind, training, batch_first, average):
+    module = fastformer.MultiheadAttention(16, 4, dropout=0.5, batch_first=batch_first).train(training)
+    x = torch.randn(5, 3, 16, requires_grad=True)
+    memory = x if kind == "self" else torch.randn(*((5, 4) if batch_first else (4, 3)), 16, requires_grad=True)
+
+    def run():
+        out, weights = module(x, memory, memory, average_attn_weights=average)
+        leaves = [x, memory, *module.parameters()]
+        return [out, weights, *torch.autograd.grad((out.sum() + weights.square().sum()), leaves, allow_unused=True)]
+
+    (found, expected), taken = both_ways(monkeypatch, run)
+    assert any(taken)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

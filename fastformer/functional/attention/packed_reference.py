@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.functional.attention.distances import of_pairs
-from fastformer.functional.attention.reference import attention_over_zeros, products
+from fastformer.functional.attention.formula import products
+from fastformer.functional.attention.reference import attention_over_zeros
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import send

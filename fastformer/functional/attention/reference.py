@@ -7,117 +7,20 @@ dtype; what lies in padding reaches nothing, be it NaN.
 Letters: B batch, H heads, T queries, S keys, L positions, K head size.
 """
 
-import math
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.distances import with_distances
+from fastformer.functional.attention.formula import differentiable_twice, repeat_heads, scores_to_weights
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
-from fastformer.modes import compiling, dispatch_modes, functorch_level, readable, recorded
+from fastformer.modes import readable, recorded
 
 _SMALLEST = torch.finfo(torch.float32).tiny
-
-
-def _scores_to_weights(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
-
-    A sink is a score more in each row of its head, of which no weight is returned.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    B, H, T, _ = q.shape
-    # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
-    scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    if sinks is None:
-        return scores.softmax(-1)
-    sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
-    return sunk.softmax(-1)[..., :-1]
-
-
-def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """scale * q k^T of `[N, T, K]` and `[N, S, K]`."""
-    # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13); of bf16 and
-    # scale 0, too, it writes nothing.
-    beta = 0 if scale and (compiling() or not dispatch_modes()) else 1
-    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
-
-
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-class _PlainDoubleBackward(torch.autograd.Function):
-    """Passes SDPA's output and gradient through; a gradient that is to be differentiated takes the plain formula.
-
-    torch's fused attention, on every device, has no second derivative.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _remember(ctx, inputs)
-        return inputs[0].view_as(inputs[0])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return grads[0], None, None, None, None, None, None
-        # Views: each gradient is that of one place, not of the others where the same tensor is given.
-        places: list[Any] = [x if x is None else x.view_as(x) for x in ctx.saved_tensors]
-        wanted = [i for i in range(4) if ctx.needs_input_grad[1 + i]]
-        if ctx.causal:
-            T, S = places[0].shape[-2], places[1].shape[-2]
-            places[3] = torch.ones(T, S, dtype=torch.bool, device=grads[0].device).tril()
-
-        def formula(*inputs: Tensor) -> Tensor:
-            given = dict(zip(wanted, inputs, strict=True))
-            q, k, v, mask = (given.get(i, x) for i, x in enumerate(places))
-            weights = _scores_to_weights(q, _repeat_heads(k, q.shape[1]), mask, ctx.scale)
-            return torch.matmul(weights, _repeat_heads(v, q.shape[1]))
-
-        # Not autograd.grad, which knows nothing of the levels of torch.func: a Hessian is one inside another.
-        out, pull_back = torch.func.vjp(formula, *(places[i] for i in wanted))  # type: ignore[misc]
-        found = dict(zip(wanted, pull_back(grads[0].to(out.dtype)), strict=True))
-        return None, *(found.get(i) for i in range(4)), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return tangents[0].view_as(tangents[0])  # type: ignore[no-any-return]
-
-
-class _Transformable(_PlainDoubleBackward):
-    """The same in the form that torch.func wants, which takes 83 us a call where the other takes 23."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        return inputs[0].view_as(inputs[0])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _remember(ctx, inputs)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    """inputs: out, q, k, v, mask, causal, scale."""
-    *tensors, ctx.causal, ctx.scale = inputs[1:]
-    ctx.save_for_backward(*tensors)
 
 
 def _only_causal(rules: AttentionRules) -> bool:
@@ -145,10 +48,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
 
 
+def attention_of_all(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """`attention` where every query sees every key, or those up to its own; in no program that is recorded."""
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return differentiable_twice(out, q, k, v, None, causal, None) if out.requires_grad else out
+
+
+def attention_of_all_with_weights(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """`attention_with_weights` where every query sees every key."""
+    weights = drop(scores_to_weights(q, k, None, None), dropout_p)
+    return torch.matmul(weights, v), weights
+
+
 def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention`, where what lies in padding is known to be zero: nobody looks whether it is finite."""
     if k.shape[-2] == 0:  # nothing to attend to
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
     # SDPA has no softcap and no sinks; on a CPU it has no fused path with dropout, and the weights' random bits are
     # cheaper here.
@@ -173,8 +88,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
     if out.requires_grad and dropout_p == 0.0 and not recorded():
-        function = _PlainDoubleBackward if functorch_level() is None else _Transformable
-        out = function.apply(out, q, k, v, merged, causal, scale)  # type: ignore[no-untyped-call]
+        out = differentiable_twice(out, q, k, v, merged, causal, scale)
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
@@ -187,8 +101,8 @@ def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tu
     allowed = allowed_positions(q, k, rules)
     # Every query sees the first key where causality alone limits: none is dead.
     merged, dead = (allowed, None) if _only_causal(rules) else open_dead_rows(with_distances(q, k, rules), allowed)
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    weights = _scores_to_weights(q, k, merged, rules.scale, rules.softcap, rules.sinks)
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    weights = scores_to_weights(q, k, merged, rules.scale, rules.softcap, rules.sinks)
     if dead is not None:
         weights = weights.masked_fill(dead, 0.0)
     weights = drop(weights, rules.dropout_p)

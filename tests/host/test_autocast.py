@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -39,10 +40,20 @@ def gradients(model, together, config):
     return [p.grad for p in update.parameters], lists
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[needs_kernels, pytest.mark.slow])])
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"embeddings": "separate", "output_bias": True, "norm_first": False},
+    {"dropout": 0.3, "bias": False},
+]
+KERNELS = [needs_kernels, pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"embeddings": "separate", "output_bias": True, "norm_first": False}, {"dropout": 0.3, "bias": False}],
+    ("changes", "backend"),
+    [
+        *((changes, "reference") for changes in CHANGES),
+        *(pytest.param(x, "triton", marks=[*KERNELS, pytest.mark.long] if x else KERNELS) for x in CHANGES),
+    ],
     ids=str,
 )
 def test_gradients_have_the_bits_of_autocast(changes, backend):

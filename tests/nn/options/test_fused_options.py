@@ -50,7 +50,7 @@ def test_a_decoder(name):
     hold(decoder(name), forward)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_steps(name):
     x, layout = batch(), Layout.from_lengths(LENGTHS - 1, DEVICE, L)
 

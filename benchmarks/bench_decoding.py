@@ -30,7 +30,7 @@ from fastformer.apps.export import export_ctranslate2
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
-from fastformer.nn import columns_first, narrow_weights
+from fastformer.nn import pack_weights
 
 TOKENS = 25
 INT8_NATS = 0.1  # that int8 weights may be off by in what they say of a token, of 9 nats for random words
@@ -103,7 +103,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
     options = SearchOptions(beam=beam, max_ratio=0.0, max_extra=tokens, min_length=tokens, length_penalty=0.0)
 
     running = copy.deepcopy(model)  # as `fastformer translate` runs it
-    narrow_weights(running, "int8") if narrow else columns_first(running)
+    pack_weights(running, "int8" if narrow else "fp32")
 
     def search(options: SearchOptions) -> list[Hypothesis]:
         if beam == 1:

@@ -37,7 +37,7 @@ from fastformer.apps.language.window import LanguageState
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.pretrained import to_transformers
 from fastformer.apps.text import WordTokenizer
-from fastformer.nn import columns_first, narrow_weights
+from fastformer.nn import pack_weights
 
 WORDS, VOCABULARY, BPTT = 1000, 33_278, 35
 FEW_WORDS, TINY_WORDS = 150, 60  # of "quick", and of a dry run
@@ -186,7 +186,7 @@ def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: i
     prompts = torch.randint(4, model.config.vocabulary, (batch, PROMPT), generator=generator).tolist()
     options = SamplingOptions(max_new_tokens=count, min_new_tokens=count, temperature=0, allow_unk=True)
     running = copy.deepcopy(model)
-    narrow_weights(running, "int8") if narrow else columns_first(running)
+    pack_weights(running, "int8" if narrow else "fp32")
 
     def write() -> list[list[int]]:
         steps = sample(running, prompts, options, PROMPT + count, random_streams(prompts, 0))

@@ -2,7 +2,7 @@
 
 from fastformer.nn.cache import KVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
-from fastformer.nn.inference_weights import columns_first, narrow_weights
+from fastformer.nn.inference_weights import pack_weights
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -32,9 +32,8 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
-    "columns_first",
     "convert",
-    "narrow_weights",
+    "pack_weights",
     "revert",
     "token_wise",
 ]

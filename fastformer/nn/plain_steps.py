@@ -21,7 +21,7 @@ from fastformer.functional.choice import runs_fused
 from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import compiling, dispatch_modes, functorch_level, tracing_state
-from fastformer.nn.inference_weights import NarrowWeight
+from fastformer.nn.inference_weights import PackedWeight
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import activation_name, has_own_hooks
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -143,7 +143,7 @@ def _is_plain_attention(attention: MultiheadAttention) -> bool:
 def _is_of_one_dtype(layers: nn.Module) -> bool:
     """Whether all parameters are on the CPU, in fp32 or in fp64; narrower ones are added up in wider dtypes."""
     found = {(x.dtype, x.device.type) for x in layers.parameters()}
-    whole = all(type(x) is nn.Parameter or isinstance(x, NarrowWeight) for x in layers.parameters())
+    whole = all(type(x) is nn.Parameter or isinstance(x, PackedWeight) for x in layers.parameters())
     return whole and len(found) == 1 and found <= {(torch.float32, "cpu"), (torch.float64, "cpu")}
 
 
@@ -230,7 +230,7 @@ def _linear(
         w, b = parameters[weight], parameters[bias]
         if rows is not None:
             w, b = w[:rows], None if b is None else b[:rows]
-        if isinstance(w, NarrowWeight):
+        if isinstance(w, PackedWeight):
             return w.linear(x, b)
         return F.linear(x, w, b)
 

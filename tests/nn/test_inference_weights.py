@@ -1,4 +1,4 @@
-"""Weights of bf16 and int8: what a product may be off by, and that every place where a weight is used takes them.
+"""Packed weights: what a product may be off by, and that every place where a weight is used takes them.
 
 Letters: D outputs, K inputs of a map, M rows.
 """
@@ -18,18 +18,18 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.models.common import summed_cross_entropy
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.nn import columns_first, narrow_weights
-from fastformer.nn.inference_weights import NarrowWeight
+from fastformer.nn import inference_weights, pack_weights
+from fastformer.nn.inference_weights import PRECISIONS, PackedWeight
 
 EPS32, EPS16 = 2.0**-24, 2.0**-8
 SEVEN_BITS = 127  # steps between the smallest and the largest number of the other factor, 0 among them
 
 
-def narrowed(weight: Tensor, precision: str) -> NarrowWeight:
+def packed(weight: Tensor, precision: str) -> PackedWeight:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight = nn.Parameter(weight.clone())
-    narrow_weights(linear, precision)
-    assert isinstance(linear.weight, NarrowWeight)
+    pack_weights(linear, precision)
+    assert isinstance(linear.weight, PackedWeight)
     return linear.weight
 
 
@@ -38,6 +38,8 @@ def tolerance(x: Tensor, weight: Tensor, precision: str) -> Tensor:
     x, weight = x.double(), weight.double()
     size = x.abs() @ weight.abs().t()
     sums = (x.shape[-1] + 2) * EPS32 * size
+    if precision == "fp32":
+        return sums
     if precision == "bf16":
         return sums + (3 * EPS16 + 4 * EPS16**2) * size  # both factors, and the result
     half = 0.5 * weight.abs().amax(1) / 127  # of a step of each row of the weight
@@ -46,24 +48,25 @@ def tolerance(x: Tensor, weight: Tensor, precision: str) -> Tensor:
     return sums + x.abs().sum(-1, keepdim=True) * half + step * (weight.abs().sum(1) + x.shape[-1] * half)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("M", [1, 2, 33])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products(precision: str, M: int, bias: bool) -> None:
     torch.manual_seed(0)
     weight, x, b = torch.randn(48, 40) * torch.rand(48, 1), torch.randn(M, 40), torch.randn(48)
     weight[3], weight[4, 1:] = 0.0, 0.0
-    found = F.linear(x, narrowed(weight, precision), b if bias else None)
+    found = F.linear(x, packed(weight, precision), b if bias else None)
     expected = x.double() @ weight.double().t() + (b.double() if bias else 0.0)
     allowed = tolerance(x, weight, precision) + EPS32 * expected.abs()
     assert bool(((found - expected).abs() <= allowed).all())
-    assert not torch.equal(found, F.linear(x, weight, b if bias else None))  # it was rounded
+    rounded = not torch.equal(found, F.linear(x, weight, b if bias else None))
+    assert rounded or precision == "fp32"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_parts_are_rows_of_the_whole(precision: str) -> None:
     torch.manual_seed(0)
-    weight, x = narrowed(torch.randn(12, 16), precision), torch.randn(3, 16)
+    weight, x = packed(torch.randn(12, 16), precision), torch.randn(3, 16)
     whole = F.linear(x, weight)
     q, k = weight.split_with_sizes([4, 8])
     torch.testing.assert_close(torch.cat([F.linear(x, part) for part in (q, k)], -1), whole)
@@ -75,7 +78,7 @@ def test_parts_are_rows_of_the_whole(precision: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("K", [1, 3, 9, 16, 33])
 def test_what_is_no_number_stays_none_in_its_row_alone(precision: str, value: float, K: int) -> None:
@@ -85,39 +88,39 @@ def test_what_is_no_number_stays_none_in_its_row_alone(precision: str, value: fl
     for at in range(K):
         x = torch.randn(3, K)
         x[1, at] = value
-        found = F.linear(x, narrowed(weight, precision))
+        found = F.linear(x, packed(weight, precision))
         assert not found[1].isfinite().any()
         others = x[[0, 2]]
         assert bool(((found[[0, 2]] - others @ weight.t()).abs() <= tolerance(others, weight, precision)).all())
-        apart = torch.func.vmap(narrowed(weight, precision).linear, (0, None))(x, None)
+        apart = torch.func.vmap(packed(weight, precision).linear, (0, None))(x, None)
         assert not apart[1].isfinite().any()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_inputs_of_every_form(precision: str) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(16, 8)
-    narrow_weights(linear, precision)
+    pack_weights(linear, precision)
     x = torch.randn(16)
     torch.testing.assert_close(linear(x), linear(x[None])[0])
     large = torch.full((2, 16), 3e38)  # whose sum is not finite
-    assert bool(F.linear(large, narrowed(torch.eye(16), precision)).isfinite().all())
+    assert bool(F.linear(large, packed(torch.eye(16), precision)).isfinite().all())
     with torch.autocast("cpu", torch.bfloat16):  # of whose products inputs may be
         torch.testing.assert_close(linear(x[None].bfloat16()), linear(x[None].bfloat16().float()))
     for wrong in (x[:15], x.double(), x.bfloat16(), torch.zeros(2, 16, dtype=torch.int64), x.to("meta"), x[0]):
         with pytest.raises(RuntimeError, match=r"take fp32 \[\.\.\., 16\] on the CPU, not torch\."):
             linear(wrong)
     with torch.device("meta"):
-        narrow_weights(nn.Linear(3, 2, device="cpu"), precision)
+        pack_weights(nn.Linear(3, 2, device="cpu"), precision)
     empty = nn.Linear(1, 3)
     empty.weight = nn.Parameter(torch.empty(3, 0))
-    narrow_weights(empty, precision)
+    pack_weights(empty, precision)
     assert torch.equal(empty(torch.empty(2, 0)), empty.bias.expand(2, 3))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("widths", [{}, {"vdim": 8}], ids=str)
 def test_torchs_attention_stays_as_it_is(precision: str, widths: dict[str, Any]) -> None:
     """By itself, and within a layer of torch's, whose linear layers change."""
@@ -125,17 +128,17 @@ def test_torchs_attention_stays_as_it_is(precision: str, widths: dict[str, Any])
     attention = nn.MultiheadAttention(16, 2, batch_first=True, **widths)
     x, values = torch.randn(2, 3, 16), torch.randn(2, 3, widths.get("vdim", 16))
     expected = attention(x, x, values)[0]
-    narrow_weights(attention, precision)
+    pack_weights(attention, precision)
     assert torch.equal(attention(x, x, values)[0], expected)
     layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True).eval()
     before = layer(x)
-    narrow_weights(layer, precision)
-    assert isinstance(layer.linear1.weight, NarrowWeight)
+    pack_weights(layer, precision)
+    assert isinstance(layer.linear1.weight, PackedWeight)
     torch.testing.assert_close(layer(x), before, atol=0.2, rtol=0)  # some 24 roundings of 2**-8 of numbers below 2
     assert not torch.equal(layer(x), before)
 
 
-class Exact(NarrowWeight):
+class Exact(PackedWeight):
     """A weight that is not rounded, so that models must give the numbers that they gave."""
 
     weight: Tensor
@@ -147,9 +150,9 @@ class Exact(NarrowWeight):
         made.weight = weight.clone()
         return made
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         type(self).products += 1
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, bias)
 
     def cut(self, first: int, last: int) -> "Exact":
         return self.of(self.weight[first:last])
@@ -176,7 +179,7 @@ def test_translation(options: dict[str, Any], exact: type[Exact]) -> None:
     )
     model = TranslationModel(config).eval()
     narrow = copy.deepcopy(model)
-    narrow_weights(narrow, "int8")
+    pack_weights(narrow, "int8")
     lengths = torch.tensor([5, 3, 4])
     source = torch.randint(4, 40, (12,))
     torch.testing.assert_close(narrow(source, lengths, source, lengths), model(source, lengths, source, lengths))
@@ -199,14 +202,14 @@ def test_a_language_models_loss(positions: int, exact: type[Exact]) -> None:
     torch.manual_seed(0)
     model = LanguageModel(LanguageConfig(50, d_model=16, heads=2, layers=1, feed_forward=24)).eval()
     narrow = copy.deepcopy(model)
-    narrow_weights(narrow, "bf16")
+    pack_weights(narrow, "bf16")
     hidden, target = torch.randn(positions, 16), torch.randint(50, (positions,))
     losses = (
         summed_cross_entropy(each.output, hidden, target, torch.tensor([positions]), 0.1) for each in (narrow, model)
     )
     torch.testing.assert_close(*losses)
-    assert isinstance(narrow.output.weight, NarrowWeight)
-    assert not isinstance(narrow.embedding.tokens.weight, NarrowWeight)
+    assert isinstance(narrow.output.weight, PackedWeight)
+    assert not isinstance(narrow.embedding.tokens.weight, PackedWeight)
 
 
 @torch.no_grad()
@@ -215,40 +218,61 @@ def test_torchs_own_modules_and_separate_projections(exact: type[Exact]) -> None
     ours = fastformer.MultiheadAttention(16, 2, kdim=8, vdim=12, batch_first=True)
     given = torch.randn(2, 3, 16), torch.randn(2, 4, 8), torch.randn(2, 4, 12)
     expected = ours(*given)
-    narrow_weights(ours, "int8")
+    pack_weights(ours, "int8")
     torch.testing.assert_close(ours(*given), expected)
     assert exact.products == 4
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("embeddings", ["separate", "shared"])
-def test_weights_by_columns(embeddings: str) -> None:
-    """The same model: shapes, numbers and state dict; embeddings keep their rows."""
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_packed_model_writes_the_same(monkeypatch: pytest.MonkeyPatch, embeddings: str, blocks: bool) -> None:
+    """With oneDNN, whether this machine has it or not asked, and without; embeddings keep their rows."""
+    monkeypatch.setattr("fastformer.nn.inference_weights._BLOCKS", blocks and inference_weights._BLOCKS)
     torch.manual_seed(0)
     sizes = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 48}
-    model = TranslationModel(TranslationConfig(40, 40, embeddings=embeddings, **sizes)).eval()
-    other = copy.deepcopy(model)
-    columns_first(other)
-    for name, x in other.state_dict().items():
-        assert torch.equal(x, model.state_dict()[name])
-    parts = [other.output, other.decoder.layers[0].linear1, other.encoder.layers[0].self_attn.out_proj]
-    assert all(part.weight.stride() == (1, part.weight.shape[0]) for part in parts)
-    assert other.decoder.layers[0].multihead_attn.in_proj_weight.stride() == (1, 96)
-    assert other.target_embedding.tokens.weight.stride() == (32, 1)
+    model = TranslationModel(TranslationConfig(40, 40, embeddings=embeddings, **sizes)).eval().double()
     source, lengths = torch.randint(4, 40, (8,)), torch.tensor([5, 3])
-    torch.testing.assert_close(other(source, lengths, source, lengths), model(source, lengths, source, lengths))
-    found = [greedy_search(each, source, lengths, SearchOptions(beam=1)) for each in (other, model)]
-    assert [h.ids for h in found[0]] == [h.ids for h in found[1]]
-    double = nn.Linear(3, 2, dtype=torch.float64)
-    columns_first(double)
-    assert double.weight.stride() == (3, 1)
+    expected = greedy_search(model, source, lengths, SearchOptions(beam=1))
+    other = copy.deepcopy(model).float()
+    pack_weights(other)
+    assert type(other.target_embedding.tokens.weight) is nn.Parameter
+    found = greedy_search(other, source, lengths, SearchOptions(beam=1))
+    assert [h.ids for h in found] == [h.ids for h in expected]
+    assert isinstance(other.output.weight, PackedWeight)
 
 
-def test_fp32_changes_nothing() -> None:
-    linear = nn.Linear(3, 2)
-    weight = linear.weight
-    narrow_weights(linear, "fp32")
-    assert linear.weight is weight
+@torch.no_grad()
+@pytest.mark.parametrize(("D", "K"), [(6, 4), (4, 6), (5, 5)])
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3, 4, 5), (5, 1), (1, 5), (4, 0, 1)], ids=str)
+@pytest.mark.parametrize("blocks", [True, False])
+def test_every_number_of_rows_after_any_other_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, D: int, K: int, rows: tuple[int, ...], blocks: bool
+) -> None:
+    """The forms are made from one another, and of parts from the whole; what was given is kept by none."""
+    monkeypatch.setattr(inference_weights, "_BLOCKS", blocks and inference_weights._BLOCKS)
+    torch.manual_seed(0)
+    values, bias = torch.randn(D, K), torch.randn(D)
+    weight = packed(values, "fp32")
+    assert isinstance(weight, inference_weights._Float32)
+    for M in rows:
+        x = torch.randn(M, K)
+        allowed = tolerance(x, values, "fp32") + EPS32 * (bias.abs() + 1)
+        expected = x.double() @ values.double().t() + bias.double()
+        for given in (x, x[:, None], x[None]):
+            found = F.linear(given, weight, bias)
+            assert found.shape == (*given.shape[:-1], D)
+            assert bool(((found.view(M, D) - expected).abs() <= allowed).all())
+        part = weight.cut(1, 3)
+        assert bool(((F.linear(x, part, bias[1:3]) - expected[:, 1:3]).abs() <= allowed[:, 1:3]).all())
+    assert weight.given is None
+    assert weight.blocks is None or inference_weights._has_blocks()
+
+
+def test_other_dtypes_and_devices_stay_as_they_are_in_fp32() -> None:
+    model = nn.Sequential(nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 2, device="meta"))
+    pack_weights(model)
+    assert all(type(x) is nn.Parameter for x in model.parameters())
 
 
 class Doubled(nn.Linear):
@@ -260,18 +284,18 @@ def test_what_stays() -> None:
     """A subclass; a parametrised layer; a norm, an embedding; what is narrow already."""
     parametrised = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     model = nn.Sequential(Doubled(3, 3), parametrised, nn.LayerNorm(3), nn.Embedding(3, 3), nn.Linear(3, 3))
-    narrow_weights(model, "int8")
+    pack_weights(model, "int8")
     kept = [type(p) for p in model.parameters()]
     assert kept.count(nn.Parameter) == len(kept) - 1
     weight = model[4].weight
-    narrow_weights(model, "bf16")
+    pack_weights(model, "bf16")
     assert model[4].weight is weight
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_misuse(precision: str, tmp_path: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
-    narrow_weights(model, precision)
+    pack_weights(model, precision)
     x = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="have no gradients: call the model under torch"):
         model(x)
@@ -310,12 +334,12 @@ def test_misuse(precision: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("precision", ["int4", "FP32", 8, None])
 def test_another_precision_is_refused(precision: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="precision must be"):
-        narrow_weights(nn.Linear(3, 2), precision)
+        pack_weights(nn.Linear(3, 2), precision)
 
 
 @pytest.mark.parametrize("kind", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
 def test_another_dtype_or_device_is_refused(kind: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, **kind))
     with pytest.raises(ValueError, match=r"model must be in fp32 on a CPU for int8, and 1\.weight is torch"):
-        narrow_weights(model, "int8")
-    assert not isinstance(model[0].weight, NarrowWeight)
+        pack_weights(model, "int8")
+    assert not isinstance(model[0].weight, PackedWeight)

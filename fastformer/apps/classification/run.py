@@ -211,7 +211,7 @@ def load_classifier(
         folder: of the run.
         checkpoint: "best" (by validation), "last" or "average".
         device: of the model.
-        weights: "fp32", or on a CPU "bf16" or "int8": see `fastformer.nn.narrow_weights`.
+        weights: "fp32", or on a CPU "bf16" or "int8": see `fastformer.nn.pack_weights`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see

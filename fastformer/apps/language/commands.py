@@ -30,7 +30,7 @@ from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import read_lines, write_texts
-from fastformer.nn import columns_first
+from fastformer.nn import pack_weights
 
 RUN = Path("runs") / APPLICATION.kind
 Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
@@ -67,7 +67,7 @@ def generate(
     options = made(SamplingOptions, sampling)
     given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
     generator = load_generator(run, checkpoint, choose_device(device, weights), weights)
-    columns_first(generator.model)
+    pack_weights(generator.model)
     given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
     if output is None and len(given) == 1:
         pieces = generator.stream(given[0], options)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
-from fastformer.nn.inference_weights import NarrowWeight
+from fastformer.nn.inference_weights import PackedWeight
 from fastformer.nn.modules import plain
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout, pack, unpack
@@ -97,7 +97,7 @@ def summed_cross_entropy(
     """
     if target.dim() == 2:
         target, _ = packed_ids("target", target, lengths)
-    if isinstance(output.weight, NarrowWeight):  # which knows no gradients: a part after the other is enough
+    if isinstance(output.weight, PackedWeight):  # which knows no gradients: a part after the other is enough
         parts = zip(torch.split(hidden, _ROWS), torch.split(target, _ROWS), strict=True)
         losses = [F.cross_entropy(output(h), t, label_smoothing=label_smoothing, reduction="sum") for h, t in parts]
         return torch.stack(losses).sum()

@@ -18,7 +18,7 @@ from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
-from fastformer.nn.inference_weights import narrow_weights
+from fastformer.nn.inference_weights import pack_weights
 from fastformer.settings import Given, Settings, befores, declared, refuse_idle
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
@@ -287,10 +287,11 @@ class Application:
     ) -> Any:
         """The model of `load_weights` in evaluation mode on a device, with weights of as many bits.
 
-        Errors as there, and as `fastformer.nn.narrow_weights`.
+        Errors as there, and as `fastformer.nn.pack_weights`.
         """
         made = self.load_weights(folder, checkpoint).to(device).eval()
-        narrow_weights(made, weights)
+        if weights != "fp32":  # which may be trained, too
+            pack_weights(made, weights)
         return made
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:

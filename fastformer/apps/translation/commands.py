@@ -36,7 +36,7 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
-from fastformer.nn import columns_first
+from fastformer.nn import pack_weights
 from fastformer.settings import check_value
 
 Folder = Annotated[
@@ -81,7 +81,7 @@ def translate(
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device, weights), weights)
-    columns_first(translator.model)
+    pack_weights(translator.model)
     for lines in given:
         found = translator.candidates(lines, options, batch_size)
         put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for each in found for c in each], output)
@@ -141,7 +141,7 @@ def evaluate_run(
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]
     translator = load_translator(run, checkpoint, device, weights)
-    columns_first(translator.model)
+    pack_weights(translator.model)
     scores, translations = evaluate(translator, corpus, options, lowercase)
     if output is not None:
         put_lines(translations, output)

@@ -62,7 +62,7 @@ def test_weights_of_fewer_bits(folder: Path, weights: str, monkeypatch: pytest.M
     """The commands hand them to what loads a model, on a CPU even where there is a GPU."""
     narrowed = []
     monkeypatch.setattr(
-        "fastformer.apps.runs.application.narrow_weights", lambda model, precision: narrowed.append(precision)
+        "fastformer.apps.runs.application.pack_weights", lambda model, precision: narrowed.append(precision)
     )
     for command in (
         "evaluate --run lm",

@@ -247,9 +247,9 @@ def test_a_layer_that_changes_is_read_anew(kind: str, name: str, value: object, 
     assert len(taken) == 6  # of the first cache, and of one that knew
 
 
-def test_narrow_weights_are_plain(taken: list[int]) -> None:
+def test_pack_weights_are_plain(taken: list[int]) -> None:
     stack = ours("decoder", dtype=torch.float32)
-    fastformer.nn.narrow_weights(stack, "bf16")
+    fastformer.nn.pack_weights(stack, "bf16")
     outputs(stack, filled(stack, "decoder"))
     assert len(taken) == 3
 
@@ -293,7 +293,7 @@ def test_on_the_kernels(triton_backend: None, taken: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights(dtype: torch.dtype, taken: list[int]) -> None:
+def test_pack_weights(dtype: torch.dtype, taken: list[int]) -> None:
     stack = ours("encoder", dtype=dtype)
     outputs(stack, filled(stack, "encoder"))
     assert not taken

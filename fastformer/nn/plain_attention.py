@@ -27,9 +27,10 @@ from fastformer.nn.modules import has_own_hooks
 from fastformer.nn.projections import OUT_PROJECTIONS
 
 _FEW = 256  # tokens; of more, products take what there is to gain, and all scores more memory than theirs
-# What a module has that is torch's; names of options that are in an instance.
+# What a module has that is torch's; names of options, and of methods put in their place, that are in an instance.
 _PARAMETERS = {"in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
-_OPTIONS = frozenset({"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks", "q_norm", "k_norm"})
+_OPTIONS = {"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks", "q_norm", "k_norm"}
+_CHANGES = frozenset({*_OPTIONS, "rules", "project_out"})
 
 # Of both projections: weight, bias, weight, bias.
 Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
@@ -39,7 +40,7 @@ def plain_weights(attention: Any, x: Tensor) -> Weights | None:
     """The parameters of a `MultiheadAttention`, where x meets torch's ops alone, which nobody watches; else None."""
     state = attention.__dict__
     own, parts = state["_parameters"], state["_modules"]
-    if not (own.keys() <= _PARAMETERS and _OPTIONS.isdisjoint(state)) or len(parts) != 1 or state["_buffers"]:
+    if not (own.keys() <= _PARAMETERS and _CHANGES.isdisjoint(state)) or len(parts) != 1 or state["_buffers"]:
         return None
     if state.get("bias_k") is not None or state["add_zero_attn"]:
         return None

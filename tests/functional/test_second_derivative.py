@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from fastformer import functional
@@ -85,6 +86,18 @@ def test_the_fused_op_is_not_wrapped_for_it(monkeypatch):
     out = functional.attention(*inputs())
     assert out.grad_fn.name() == formula._FUSED_ON_CPU
     out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, of its own fakes
+def test_compiled_autograd_finds_the_first_one_where_a_second_is_asked_for():
+    x = inputs()
+    expected = torch.autograd.grad(functional.attention(*x).square().sum(), x)
+    loss = functional.attention(*x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        found = torch.autograd.grad(loss, x, create_graph=True)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="is not implemented"):  # silence would be a wrong number
+        torch.autograd.grad(sum(y.square().sum() for y in found), x)
 
 
 @pytest.mark.parametrize("backward", [True, False])

@@ -167,6 +167,8 @@ CHANGES = {
         setattr(module.self_attn, "out_proj", torch.nn.Linear(16, 1)),
         x,
     )[1],
+    "a method of its own": _set("compose", lambda x, attention: -x),
+    "its attention's own method": lambda module, x: (setattr(module.self_attn, "project_out", torch.sin), x)[1],
     "many tokens": lambda module, x: x.repeat(20, 5, 1),
     "no token": lambda module, x: x[:, :0],
 }
@@ -307,6 +309,8 @@ ATTENTIONS = {
     "pruning": (_changed(lambda module: prune.l1_unstructured(module, "in_proj_weight", 0.5)), False),
     "a bias that is no parameter": (_changed(_made_elsewhere), False),
     "a bias in a buffer": (_changed(_bias_in_a_buffer), False),
+    "a projection put in its place": (_kept("project_out", lambda: torch.sin), False),
+    "rules put in their place": (_kept("rules", lambda: lambda *_: {"scale": 2.0}), False),
     "a class of one's own": (_kept("__class__", lambda: OwnAttention), False),
     "a weight of one's own": (
         _kept("in_proj_weight", lambda: nn.Parameter(torch.randn(48, 16).as_subclass(Own))),

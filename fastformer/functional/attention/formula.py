@@ -75,9 +75,10 @@ def differentiable_twice(
 
 def _replaced(found: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
     """Instead of what SDPA's node found, and only where that is to be differentiated, what the formula finds."""
-    if not torch.is_grad_enabled() or grads[0] is None:
-        return None
     node: Any = current_node()  # asked for what it keeps: nothing is kept for longer
+    # Compiled autograd runs the hook, and no node.
+    if not torch.is_grad_enabled() or grads[0] is None or node is None or node.name() != _FUSED_ON_CPU:
+        return None
     inputs = [node._saved_query, node._saved_key, node._saved_value, node._saved_attn_mask]
     wanted = [i for i, x in enumerate(found) if x is not None]
     by_place = _gradients(inputs, wanted, node._saved_is_causal, node._saved_scale, grads[0])

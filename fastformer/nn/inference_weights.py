@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastformer.host.devices import autocasts
-from fastformer.modes import forward_ad, readable
+from fastformer.modes import forward_ad, readable, transformed, watched
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.settings import check_value
 
@@ -130,7 +130,9 @@ class PackedWeight(Tensor):
         learns = x.requires_grad or (bias is not None and bias.requires_grad)
         if (learns and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
             raise RuntimeError("packed weights have no gradients: call the model under torch.no_grad()")
-        x = x.float() if autocasts(x) else x
+        if autocasts(x):
+            with torch.autocast("cpu", enabled=False):  # which would round a product by columns
+                return self.linear(x.float(), bias)
         if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1:] != (self.columns,):
             raise RuntimeError(
                 f"packed weights take fp32 [..., {self.columns}] on the CPU, not {x.dtype} {list(x.shape)} "
@@ -177,7 +179,7 @@ def _linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> 
 
 
 class _Float32(PackedWeight):
-    """The forms are made when first needed; what was given goes when there is one."""
+    """The forms are made of a copy when first needed, which goes when there is one: what is given may change."""
 
     given: Tensor | None
     by_columns: Tensor | None
@@ -186,17 +188,23 @@ class _Float32(PackedWeight):
     @classmethod
     def of(cls, weight: Tensor) -> "PackedWeight":
         made = cast(_Float32, cls.empty(*weight.shape))
-        made.given, made.by_columns, made.blocks = weight, None, None
+        made.given, made.by_columns, made.blocks = weight.clone(), None, None
         return made
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        looked_at, dense = watched(), self._values() if transformed() else self._dense()
+        if looked_at and dense is not None:  # a form made here would be the watcher's
+            return F.linear(x, dense, bias)
         D, K = self.shape
         M = x.numel() // K
-        if not _has_blocks() or (M == 1 and D > K):
+        if not looked_at and (not _has_blocks() or not D or (M == 1 and D > K)):
             if self.by_columns is None:
                 self.by_columns = self._values().t().contiguous().t()
                 self.given = None
             return F.linear(x, self.by_columns, bias)
+        # oneDNN reads D numbers in a row; whether those of one of many to vmap are, nobody can tell.
+        if bias is not None and (looked_at or bias.shape != (D,) or bias.stride() != (1,)):
+            return self.product(x, None).add_(bias)
         if self.blocks is None:
             self.blocks = torch.ops.mkldnn._reorder_linear_weight(self._values(), _FEWEST)
             self.given = None
@@ -211,11 +219,15 @@ class _Float32(PackedWeight):
         return self.of(self._values()[first:last])
 
     def _values(self) -> Tensor:
-        for form in (self.given, self.by_columns):
-            if form is not None:
-                return form
-        assert self.blocks is not None
-        return self.blocks.to_dense()
+        dense = self._dense()
+        if dense is None:
+            assert self.blocks is not None
+            return self.blocks.to_dense()
+        return dense
+
+    def _dense(self) -> Tensor | None:
+        given = self.given
+        return self.by_columns if given is None else given
 
 
 def _has_blocks() -> bool:

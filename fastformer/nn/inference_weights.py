@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.host.devices import autocasts
 from fastformer.modes import forward_ad, readable, transformed, watched
@@ -64,13 +65,16 @@ def pack_weights(model: nn.Module, precision: str = "fp32") -> None:
         its for its in model.modules() if isinstance(its, nn.MultiheadAttention) and type(its) is not MultiheadAttention
     ]
     kept = {id(part) for attention in others for part in attention.modules()}
+    known = WeakTensorKeyDictionary()  # what several modules share is packed once
     for module in model.modules():
         for name in () if id(module) in kept else _weights_of(module):
             weight = module._parameters.get(name)
             if weight is None or not weight.numel() or isinstance(weight, PackedWeight):
                 continue
             if weight.dtype == torch.float32 and weight.is_cpu:
-                module._parameters[name] = cast(nn.Parameter, kinds[precision].of(weight.detach()))
+                if weight not in known:
+                    known[weight] = kinds[precision].of(weight.detach())
+                module._parameters[name] = known[weight]
                 if not hasattr(module, "__prepare_scriptable__"):  # torch.jit would save the weight's memory: zeros
                     module.__dict__["__prepare_scriptable__"] = _refuse_script
 

@@ -366,6 +366,14 @@ def test_other_dtypes_and_devices_stay_as_they_are_in_fp32() -> None:
     assert all(type(x) is nn.Parameter for x in model.parameters())
 
 
+def test_what_modules_share_they_share_packed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    pack_weights(model)
+    assert model[2].weight is model[0].weight
+    assert model[1].weight is not model[0].weight
+
+
 class Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * super().forward(input)

@@ -1,7 +1,8 @@
 """Weights for inference on a CPU, where a product of few rows takes as long as its weights to be read.
 
 **fp32**: the same numbers in the order that a product reads best: that of oneDNN's blocks, with which 4 to 128 rows
-take a third to nine tenths of the time that MKL takes on a CPU of AMD; by columns for one row where D > K.
+take a third to nine tenths of the time that MKL takes on a CPU of AMD; by columns for one row where D > K, and where
+a weight is small.
 
 **In fewer bits**. `int8`: a scale for each row of a weight; the other factor is rounded to 7 bits in each call, with
 one scale for all of it, so that a result depends on what else is in the batch (PyTorch's dynamic kernels, which add up
@@ -37,6 +38,7 @@ _BLOCKS = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # Of rows, which oneDNN is told, and gets: fewer take it longer. Weights of 512 x 512 and 512 x 2048 in us, by MKL by
 # columns, by oneDNN, padded: 1 row 114, 86, 91 and 402, 322, 243; 3 rows by oneDNN 115 and 261, 4 rows 105 and 231.
 _FEWEST = 4
+_LEAST = 1 << 18  # numbers of a weight: a call of oneDNN takes 20 us more, and the first with each number of rows 650
 _LARGEST = 127  # of int8; -128 stays out, so that a weight and its negative round alike
 
 
@@ -49,8 +51,8 @@ def pack_weights(model: nn.Module, precision: str = "fp32") -> None:
 
     Args:
         model: in fp32, on the CPU; with precision "fp32" weights of other dtypes and devices stay as they are.
-        precision: "fp32" keeps every number, "bf16" and "int8" round them. Weights of fp32 with which both one row and
-            several are multiplied are kept twice.
+        precision: "fp32" keeps every number, "bf16" and "int8" round them. In fp32, a weight with which both one row
+            and several are multiplied is kept twice, and one of less than 2^18 numbers stays a parameter, by columns.
 
     Raises:
         ValueError: precision is none of the three, or the model is of another dtype or on another device.
@@ -60,7 +62,6 @@ def pack_weights(model: nn.Module, precision: str = "fp32") -> None:
     for name, x in model.named_parameters():
         if precision != "fp32" and (x.dtype != torch.float32 or not x.is_cpu):
             raise ValueError(f"model must be in fp32 on a CPU for {precision}, and {name} is {x.dtype} on {x.device}")
-    kinds: dict[str, type[PackedWeight]] = {"fp32": _Float32, "bf16": _BFloat16, "int8": _Int8}
     others = [
         its for its in model.modules() if isinstance(its, nn.MultiheadAttention) and type(its) is not MultiheadAttention
     ]
@@ -73,10 +74,20 @@ def pack_weights(model: nn.Module, precision: str = "fp32") -> None:
                 continue
             if weight.dtype == torch.float32 and weight.is_cpu:
                 if weight not in known:
-                    known[weight] = kinds[precision].of(weight.detach())
+                    known[weight] = _packed(weight, precision)
                 module._parameters[name] = known[weight]
+                if not isinstance(known[weight], PackedWeight):
+                    continue
                 if not hasattr(module, "__prepare_scriptable__"):  # torch.jit would save the weight's memory: zeros
                     module.__dict__["__prepare_scriptable__"] = _refuse_script
+
+
+def _packed(weight: nn.Parameter, precision: str) -> nn.Parameter:
+    values = weight.detach()
+    if precision == "fp32" and not _has_blocks(values):
+        return nn.Parameter(_by_columns(values), weight.requires_grad)
+    kinds: dict[str, type[PackedWeight]] = {"fp32": _Float32, "bf16": _BFloat16, "int8": _Int8}
+    return cast(nn.Parameter, kinds[precision].of(values))
 
 
 def _weights_of(module: nn.Module) -> tuple[str, ...]:
@@ -183,35 +194,29 @@ def _linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> 
 
 
 class _Float32(PackedWeight):
-    """The forms are made of a copy when first needed, which goes when there is one: what is given may change."""
-
-    given: Tensor | None
-    by_columns: Tensor | None
     blocks: Tensor | None  # in the order of oneDNN
+    by_columns: Tensor | None  # where there are none, and where one row has asked
 
     @classmethod
     def of(cls, weight: Tensor) -> "PackedWeight":
         made = cast(_Float32, cls.empty(*weight.shape))
-        made.given, made.by_columns, made.blocks = weight.clone(), None, None
+        large = _has_blocks(weight)
+        made.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, _FEWEST) if large else None
+        made.by_columns = None if large else _by_columns(weight)
         return made
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        looked_at, dense = watched(), self._values() if transformed() else self._dense()
-        if looked_at and dense is not None:  # a form made here would be the watcher's
-            return F.linear(x, dense, bias)
+        looked_at = watched()  # what is made here would be the watcher's, and torch.func has no rule for oneDNN's op
+        if self.blocks is None or (looked_at and (self.by_columns is not None or transformed())):
+            return F.linear(x, self._values(), bias)
         D, K = self.shape
         M = x.numel() // K
-        if not looked_at and (not _has_blocks() or not D or (M == 1 and D > K)):
+        if M == 1 and D > K and not looked_at:
             if self.by_columns is None:
-                self.by_columns = self._values().t().contiguous().t()
-                self.given = None
+                self.by_columns = _by_columns(self._values())
             return F.linear(x, self.by_columns, bias)
-        # oneDNN reads D numbers in a row; whether those of one of many to vmap are, nobody can tell.
-        if bias is not None and (looked_at or bias.shape != (D,) or bias.stride() != (1,)):
+        if bias is not None and (bias.shape != (D,) or bias.stride() != (1,)):  # D numbers in a row are read
             return self.product(x, None).add_(bias)
-        if self.blocks is None:
-            self.blocks = torch.ops.mkldnn._reorder_linear_weight(self._values(), _FEWEST)
-            self.given = None
         if M >= _FEWEST:
             return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self.blocks, bias, "none", [], ""))
         rows = x.reshape(M, K)
@@ -223,19 +228,18 @@ class _Float32(PackedWeight):
         return self.of(self._values()[first:last])
 
     def _values(self) -> Tensor:
-        dense = self._dense()
-        if dense is None:
-            assert self.blocks is not None
-            return self.blocks.to_dense()
-        return dense
-
-    def _dense(self) -> Tensor | None:
-        given = self.given
-        return self.by_columns if given is None else given
+        if self.by_columns is not None:
+            return self.by_columns
+        assert self.blocks is not None
+        return self.blocks.to_dense()
 
 
-def _has_blocks() -> bool:
-    return _BLOCKS and bool(torch.backends.mkldnn.enabled)
+def _by_columns(weight: Tensor) -> Tensor:
+    return weight.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def _has_blocks(weight: Tensor) -> bool:
+    return _BLOCKS and weight.numel() >= _LEAST and bool(torch.backends.mkldnn.enabled)
 
 
 class _BFloat16(PackedWeight):

@@ -26,11 +26,20 @@ EPS32, EPS16 = 2.0**-24, 2.0**-8
 SEVEN_BITS = 127  # steps between the smallest and the largest number of the other factor, 0 among them
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a few numbers are packed like large ones."""
+    monkeypatch.setattr(inference_weights, "_LEAST", 1)
+
+
 def packed(weight: Tensor, precision: str) -> PackedWeight:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight = nn.Parameter(weight.clone())
     pack_weights(linear, precision)
-    assert isinstance(linear.weight, PackedWeight)
+    if not isinstance(linear.weight, PackedWeight):
+        assert precision == "fp32"
+        assert not inference_weights._has_blocks(weight)
+        return inference_weights._Float32.of(weight)
     return linear.weight
 
 
@@ -240,7 +249,7 @@ def test_a_packed_model_writes_the_same(monkeypatch: pytest.MonkeyPatch, embeddi
     assert type(other.target_embedding.tokens.weight) is nn.Parameter
     found = greedy_search(other, source, lengths, SearchOptions(beam=1))
     assert [h.ids for h in found] == [h.ids for h in expected]
-    assert isinstance(other.output.weight, PackedWeight)
+    assert isinstance(other.output.weight, PackedWeight) == inference_weights._BLOCKS
 
 
 @torch.no_grad()
@@ -250,7 +259,7 @@ def test_a_packed_model_writes_the_same(monkeypatch: pytest.MonkeyPatch, embeddi
 def test_every_number_of_rows_after_any_other_in_fp32(
     monkeypatch: pytest.MonkeyPatch, D: int, K: int, rows: tuple[int, ...], blocks: bool
 ) -> None:
-    """The forms are made from one another, and of parts from the whole; what was given is kept by none."""
+    """By columns is made of blocks, and parts of either."""
     monkeypatch.setattr(inference_weights, "_BLOCKS", blocks and inference_weights._BLOCKS)
     torch.manual_seed(0)
     values, bias = torch.randn(D, K), torch.randn(D)
@@ -266,8 +275,7 @@ def test_every_number_of_rows_after_any_other_in_fp32(
             assert bool(((found.view(M, D) - expected).abs() <= allowed).all())
         part = weight.cut(1, 3)
         assert bool(((F.linear(x, part, bias[1:3]) - expected[:, 1:3]).abs() <= allowed[:, 1:3]).all())
-    assert weight.given is None
-    assert weight.blocks is None or inference_weights._has_blocks()
+    assert (weight.blocks is not None) == (blocks and inference_weights._BLOCKS)
 
 
 @torch.no_grad()
@@ -353,11 +361,27 @@ def test_a_products_watcher_leaves_nothing_behind(first: int, M: int) -> None:
         F.linear(torch.randn(first, 4), weight)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert F.linear(mode.from_tensor(x), weight).shape == (M, 8)
-    if first != 5:  # of what is in blocks alone, torch.jit makes no constant
+    if weight.by_columns is not None:  # of what is in blocks alone, torch.jit makes no constant
         traced = torch.jit.trace(lambda x: F.linear(x, weight), x)
         torch.testing.assert_close(traced(x.repeat(3, 1)), (x @ values.t()).repeat(3, 1))
     assert type(F.linear(x, weight)) is Tensor
     torch.testing.assert_close(F.linear(x, weight), x @ values.t())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("few", [True, False])
+def test_without_blocks_weights_are_parameters_by_columns(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    """Where a weight is small, and where there is no oneDNN; an embedding that shares it keeps its rows."""
+    monkeypatch.setattr(inference_weights, *(("_LEAST", 1 << 18) if few else ("_BLOCKS", False)))
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(4, 5))
+    model[1].weight = model[0].weight
+    before = model[1](model[0](torch.tensor([1, 2])))
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    pack_weights(model)
+    assert [type(x) is nn.Parameter for x in model.parameters()] == [True] * 5
+    assert [module.weight.stride() for module in model] == [(4, 1), (1, 5), (1, 5)]
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    torch.testing.assert_close(model[1](model[0](torch.tensor([1, 2]))), before)
 
 
 def test_other_dtypes_and_devices_stay_as_they_are_in_fp32() -> None:

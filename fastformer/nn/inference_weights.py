@@ -106,6 +106,7 @@ class PackedWeight(Tensor):
     """A weight `[D, K]` that says fp32 and is kept in another form: to be multiplied, or cut between rows."""
 
     parts: dict[tuple[int, int], "PackedWeight"]
+    outputs: int  # as shape says, which would go by __torch_function__
     columns: int
 
     @classmethod
@@ -114,7 +115,7 @@ class PackedWeight(Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, (rows, columns), dtype=torch.float32, device=torch.device("cpu")
         )
-        made.parts, made.columns = {}, columns
+        made.parts, made.outputs, made.columns = {}, rows, columns
         return made
 
     @classmethod
@@ -209,7 +210,7 @@ class _Float32(PackedWeight):
         looked_at = watched()  # what is made here would be the watcher's, and torch.func has no rule for oneDNN's op
         if self.blocks is None or (looked_at and (self.by_columns is not None or transformed())):
             return F.linear(x, self._values(), bias)
-        D, K = self.shape
+        D, K = self.outputs, self.columns
         M = x.numel() // K
         if M == 1 and D > K and not looked_at:
             if self.by_columns is None:

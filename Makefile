@@ -3,14 +3,16 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help check test quick fuzz long aot survey kernel-hub faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
+.PHONY: help lint check test quick fuzz long aot survey kernel-hub faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-check:  ## formatter, linter, types, import order; changes nothing
+lint:  ## formatter, linter, types; changes nothing
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
+
+check: lint  ## that, and the order of imports
 	$(PYTHON) -m pytest tests/project/test_architecture.py
 
 test:  ## every test, on all cores
@@ -22,8 +24,9 @@ quick:  ## is anything broken? the first case of every test that is not slow
 fuzz:  ## 10,000 inputs of every generator of bad input, in an hour; CI has 300
 	nice $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --fuzz 10000 tests/fuzz
 
-long:  ## the tests that CI leaves out: they take long, and are rarely red
+long:  ## what CI leaves out, as it takes long and is rarely red: tests, and the kernels with the newest Triton
 	$(PYTHON) -m pytest -n $(JOBS) --dist worksteal --long -m long
+	$(MAKE) triton-3.9.0
 
 aot:  ## compile the models ahead of time (AOTInductor), and compare them
 	$(PYTHON) -m pytest --aot tests/apps/models/test_program_export.py
@@ -82,7 +85,7 @@ ptxas-%:  ## every launch configuration with another ptxas of the package index,
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
 	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \
-	  -k "noise or modules or layers or stacks or multihead or values or rules or infinity or curve"
+	  -k "noise or modules or layers or stacks or multihead or values or infinity or curve"
 
 # TORCH says where a build of torch for CPUs is: those of the registry bring the CUDA libraries, for Linux.
 TORCH ?= --torch-backend cpu

@@ -374,8 +374,8 @@ print("passed", number)
 
 
 @pytest.mark.slow
-@posix_only
-@pytest.mark.parametrize("kind", ["whole", "sharded", "image"])  # of an image: its folders cannot be renamed
+@posix_only  # of an image: its folders cannot be renamed
+@pytest.mark.parametrize("kind", ["whole", pytest.param("sharded", marks=pytest.mark.long), "image"])
 def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, kind):
     run = python("-c", KILL, tmp_path, kind, OMP_NUM_THREADS="1")
     assert run.stdout.startswith("passed"), run.stdout + run.stderr

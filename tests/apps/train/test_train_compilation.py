@@ -143,7 +143,7 @@ def test_padded_stacks_recompute_too():
 @pytest.mark.parametrize(
     ("kind", "backend", "again"),
     [
-        ("language", "eager", False),
+        pytest.param("language", "eager", False, marks=pytest.mark.long),
         ("translation", "eager", True),
         pytest.param("language", "aot_eager", True, marks=pytest.mark.long),
     ],

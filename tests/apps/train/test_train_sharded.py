@@ -110,6 +110,7 @@ def test_gathered_layers_decode_with_a_cache_and_others_say_why_not(steps):
         assert caches["hooked"].startswith("layers.1 has hooks, which decoding with a cache does not call")
 
 
+@pytest.mark.long
 def test_every_family_trains_and_resumes_as_one_process_does(tmp_path):
     """In fp64; with batches of one sentence, of which a process has none, and validation by one process."""
     torch.set_default_dtype(torch.float64)

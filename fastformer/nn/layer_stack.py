@@ -23,6 +23,9 @@ from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, unpack
 
 
+_METHODS = ("packed", "compose")  # one in the instance is called
+
+
 class _AsTorch(threading.local):
     """Set while an encoder with hooks runs whose padding a decoder will see: its rows are then torch's, not 0.
 
@@ -222,7 +225,7 @@ class Stack(nn.Module):
     def _carries(self, layer: Any) -> bool:
         """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
         ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
-        return ours and layer.norm_first and not self.checkpoint_activations and "packed" not in vars(layer)
+        return ours and layer.norm_first and not self.checkpoint_activations and vars(layer).keys().isdisjoint(_METHODS)
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""

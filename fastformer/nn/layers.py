@@ -28,6 +28,7 @@ from fastformer.nn.wrappers import Inside, is_sharded
 from fastformer.packing import Layout, offsets_of
 
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+_FORMULA = ("compose", "carry")
 
 
 def _overrides(cls: type, original: type, *methods: str) -> bool:
@@ -185,7 +186,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         Between products of weights that flush the caches, what each part asks costs some 150 us a layer of width 512.
         """
-        if not {"compose", "carry"}.isdisjoint(self.__dict__):
+        if _overrides(type(self), TransformerEncoderLayer, *_FORMULA) or not self.__dict__.keys().isdisjoint(_FORMULA):
             return False
         own: Any = self._modules
         attention, norms = own["self_attn"], (own["norm1"], own["norm2"])

@@ -22,7 +22,6 @@ from fastformer.nn.torch_calls import causal_hint
 from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, unpack
 
-
 _METHODS = ("packed", "compose")  # one in the instance is called
 
 
@@ -223,7 +222,8 @@ class Stack(nn.Module):
     def _carries(self, layer: Any) -> bool:
         """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
         ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
-        return ours and layer.norm_first and not self.checkpoint_activations and vars(layer).keys().isdisjoint(_METHODS)
+        replaced = any(name in vars(layer) for name in _METHODS)
+        return ours and layer.norm_first and not (self.checkpoint_activations or replaced)
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""

@@ -94,13 +94,20 @@ def in_autocast(parameter: Tensor | None) -> Any:
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast."""
+    """Cast floating-point tensors to the autocast dtype where autocast is on; custom ops do not see autocast.
+
+    Like autocast, it leaves fp64 as it is.
+    """
     device = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     found = [in_autocast(x) for x in tensors]
-    return tuple([x.to(dtype) if x is not None and x.is_floating_point() else x for x in found])
+    return tuple([x.to(dtype) if x is not None and _is_cast(x) else x for x in found])
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64
 
 
 class _WithParameters(Protocol):

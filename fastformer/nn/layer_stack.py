@@ -16,11 +16,13 @@ from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import has_hooks
-from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, zero_padding
+from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, orders_of, zero_padding
 from fastformer.nn.sublayers import Pending
 from fastformer.nn.torch_calls import causal_hint
 from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, unpack
+
+_METHODS = ("packed", "compose")  # one in the instance is called
 
 
 class _AsTorch(threading.local):
@@ -56,9 +58,7 @@ class Stack(nn.Module):
     @property
     def layers_batch_first(self) -> bool | None:
         """The order of dimensions that the layers take; None where they do not say, or differ."""
-        layers: Any = self.layers
-        parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("self_attn", "multihead_attn")]
-        orders = {part.batch_first for part in parts if hasattr(part, "batch_first")}
+        orders = orders_of(self)
         return orders.pop() if len(orders) == 1 else None
 
     def counts_positions(self, name: str = "self_attn") -> bool:
@@ -222,7 +222,8 @@ class Stack(nn.Module):
     def _carries(self, layer: Any) -> bool:
         """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
         ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
-        return ours and layer.norm_first and not self.checkpoint_activations and "packed" not in vars(layer)
+        replaced = any(name in vars(layer) for name in _METHODS)
+        return ours and layer.norm_first and not (self.checkpoint_activations or replaced)
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""

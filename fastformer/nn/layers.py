@@ -28,6 +28,7 @@ from fastformer.nn.wrappers import Inside, is_sharded
 from fastformer.packing import Layout, offsets_of
 
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+_FORMULA = ("compose", "carry")
 
 
 def _overrides(cls: type, original: type, *methods: str) -> bool:
@@ -171,7 +172,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if isinstance(given, Inside):
             return given.run(self, src)
         check_types(("src",), src)
-        if self.has_own_blocks:
+        if self.has_own_blocks or src.is_nested:  # as torch's encoder hands it over in inference
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and not is_causal and self._is_torchs(src):
             return self._torchs(src)
@@ -185,7 +186,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         Between products of weights that flush the caches, what each part asks costs some 150 us a layer of width 512.
         """
-        if not {"compose", "carry"}.isdisjoint(self.__dict__):
+        replaced = any(name in self.__dict__ for name in _FORMULA)
+        if replaced or _overrides(type(self), TransformerEncoderLayer, *_FORMULA):
             return False
         own: Any = self._modules
         attention, norms = own["self_attn"], (own["norm1"], own["norm2"])

@@ -167,6 +167,17 @@ class MultiheadAttention(Projections):
         out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
 
+    def merge_masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> tuple[Tensor | None, int | None]:
+        """Do what torch's does, for torch's fast path; refuse that one where it would pass by options."""
+        if self.differs:
+            raise RuntimeError(
+                "torch's fast path for layers in inference passes by options that torch's attention has not: "
+                "fastformer.convert(layer), or torch.backends.mha.set_fastpath_enabled(False)"
+            )
+        return super().merge_masks(attn_mask, key_padding_mask, query)
+
     def packed(
         self,
         query: Tensor,

@@ -33,6 +33,7 @@ _FUNCTIONS = (
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 TOKEN_WISE = (*_LINEAR, nn.Dropout, *_NORMS, *_ACTIVATIONS)
 
+_DIFFER = "the layers differ in batch_first"
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -105,6 +106,13 @@ def mixes(part: Any, known: tuple[type[nn.Module], ...]) -> str | None:
     return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
 
+def orders_of(stack: nn.Module) -> set[bool]:
+    """What the attention modules of a stack say of `batch_first`."""
+    layers: Any = stack.layers
+    parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("self_attn", "multihead_attn")]
+    return {part.batch_first for part in parts if hasattr(part, "batch_first")}
+
+
 def obstacle(stack: nn.Module) -> str | None:
     """Return why the layers of a stack, or its norm, must see padded batches, or None.
 
@@ -119,6 +127,8 @@ def obstacle(stack: nn.Module) -> str | None:
             return f"layers.{index}{reason}"
     if isinstance(stack.norm, nn.Module) and has_hooks(stack.norm):
         return "norm has hooks"
+    if len(orders_of(stack)) > 1:
+        return _DIFFER
     return mixes_tokens(stack)
 
 
@@ -313,6 +323,8 @@ def check_cached(stack: Any) -> None:
         RuntimeError: a part has hooks or a forward of its own, or may look at several positions at once.
     """
     check_apart(stack, "decoding with a cache")
+    if len(orders_of(stack)) > 1:
+        raise RuntimeError(f"{_DIFFER}: what is a row to one is a position to another, and a step reads rows")
     for i, layer in enumerate(stack.layers):
         for part in map(unwrap, unwrap(layer).attentions):
             if not part.packs:

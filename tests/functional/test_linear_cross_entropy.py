@@ -158,6 +158,18 @@ def test_autocast_computes_the_logits_in_the_low_precision():
         assert_close(actual, wanted, roundings=2 / 2**7 / torch.finfo(torch.float32).eps)  # two of bf16
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_autocast_leaves_fp64_alone(reduction):
+    x, weight, bias = inputs = [random(*shape) for shape in ((6, 8), (9, 8), (9,))]
+    target = torch.randint(9, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+        expected = F.cross_entropy(F.linear(x, weight, bias), target, reduction=reduction)
+    assert_close(loss, expected)
+    for actual, wanted in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
+        assert_close(actual, wanted)
+
+
 def test_the_module_starts_as_torchs_linear():
     torch.manual_seed(1)
     ours = fastformer.LinearCrossEntropy(5, 7, label_smoothing=0.1, ignore_index=0)

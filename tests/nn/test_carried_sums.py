@@ -143,6 +143,13 @@ def test_an_own_packed_between_others_is_called():
     assert torch.equal(found.packed(X, LAYOUT), expected)
 
 
+def test_an_own_formula_between_others_is_called():
+    found = stack("encoder")
+    expected = found.norm(found.layers[2].packed(-found.layers[0].packed(X, LAYOUT), LAYOUT))
+    found.layers[1].compose = lambda x, attention: -x
+    assert torch.equal(found.packed(X, LAYOUT), expected)
+
+
 def test_hooks_of_norms_and_dropouts_are_called():
     found, seen = stack("encoder"), []
     for module in (found.layers[1].norm1, found.layers[0].dropout2, found.norm):

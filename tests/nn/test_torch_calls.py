@@ -256,6 +256,7 @@ def test_layers_that_differ_in_the_order_of_dimensions():
     x, hidden = torch.randn(S, S, D), ahead(S)
     hidden = hidden & hidden.any(-1, keepdim=True)
     torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), model(x, src_key_padding_mask=hidden))
+    assert ours.obstacle() == "the layers differ in batch_first"
 
 
 class Pooled(nn.Module):

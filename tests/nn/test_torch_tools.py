@@ -124,6 +124,16 @@ class Doubling(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
+class Negated(fastformer.TransformerEncoderLayer):
+    def compose(self, x, attention):
+        return -super().compose(x, attention)
+
+
+class NegatedSum(fastformer.TransformerEncoderLayer):
+    def carry(self, x, attention):
+        return super().carry(x, attention)._replace(x=-x)
+
+
 def _nothing(module, x):
     return x
 
@@ -168,6 +178,8 @@ CHANGES = {
         x,
     )[1],
     "a method of its own": _set("compose", lambda x, attention: -x),
+    "a class of its own": lambda module, x: (setattr(module, "__class__", Negated), x)[1],
+    "a sum of its own": lambda module, x: (setattr(module, "__class__", NegatedSum), x)[1],
     "its attention's own method": lambda module, x: (setattr(module.self_attn, "project_out", torch.sin), x)[1],
     "many tokens": lambda module, x: x.repeat(20, 5, 1),
     "no token": lambda module, x: x[:, :0],

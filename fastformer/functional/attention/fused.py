@@ -183,7 +183,9 @@ def _placed(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the kernels cannot take these heads, or None."""
-    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k.dtype == v.dtype and (
+        torch.float64 in (q.dtype, k.dtype, v.dtype) or not torch.is_autocast_enabled(q.device.type)
+    ):
         return f"attention takes q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
     for x in (q, v):
         if not 0 < x.shape[-1] <= LARGEST_HEAD:

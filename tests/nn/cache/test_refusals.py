@@ -59,6 +59,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"layers\.1\.linear1 is a Smoothed: it may look at several positions": _replace_class("layers.1.linear1", Smoothed),
     r"layers\.0\.activation is a function": lambda x: setattr(x.layers[0], "activation", lambda y: y),
     r"layers\.0\.self_attn\.out_proj is a Smoothed": _replace_class("layers.0.self_attn.out_proj", Smoothed),
+    r"the layers differ in batch_first": lambda x: setattr(x.layers[1].self_attn, "batch_first", False),
     "the stack has no layers": lambda x: setattr(x, "layers", nn.ModuleList()),
     r"norm is a BatchNorm1d": lambda x: setattr(x, "norm", nn.BatchNorm1d(D)),
 }

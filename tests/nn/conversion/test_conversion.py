@@ -245,6 +245,29 @@ def test_nested_tensors_of_torchs_fast_path_reach_a_converted_attention():
         assert_close(model[0](x, src_key_padding_mask=hidden), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_torchs_fast_path_reach_a_converted_layer():
+    """A stack of a class of its own stays, and hands its layers nested tensors in inference."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF, batch_first=True), 2).eval()
+    model.__class__ = type("Own", (nn.TransformerEncoder,), {})
+    x = torch.randn(B, S, D)
+    hidden = torch.arange(S) >= torch.arange(S, S - B, -1)[:, None]
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=hidden)
+        assert [e.name for e in fastformer.convert(model).left] == [""]
+        assert_close(model(x, src_key_padding_mask=hidden), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_converted_feed_forward_block_takes_nested_tensors():
+    block = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D))
+    x = torch.nested.nested_tensor([torch.randn(3, D), torch.randn(5, D)])
+    expected = block(x)
+    fastformer.convert(block)
+    assert all(map(torch.equal, block(x).unbind(), expected.unbind()))
+
+
 def test_the_report_reads_well():
     model = nn.ModuleDict({"norm": nn.LayerNorm(D), "own": subclass()})
     assert str(fastformer.convert(model)).splitlines() == [

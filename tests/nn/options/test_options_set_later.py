@@ -65,6 +65,20 @@ def test_an_option_set_later_is_not_lost_to_torch(name):
     assert type(model[0]) is nn.MultiheadAttention
 
 
+@later
+def test_an_option_is_not_lost_to_torchs_layer(name):
+    torch.backends.mha.set_fastpath_enabled(True)
+    layer, x = nn.TransformerEncoderLayer(D, H, 24, batch_first=True).eval(), tokens()
+    layer.self_attn = attention().eval()
+    setattr(layer.self_attn, name, LATER[name])
+    expected = layer(x)  # with gradients, which torch's op has not
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="passes by options"):
+            layer(x)
+        fastformer.convert(layer)
+        torch.testing.assert_close(layer(x), expected.detach())
+
+
 def test_norms_taken_away_are_none():
     x, one = tokens(), attention(qk_norm=True, rotary=Rotary())
     one.k_norm.weight.data.fill_(2.0)

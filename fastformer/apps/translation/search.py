@@ -276,7 +276,7 @@ class _Finished:
 
 def _ranked(log_probabilities: Tensor, length: int, penalty: float) -> Tensor:
     """The scores of hypotheses of so many tokens, in fp64: beyond its range, fp32 would make them equal."""
-    return log_probabilities.double() / float(length) ** penalty
+    return log_probabilities.double() / math.pow(length, penalty)
 
 
 def _hypothesis(ids: list[int], length: int, log_probability: float, score: float, eos_id: int) -> Hypothesis:

@@ -10,6 +10,7 @@ import json
 import logging
 from pathlib import Path
 from random import Random
+from time import process_time
 from typing import Any
 
 import pytest
@@ -277,6 +278,15 @@ def test_deep_nesting_is_no_stack_overflow(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[model]\nd_model = " + "9" * 5000 + "\n")
     with pytest.raises(ValueError, match=r"c\.toml: not a TOML file"):
         TRANSLATION.read_settings(tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "[[{}]]", "x = {{ {} = 1 }}"])
+def test_a_key_of_many_parts_takes_no_time(tmp_path: Path, line: str) -> None:
+    (tmp_path / "c.toml").write_text("[model]\n" + line.format(" . ".join("a" * 100_000)))
+    began = process_time()
+    with pytest.raises(ValueError, match=r"c\.toml: not a TOML file: line 2 holds more than 500 dots"):
+        TRANSLATION.read_settings(tmp_path / "c.toml")
+    assert process_time() - began < 2  # tomllib takes minutes
 
 
 def test_half_a_surrogate_pair_leaves_the_earlier_file(tmp_path: Path) -> None:

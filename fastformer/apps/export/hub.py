@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.text import read_json
@@ -90,6 +91,7 @@ def on_hub(network: Any) -> Any:
                 config = _read_config(file(_CONFIG), folder if folder.is_dir() else None, settings)
             path = file(_WEIGHTS)
             check_size(config.matrix_numbers, path.stat().st_size, path)
+            check_memory(config)
             model: nn.Module = cls(config)
             load_weights(model, path)
             return model.to(map_location).eval()

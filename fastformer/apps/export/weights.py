@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.export.folder import application_for, new_folder
+from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.system.foreign_files import check_path, read_file
 from fastformer.apps.text import Tokenizer
@@ -70,6 +71,7 @@ def load_safetensors(folder: Path | str) -> Any:
         _check_dtype(content["dtype"])
         config = application.model(**{**befores(application.model), **content["model"]})
         check_size(config.matrix_numbers, path.stat().st_size if check_path(path, folder) else sys.maxsize, path)
+        check_memory(config)
         built = application.network(config).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no exported model, there is no config.json") from None

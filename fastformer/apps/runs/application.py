@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.own_files import refuse_links
@@ -270,14 +271,15 @@ class Application:
 
         Raises:
             FileNotFoundError: there is no such run.
-            ValueError: the run is of another kind.
+            ValueError: the run is of another kind, or this machine cannot hold the model.
             fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged or of another
                 architecture.
         """
         config = self.model(**self.read_config(folder)["model"])
         found = Checkpoint.open(find_checkpoint(folder, checkpoint))
         found.check_architecture(config)
-        found.check_size(config.matrix_numbers)
+        found.check_size(config.matrix_numbers)  # which a hole on the disk may state
+        check_memory(config)
         made = self.network(config)
         found.load_into(made, config)
         return made

@@ -13,6 +13,8 @@ from typing import Any
 from fastformer.apps.system.foreign_files import read_file, write_file
 from fastformer.settings import Settings, check_value, declared, to_plain
 
+_MOST_DOTS = 500  # of a line: a key of n parts takes tomllib the square of n, 3 MB of them some hours
+
 
 def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
     """Write {section: settings or mapping} as TOML that `load_toml` reads back; unset values are left out.
@@ -54,7 +56,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such configuration file")
     try:
-        return tomllib.loads(read_file(path).decode("utf-8-sig"))
+        text = read_file(path).decode("utf-8-sig")
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.count(".") > _MOST_DOTS:
+                raise ValueError(f"line {number} holds more than {_MOST_DOTS} dots")
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not all that tomllib raises is a TOMLDecodeError
         raise ValueError(f"{path}: not a TOML file: {error}") from None
 

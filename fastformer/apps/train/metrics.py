@@ -22,6 +22,7 @@ from fastformer.apps.system.foreign_folders import make_folder
 # Of the values of a validation, those of which less is better; of others, such as BLEU, more.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
+OF_RECORD = ("kind", "step", "epoch", "seconds")  # what a record says beside its values
 
 
 class MetricsLog:
@@ -46,7 +47,7 @@ class MetricsLog:
         """Records written so far."""
         return len(self._records)
 
-    def write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
+    def write(self, kind: str, step: int, /, **values: Any) -> dict[str, Any]:
         """Append a record and give it back."""
         record = {"kind": kind, "step": step, **values}
         self._records.append(record)

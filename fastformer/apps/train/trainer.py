@@ -37,10 +37,10 @@ from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
-from fastformer.apps.train.metrics import LOWER_IS_BETTER, MetricsLog, RunningSums
+from fastformer.apps.train.metrics import LOWER_IS_BETTER, OF_RECORD, MetricsLog, RunningSums
 from fastformer.apps.train.parallel import gathered
 from fastformer.apps.train.position import Position, Result
-from fastformer.apps.train.processes import Processes
+from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
 from fastformer.apps.train.saving import CheckpointWriter
@@ -184,7 +184,7 @@ class Trainer:
             self._marks = self.checkpoints.marks()
 
     def _fit(self) -> Result:
-        if self._at.step == 0 and self.checkpoints.paths():
+        if self._saved_step < 0 and self.checkpoints.paths():  # a run may have ended, and been resumed, at step 0
             raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
         self._log = None
         if self._processes.is_main:
@@ -300,17 +300,19 @@ class Trainer:
         return self.config.patience is None or self._at.worse < self.config.patience
 
     def _evaluate(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """Validate and record the values; gives back the one that decides, and the record to show."""
-        with gathered(self._update.module, self._processes):
-            self._metrics = self._processes.on_main(self._validation_values)
-        if self.config.metric not in self._metrics:
-            names = ", ".join(self._metrics)
-            if self._saved_step != self._at.step:  # what was trained is not lost
+        """Validate and record the values; gives back the one that decides, and the record to show.
+
+        Where that fails, what was trained is saved before the error goes on.
+        """
+        try:
+            with gathered(self._update.module, self._processes):
+                self._metrics = self._processes.on_main(self._validation_values)
+        except Exception as error:
+            self._metrics = {}
+            together = not isinstance(error, ProcessError) or error.reported  # else another one is gone
+            if together and self._saved_step != self._at.step:
                 self._save(None)
-            raise ValueError(
-                f"metric={self.config.metric!r} is not among the validation's values: {names}; what was trained is in "
-                f"{self.checkpoints.last()}"
-            )
+            raise
         return self._metrics[self.config.metric], self._write(kind, self._metrics)
 
     def _show(self, record: dict[str, Any] | None, best: bool = False) -> None:
@@ -325,8 +327,18 @@ class Trainer:
         with torch.no_grad(), preserved_randomness(), self._update.autocast():
             values = {name: float(value) for name, value in self._validate(self.model).items()}
         self.model.train()
+        for name in values:
+            if not isinstance(name, str) or name in OF_RECORD:
+                raise ValueError(
+                    f"validate must name its values by texts, none of them {', '.join(OF_RECORD)}: {name!r}"
+                )
         if "loss" in values:
             values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
+        if (metric := self.config.metric) not in values:
+            found = ", ".join(values)
+            raise ValueError(
+                f"metric={metric!r} is not among the validation's values: {found}; what was trained is saved"
+            )
         return values
 
     def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any] | None:

@@ -20,6 +20,8 @@ from fastformer.apps.train.parallel import part_of
 # Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
 _FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
+_FORMAT = "format"  # what safetensors' own header says, beside the copies, whatever a weight is called
+
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or of another model; the message is one line for the user."""
@@ -35,7 +37,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if place in seen and tensor.numel():
+        if place in seen and tensor.numel() and name != _FORMAT:
             copies[name] = seen[place]
             continue
         seen[place] = name
@@ -43,7 +45,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     kept = apart(kept)
     try:
         with reachable(path) as way:
-            save_file(kept, way, metadata={"format": "pt", **copies})
+            save_file(kept, way, metadata={_FORMAT: "pt", **copies})
             way.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
@@ -76,7 +78,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError, MemoryError) as error:  # the last of a hole on the disk
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-    return {name: weights[kept] for name, kept in metadata.items() if kept in weights} | weights
+    copies = {name: kept for name, kept in metadata.items() if kept in weights and name != _FORMAT}
+    return {name: weights[kept] for name, kept in copies.items()} | weights
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

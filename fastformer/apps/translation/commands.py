@@ -36,12 +36,15 @@ from fastformer.apps.translation.run import (
     read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
+from fastformer.apps.translation.translator import Translation
 from fastformer.nn import pack_weights
 from fastformer.settings import check_value
 
 Folder = Annotated[
     Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}` or `fastformer demo`")
 ]
+
+_NONE = Translation("", -math.inf, -math.inf)  # so that each sentence has as many lines
 
 
 @app.command()
@@ -76,7 +79,7 @@ def translate(
     *,
     search: dict[str, Any],
 ) -> None:
-    """Translate sentences, a file, or standard input."""
+    """Translate sentences, a file, or standard input: with --n-best n lines each, the last empty if there are fewer."""
     given = given_lines(sentences, input, output, "sentences")
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
@@ -84,7 +87,8 @@ def translate(
     pack_weights(translator.model)
     for lines in given:
         found = translator.candidates(lines, options, batch_size)
-        put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for each in found for c in each], output)
+        whole = [c for each in found for c in each + [_NONE] * (options.n_best - len(each))]
+        put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for c in whole], output)
 
 
 @app.command()

@@ -201,7 +201,7 @@ def beam_search(
         if bool(cut.any()):
             # What the length limit cuts off ranks with the finished ones, as it is.
             finished.add(tokens[:, :, 1:], t + 1, torch.where(cut[:, None], scores, -math.inf))
-        promise = scores[:, 0] / (t + 1) ** options.length_penalty
+        promise = _ranked(scores[:, 0], t + 1, options.length_penalty)
         done = cut | (promise <= finished.scores[:, -1])
         rows = done.nonzero().squeeze(1)
         if rows.numel():
@@ -244,12 +244,12 @@ class _Finished:
         self.tokens = torch.zeros(sentences, N, longest, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(sentences, N, dtype=torch.int64, device=device)
         self.log_probabilities = torch.full((sentences, N), -math.inf, device=device)
-        self.scores = self.log_probabilities.clone()
+        self.scores = self.log_probabilities.double()
 
     def add(self, tokens: Tensor, length: int, log_probabilities: Tensor) -> None:
         """Let N more hypotheses a sentence compete: tokens `[b, N, longest]`, log probabilities `[b, N]` or -inf."""
         N = self.scores.shape[1]
-        scores = torch.cat([self.scores, log_probabilities / length**self.length_penalty], 1)  # [b, 2N]
+        scores = torch.cat([self.scores, _ranked(log_probabilities, length, self.length_penalty)], 1)  # [b, 2N]
         self.scores, best = scores.topk(N, -1)
         self.log_probabilities = torch.cat([self.log_probabilities, log_probabilities], 1).gather(1, best)
         self.lengths = torch.cat([self.lengths, torch.full_like(self.lengths, length)], 1).gather(1, best)
@@ -272,6 +272,11 @@ class _Finished:
             ]
             for sentence in zip(*(field[rows, :n].tolist() for field in fields), strict=True)
         ]
+
+
+def _ranked(log_probabilities: Tensor, length: int, penalty: float) -> Tensor:
+    """The scores of hypotheses of so many tokens, in fp64: beyond its range, fp32 would make them equal."""
+    return log_probabilities.double() / math.pow(length, penalty)
 
 
 def _hypothesis(ids: list[int], length: int, log_probability: float, score: float, eos_id: int) -> Hypothesis:

@@ -3,6 +3,7 @@
 What is translated from a file goes beside it line by line; one more line, and every pair after it is a wrong one.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def test_each_sentence_gives_one_line(
     written = (folder / "out").read_bytes().decode() if to_file else done.stdout
     assert written == "b c b c\nb c b c\n"
     assert "2 lines had ends of lines within; they have spaces there" in caplog.text
+
+
+def test_each_sentence_gives_as_many_lines_as_translations_were_asked_for(folder: Path) -> None:
+    """An empty one has a single translation, and of one token there are four: three words and the end."""
+    arguments = ("--run", "run", "--beam", "6", "--n-best", "6", "--max-length", "1", "--device", "cpu")
+    texts, scored = (
+        fastformer("translate", *arguments, *more, cwd=folder, stdin=b"a\n\na a\n") for more in ((), ("--scores",))
+    )
+    assert (texts.returncode, scored.returncode) == (0, 0), texts.stderr
+    scores, same = zip(*(line.split("\t") for line in scored.stdout.splitlines()), strict=True)
+    assert list(same) == texts.stdout.splitlines()
+    found = [[float(x) for x in scores[first : first + 6]] for first in (0, 6, 12)]
+    assert [sum(x > -math.inf for x in each) for each in found] == [4, 1, 4]
+    assert all(each == sorted(each, reverse=True) for each in found)
 
 
 def test_lines_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:

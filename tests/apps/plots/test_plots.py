@@ -293,6 +293,17 @@ def test_positions_show_values_and_their_cosine_similarity():
         plot_positions(torch.randn(4))
 
 
+def test_of_many_positions_every_nth_is_drawn_at_its_place():
+    """All of 60,000, each beside each, would take 14 GB before they are drawn."""
+    encoding = torch.randn(5000, 3)
+    left, right = plot_positions(encoding).axes[:2]
+    assert left.images[0].get_extent() == [-0.5, 2.5, 4999.5, -0.5]
+    assert right.images[0].get_extent() == [-0.5, 4999.5, 4999.5, -0.5]
+    assert torch.equal(torch.from_numpy(left.images[0].get_array().filled()), encoding[::3])
+    assert right.images[0].get_array().shape == (1667, 1667)
+    assert plot_positions(encoding[:7]).axes[1].images[0].get_extent() == [-0.5, 6.5, 6.5, -0.5]
+
+
 def test_save_makes_folders_and_a_png(tmp_path):
     path = save(plot_positions(torch.zeros(2, 2)), tmp_path / "deep" / "figure.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n")

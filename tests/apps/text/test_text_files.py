@@ -234,6 +234,16 @@ def test_texts_are_in_the_file_as_soon_as_they_come(tmp_path):
     assert path.read_text() == ""
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_texts_go_through_a_pipe(tmp_path):
+    """Where nobody can say how far they have come, as in a shell's >(command)."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_texts(tmp_path / "pipe", ["eins", "zwei"])
+    assert os.read(reader, 100) == b"eins\nzwei\n"
+    os.close(reader)
+
+
 def test_an_error_before_the_first_text_leaves_the_earlier_file(tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("earlier\n")

@@ -170,6 +170,39 @@ def test_a_metric_that_the_validation_lacks_is_named(tmp_path):
         trainer(tmp_path, config(metric="bleu")).fit()
 
 
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"loss": 1.0, "seconds": 2.5}, ValueError, "none of them kind, step, epoch, seconds: 'seconds'"),
+        ({"loss": 1.0, "kind": 1.0}, ValueError, "none of them kind, step, epoch, seconds: 'kind'"),
+        ({"loss": 1.0, 3: 1.0}, ValueError, "must name its values by texts"),
+        ({"loss": None}, TypeError, "not 'NoneType'"),
+        ({"bleu": 3.0}, ValueError, "metric='loss' is not among the validation's values: bleu; what was trained"),
+    ],
+)
+def test_a_validation_that_fails_loses_nothing_that_was_trained(tmp_path, values, error, message):
+    with pytest.raises(error, match=message):
+        trainer(tmp_path, config(), validate=lambda model: values).fit()
+    again = trainer(tmp_path, config())
+    checkpoint = again.resume()
+    assert (checkpoint.step, checkpoint.metrics) == (5, {})
+    assert again.fit().step == 20
+
+
+def test_values_of_a_validation_may_be_called_self(tmp_path):
+    result = trainer(tmp_path, config(), validate=lambda model: {"loss": 1.0, "self": 2.0}).fit()
+    assert result.metrics["self"] == read_metrics(tmp_path)[-1]["self"] == 2.0
+
+
+def test_a_run_that_ended_before_its_first_step_goes_on(tmp_path):
+    assert trainer(tmp_path, config(steps=None, minutes=1e-9)).fit().step == 0
+    with pytest.raises(ValueError, match="already holds checkpoints"):
+        trainer(tmp_path, config()).fit()
+    again = trainer(tmp_path, config())
+    assert again.resume().step == 0
+    assert again.fit().step == 20
+
+
 def test_the_best_of_all_may_be_the_average(tmp_path):
     values = scripted(3.0, 2.0, 2.5, 1.5)
     model = network()

@@ -85,6 +85,18 @@ def test_beam_search_is_the_uncached_loop(variant, rule):
         assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], abs=1e-4)
 
 
+@pytest.mark.parametrize("length_penalty", [-30.0, 29.9, 30])
+def test_the_strongest_length_penalties_rank_too(length_penalty):
+    """40 ** 30 is more than fp32 holds: scores of 0 were alike, and infinite ones called a model diverged."""
+    model = random_model(0).double()
+    options = SearchOptions(beam=3, n_best=3, length_penalty=length_penalty, max_length=40, max_extra=40, min_length=3)
+    source, lengths = sources([3, 1])
+    for row, found in zip(rows_of(source, lengths), beam_search(model, source, lengths, options), strict=True):
+        expected = naive_beam(model, row, options)
+        assert [h.ids for h in found] == [ids for ids, _, _ in expected]
+        assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 def test_trained_model_ends_its_sentences(length_penalty):

@@ -17,7 +17,7 @@ from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_tensors
-from fastformer.nn.modules import drop_in
+from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.plain_attention import attend_plainly, weights_of_few
 from fastformer.nn.projections import Positions, Projections
@@ -116,6 +116,9 @@ class MultiheadAttention(Projections):
         """
         if isinstance(key, Inside):
             return key.run(self, query), None
+        if is_part_of_trace(self, query):
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return traced_call(self, query, key, value, *masks)  # type: ignore[no-any-return]
         if key is value and key_padding_mask is None and type(self) is MultiheadAttention and type(query) is Tensor:
             few = weights_of_few(self, query) if key is query and attn_mask is None and not is_causal else None
             if few is not None:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
-from fastformer.nn.modules import LayerNorm, activation_name, drop_in, has_hooks, plain, take_over
+from fastformer.nn.modules import (
+    LayerNorm,
+    activation_name,
+    drop_in,
+    has_hooks,
+    is_part_of_trace,
+    plain,
+    take_over,
+    traced_call,
+)
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
 from fastformer.nn.plain_attention import weights_of_few
@@ -171,6 +180,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         given: Any = src_mask
         if isinstance(given, Inside):
             return given.run(self, src)
+        if is_part_of_trace(self, src):
+            return traced_call(self, src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[no-any-return]
         check_types(("src",), src)
         if self.has_own_blocks or src.is_nested:  # as torch's encoder hands it over in inference
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
@@ -294,6 +305,9 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         given: Any = tgt_mask
         if isinstance(given, Inside):
             return given.run(self, tgt, memory)
+        if is_part_of_trace(self, tgt):
+            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+            return traced_call(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)  # type: ignore[no-any-return]
         if self.has_own_blocks:
             return nn.TransformerDecoderLayer.forward(
                 self,

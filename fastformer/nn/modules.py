@@ -55,6 +55,17 @@ def is_traced(x: object) -> bool:
     return type(x) is Proxy
 
 
+def is_part_of_trace(module: nn.Module, x: Any) -> bool:
+    """Whether torch.fx traces a model that this module is a part of: it writes such a call of torch's down as one."""
+    return is_traced(x) and x.tracer.root is not module
+
+
+def traced_call(module: nn.Module, x: Any, *more: Any, **options: Any) -> Any:
+    """Write a call of the module down, as torch.fx does for torch's own classes, at which it does not look inside."""
+    tracer: Any = x.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *more), options)
+
+
 def take_over(module: nn.Module) -> None:
     """Make a module of torch.nn, and the layers and parts that it is made of, ours: the class changes, nothing else.
 

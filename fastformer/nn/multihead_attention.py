@@ -12,12 +12,13 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_tensors
-from fastformer.nn.modules import drop_in
+from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.plain_attention import attend_plainly, weights_of_few
 from fastformer.nn.projections import Positions, Projections
@@ -116,7 +117,11 @@ class MultiheadAttention(Projections):
         """
         if isinstance(key, Inside):
             return key.run(self, query), None
-        if key is value and key_padding_mask is None and type(self) is MultiheadAttention and type(query) is Tensor:
+        kind: Any = type(query)
+        if kind is Proxy and is_part_of_trace(self, query):
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return traced_call(self, query, key, value, *masks)  # type: ignore[no-any-return]
+        if key is value and key_padding_mask is None and type(self) is MultiheadAttention and kind is Tensor:
             few = weights_of_few(self, query) if key is query and attn_mask is None and not is_causal else None
             if few is not None:
                 sizes = self.embed_dim, self.num_heads
@@ -167,9 +172,7 @@ class MultiheadAttention(Projections):
         out = self.project_out(out)
         return (out if batched else out.squeeze(0)), weights
 
-    def merge_masks(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
-    ) -> tuple[Tensor | None, int | None]:
+    def merge_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> Any:
         """Do what torch's does, for torch's fast path; refuse that one where it would pass by options."""
         if self.differs:
             raise RuntimeError(

@@ -14,7 +14,7 @@ from fastformer.host.devices import check_types
 from fastformer.nn.attends import padded_attention
 from fastformer.nn.cache import KVCache, without_gaps
 from fastformer.nn.layer_stack import Stack
-from fastformer.nn.modules import drop_in, twin
+from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
 from fastformer.nn.static_cache import StaticKVCache
 from fastformer.nn.torch_calls import ahead, encoder_masks
@@ -74,6 +74,9 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         Raises:
             RuntimeError: need_weights, and a layer or its attention has hooks or is somebody's own.
         """
+        if is_part_of_trace(self, src):
+            options = {"padding_free": padding_free, "need_weights": need_weights}
+            return traced_call(self, src, mask, src_key_padding_mask, is_causal, **options)
         check_types(("src",), src)
         if need_weights:
             out, weights = self._weigh(
@@ -185,6 +188,10 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         Raises:
             RuntimeError: as in the encoder.
         """
+        if is_part_of_trace(self, tgt):
+            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+            options = {"padding_free": padding_free, "need_weights": need_weights}
+            return traced_call(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, **options)
         check_types(("tgt",), tgt)
         if need_weights:
             own = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True

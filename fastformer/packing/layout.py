@@ -275,6 +275,8 @@ def _places(layout: Layout, batch_first: bool) -> RowMap:
 def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     """Take the real tokens out of a padded batch: `[B, L, ...]` -> `[T, ...]`. Differentiable.
 
+    As with `Tensor.reshape`, the result may share the memory of padded, where that holds no padding.
+
     Args:
         padded: any dtype. L is layout.columns; where the layout was made from lengths alone, it may be more.
         layout: of the B sequences.
@@ -302,6 +304,8 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
 
 def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     """Put packed tokens into a padded batch of zeros: `[T, ...]` -> `[B, columns, ...]`. Differentiable.
+
+    As with `Tensor.reshape`, the result may share the memory of tokens, where there is no padding.
 
     Args:
         tokens: any dtype.

@@ -25,6 +25,7 @@ MODELS = {
     "layer": nn.TransformerEncoderLayer(8, 2, 16),
     "decoder layer": nn.TransformerDecoderLayer(8, 2, 16),
     "stack": nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+    "decoder": nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2),
     "transformer": nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
 }
 
@@ -42,6 +43,40 @@ def test_fx_traces_what_it_traced_before(block: str) -> None:
     traced = torch.fx.symbolic_trace(ours)
     torch.testing.assert_close(traced(x), BLOCKS[block](x))
     assert list(traced.state_dict()) == list(ours.state_dict())
+
+
+class Around(nn.Module):
+    """A model with such a part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.last = nn.ModuleList([part]), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        (part,) = self.part
+        if isinstance(part, nn.MultiheadAttention):
+            x = part(x, x, x, key_padding_mask=hidden)[0]
+        elif isinstance(part, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            x = part(x, src_key_padding_mask=hidden)
+        elif isinstance(part, nn.Transformer):
+            x = part(x, x, src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
+        elif isinstance(part, nn.TransformerDecoder | nn.TransformerDecoderLayer):
+            x = part(x, x, tgt_key_padding_mask=hidden)
+        else:
+            x = part(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fx_writes_down_a_part_as_a_call_of_it(model: str) -> None:
+    ours = converted(Around(MODELS[model]))
+    traced = torch.fx.symbolic_trace(ours)
+    x, hidden = torch.randn(3, 3, 8), torch.ones(3, 3).triu(1) > 0
+    torch.testing.assert_close(traced(x, hidden), ours(x, hidden), rtol=0, atol=0)
+    assert list(traced.state_dict()) == list(ours.state_dict())
+    theirs = torch.fx.symbolic_trace(Around(MODELS[model]))
+    if model not in BLOCKS:
+        assert [node.target for node in traced.graph.nodes] == [node.target for node in theirs.graph.nodes]
 
 
 @pytest.mark.parametrize("block", BLOCKS)

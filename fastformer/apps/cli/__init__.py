@@ -36,6 +36,8 @@ from fastformer.backend import BackendError
 
 __all__ = ["evaluation", "export", "inspection", "main", "project"]
 
+_LONGEST = 2000  # characters of a warning: of a word of n, rich breaks lines in the square of n, 100,000 in a minute
+
 load_commands()
 register_shared()
 
@@ -82,10 +84,11 @@ def _show_warnings() -> None:
 
 
 class _Escaping(logging.Formatter):
-    """Messages without the control characters of what they quote."""
+    """Messages without the control characters of what they quote, and the begin of long ones."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
+        said = escaped(super().format(record))
+        return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
 
 
 def _open_streams() -> None:

@@ -15,7 +15,6 @@ from fastformer.apps.system.foreign_files import read_file, write_file
 from fastformer.settings import Settings, check_value, declared, to_plain
 
 _MOST_DOTS = 500  # of a line: a key of n parts takes tomllib the square of n, 3 MB of them some hours
-
 _ENDLESS = re.compile(r"0[xob][0-9A-Fa-f_]{3000}")  # which Python reads and does not write; it refuses decimal ones
 
 

@@ -55,6 +55,8 @@ def _main() -> None:
         for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
             encode_text(argument, f"argument {argument!r}")
         app()
+    except UnicodeEncodeError as error:  # a ValueError
+        _fail(_unshown(error))
     except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
         _fail(_one_line(error))
@@ -107,6 +109,15 @@ def _fail(message: str | None) -> NoReturn:
     if message is not None:
         Terminal(sys.stderr).line(f"error: {describe_process()}{message}")
     sys.exit(2)
+
+
+def _unshown(error: UnicodeEncodeError) -> str:
+    """What to say of a character that standard output cannot hold, or another place."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    if error.encoding != encoding or encoding.lower() == "utf-8":
+        return _one_line(error)
+    character = ascii(error.object[error.start])
+    return f"standard output is in {encoding}, which has no {character}: set PYTHONIOENCODING=utf-8, or give --output"
 
 
 def _one_line(error: Exception) -> str:

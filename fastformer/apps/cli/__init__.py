@@ -36,6 +36,8 @@ from fastformer.backend import BackendError
 
 __all__ = ["evaluation", "export", "inspection", "main", "project"]
 
+_LONGEST = 2000  # characters of a warning: of a word of n, rich breaks lines in the square of n, 100,000 in a minute
+
 load_commands()
 register_shared()
 
@@ -53,6 +55,8 @@ def _main() -> None:
         for argument in sys.argv[1:]:  # Python reads bytes that are no UTF-8 as halves of surrogate pairs
             encode_text(argument, f"argument {argument!r}")
         app()
+    except UnicodeEncodeError as error:  # a ValueError
+        _fail(_unshown(error))
     except (ValueError, OSError, FloatingPointError, ImportError, BackendError) as error:
         # TextError, CheckpointError and DivergedError are among these.
         _fail(_one_line(error))
@@ -82,10 +86,11 @@ def _show_warnings() -> None:
 
 
 class _Escaping(logging.Formatter):
-    """Messages without the control characters of what they quote."""
+    """Messages without the control characters of what they quote, and the begin of long ones."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
+        said = escaped(super().format(record))
+        return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
 
 
 def _open_streams() -> None:
@@ -104,6 +109,15 @@ def _fail(message: str | None) -> NoReturn:
     if message is not None:
         Terminal(sys.stderr).line(f"error: {describe_process()}{message}")
     sys.exit(2)
+
+
+def _unshown(error: UnicodeEncodeError) -> str:
+    """What to say of a character that standard output cannot hold, or another place."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    if error.encoding != encoding or encoding.lower() == "utf-8":
+        return _one_line(error)
+    character = ascii(error.object[error.start])
+    return f"standard output is in {encoding}, which has no {character}: set PYTHONIOENCODING=utf-8, or give --output"
 
 
 def _one_line(error: Exception) -> str:

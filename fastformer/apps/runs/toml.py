@@ -5,6 +5,7 @@ may then override the file before defaults fill the rest.
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from fastformer.apps.system.foreign_files import read_file, write_file
 from fastformer.settings import Settings, check_value, declared, to_plain
 
 _MOST_DOTS = 500  # of a line: a key of n parts takes tomllib the square of n, 3 MB of them some hours
+_ENDLESS = re.compile(r"0[xob][0-9A-Fa-f_]{3000}")  # which Python reads and does not write; it refuses decimal ones
 
 
 def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
@@ -60,6 +62,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.count(".") > _MOST_DOTS:
                 raise ValueError(f"line {number} holds more than {_MOST_DOTS} dots")
+        if _ENDLESS.search(text):
+            raise ValueError("a number of 3,000 digits or more")
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not all that tomllib raises is a TOMLDecodeError
         raise ValueError(f"{path}: not a TOML file: {error}") from None

@@ -9,6 +9,7 @@ end up in the vocabulary. Pairs beyond a limit are read, too, and not kept: file
 import gzip
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from fastformer.settings import check_value
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
 _PART = 1 << 20  # bytes of whole lines that are decoded at a time
+# Text is a few times its archive, an archive made to fill the memory a thousand times; short lines take 20 times more.
+_UNPACKED, _SMALL = 200, 1 << 26
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -45,7 +48,8 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
             start = file.peek(2)[:2]
             packed = start == _GZIP_MAGIC or (bool(start) and path.suffix == ".gz")
             source: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
-            for line in lines_of(source, str(path)):
+            size = os.fstat(file.fileno()).st_size  # 0 of a pipe
+            for line in lines_of(source, str(path), max(_UNPACKED * size, _SMALL) if packed and size else None):
                 empty = False
                 yield line
     except FileNotFoundError:
@@ -58,16 +62,19 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
         raise TextError(f"{path}: the file is empty")
 
 
-def lines_of(source: IO[bytes], name: str) -> Iterator[str]:
+def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[str]:
     """The lines of a stream of UTF-8 bytes, as `decode_lines` has them.
 
-    name: of the stream, for errors.
+    name, most: of the stream, for errors, and how many bytes an archive may hold.
 
     Raises ``TextError`` as that does, and for a line of more than `LARGEST` bytes, which is no text: a hole on a disk,
     a device behind a pipe, an archive made to fill the memory.
     """
-    number = 0
+    number = read = 0
     while part := source.read(_PART):
+        read += len(part)
+        if most is not None and read > most:
+            raise TextError(f"{name}: unpacks to more than {most:,} bytes, as no text does; if it is one, unpack it")
         if not part.endswith(b"\n"):
             part += source.readline(LARGEST)
             if len(part) > LARGEST and not part.endswith(b"\n"):

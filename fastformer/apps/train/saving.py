@@ -18,13 +18,20 @@ from fastformer.apps.train.update import Update
 
 
 class CheckpointWriter:
-    """Writes model and optimiser into `folder`; all processes call it. `architecture` is stored in each checkpoint."""
+    """Writes model and optimiser into `folder`; all processes call it. `architecture` is stored in each checkpoint.
+
+    Raises ValueError for a model that keeps more than tensors (`get_extra_state`), before it is trained.
+    """
 
     def __init__(
         self, folder: CheckpointFolder, model: nn.Module, update: Update, processes: Processes, architecture: Any
     ) -> None:
         self._folder, self._model, self._update = folder, model, update
         self._processes, self._architecture = processes, architecture
+        for name, value in model.state_dict().items():
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise ValueError(f"model: its state holds {name} of type {kind}, but checkpoints hold tensors alone")
 
     def save(
         self,

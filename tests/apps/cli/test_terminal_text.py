@@ -162,6 +162,27 @@ def test_warnings_escape_what_they_quote(strangers: Path) -> None:
     assert "\x1b" not in done.stderr
 
 
+def test_a_warning_of_an_endless_word_is_shown_at_once(strangers: Path) -> None:
+    """rich would take a minute to break it into lines."""
+    (strangers / "prompts").write_text("x" * 100_000)
+    command = [sys.executable, "-m", "fastformer", "generate", "--run", "language", "--prompt-file", "prompts"]
+    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=600, cwd=strangers)
+    assert done.returncode == 0
+    assert "does not know these words: xxx" in " ".join(done.stderr.split())
+    assert 1900 < done.stderr.count("x") < 2100
+    assert "…" in done.stderr
+
+
+def test_a_standard_output_that_cannot_hold_a_text_is_named(strangers: Path) -> None:
+    command = [sys.executable, "-m", "fastformer", "generate", "--run", "language", "--device", "cpu", "über"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=strangers, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: standard output is in ascii, which has no '\\xfc': set PYTHONIOENCODING=utf-8, or give --output"
+    )
+
+
 def test_errors_escape_what_they_quote(tmp_path: Path) -> None:
     done = fastformer("info", "--run", "no\x1b[2J", cwd=tmp_path)
     assert done.returncode == 2

@@ -94,6 +94,21 @@ def test_an_endless_line_is_named_and_not_read_to_its_end(tmp_path, monkeypatch)
         read_lines(tmp_path / "hole")
 
 
+def test_an_archive_that_was_made_to_fill_the_memory_is_not_read_to_its_end(tmp_path, monkeypatch):
+    """300 KB of two letters a line took 20 GB; text of any size, plain or behind a pipe, has no such limit."""
+    monkeypatch.setattr("fastformer.apps.text.files._SMALL", 1 << 21)
+    packed = gzip.compress(b"ab\n" * (1 << 20), mtime=0)
+    (tmp_path / "file").write_bytes(packed)
+    with pytest.raises(TextError, match=r"file: unpacks to more than 2,097,152 bytes, as no text does"):
+        read_lines(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"ab\n" * (1 << 20))
+    assert len(read_lines(tmp_path / "file")) == 1 << 20
+    noise = "".join(f"{i}\n" for i in range(1 << 19)).encode()
+    assert len(noise) > 1 << 21
+    (tmp_path / "file").write_bytes(gzip.compress(noise, mtime=0))
+    assert len(read_lines(tmp_path / "file")) == 1 << 19
+
+
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.en: no such file"):
         read_lines(tmp_path / "absent.en")

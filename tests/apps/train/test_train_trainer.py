@@ -194,6 +194,15 @@ def test_values_of_a_validation_may_be_called_self(tmp_path):
     assert result.metrics["self"] == read_metrics(tmp_path)[-1]["self"] == 2.0
 
 
+def test_a_model_that_no_checkpoint_holds_is_refused_before_it_is_trained(tmp_path):
+    class Noted(nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+    with pytest.raises(ValueError, match=r"its state holds 4\._extra_state of type dict, but checkpoints hold tensors"):
+        trainer(tmp_path, config(), model=nn.Sequential(*network()[:4], Noted(16, 4)))
+
+
 def test_a_run_that_ended_before_its_first_step_goes_on(tmp_path):
     assert trainer(tmp_path, config(steps=None, minutes=1e-9)).fit().step == 0
     with pytest.raises(ValueError, match="already holds checkpoints"):

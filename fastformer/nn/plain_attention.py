@@ -29,7 +29,8 @@ from fastformer.nn.projections import OUT_PROJECTIONS
 _FEW = 256  # tokens; of more, products take what there is to gain, and all scores more memory than theirs
 # What a module has that is torch's; options of ours, and methods put in the place of its class's.
 _PARAMETERS = {"in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
-_CHANGES = frozenset("_kv_heads window softcap rotary position_bias sinks q_norm k_norm rules project_out".split())
+_CHANGES = {"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks", "q_norm", "k_norm"}
+_CHANGES |= {"rules", "project_out"}
 
 # Of both projections: weight, bias, weight, bias.
 Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]

@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,11 @@ class OpenFolder:
         return cls(identity_of(os.stat(path) if descriptor is None else os.fstat(descriptor)), descriptor)
 
     def close(self) -> None:
-        """Close it, for whoever still knows it too."""
+        """Close it, for whoever still knows it too, unless somebody has closed all numbers."""
         self.closed, descriptor, self.descriptor = True, self.descriptor, None
         if descriptor is not None:
-            os.close(descriptor)
+            with suppress(OSError):
+                os.close(descriptor)
 
     def opened_again(self) -> int | None:
         """A descriptor of the caller's own; None where this one is closed, even by somebody who closes all numbers."""

@@ -52,6 +52,12 @@ class _Held:
         """Whether this process is in a block that began with this path."""
         return self.path == path and self.writer is not None
 
+    def close(self) -> None:
+        """Close what is open of it."""
+        self.folder.close()
+        with suppress(OSError):
+            os.close(self.descriptor)
+
 
 _guard = threading.RLock()  # what is dropped in the middle gives its lock back in the same thread
 
@@ -176,8 +182,7 @@ def _remove(held: _Held) -> None:
     for descriptor in (held.descriptor, held.folder.descriptor):
         if descriptor is not None:
             _unlock(descriptor)  # a child that was forked by other means than Python's may have it open too
-    held.folder.close()
-    os.close(held.descriptor)
+    held.close()
 
 
 def _is_at(descriptor: int, place: Place) -> bool:
@@ -252,10 +257,8 @@ def _forget() -> None:
     """In a forked child: it has none of the locks, and must not keep them from being given back."""
     global _guard
     _guard = threading.RLock()  # another thread of the parent may have had it
-    for held in RunLock._locks.values():
-        held.folder.close()
-        os.close(held.descriptor)
-    RunLock._locks.clear()
+    while RunLock._locks:
+        RunLock._locks.popitem()[1].close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "file": lambda path: write_file(path, b"x" * 99, path.parent),
     "line": lambda path: append_file(path, b"x" * 99, path.parent),
     "output": lambda path: write_atomic(path, b"x" * 99),
-    LOCK: lambda path: RunLock(path.parent),
+    LOCK: lambda path: RunLock(path.parent).release(),
 }
 
 

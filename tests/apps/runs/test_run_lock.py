@@ -134,7 +134,20 @@ def test_a_run_may_be_made_in_one_thread_and_trained_in_another(tmp_path, text):
 
 
 @POSIX
-def test_a_forked_child_is_another_writer(tmp_path):
+@pytest.mark.parametrize("closed", ["nothing", "folder", "file", "both"])
+def test_a_forked_child_is_another_writer(tmp_path, closed):
+    """Of all that its parent locked, though somebody has closed the numbers of something else."""
+    other = tmp_path / "other"
+    other.mkdir()
+    lock = RunLock(other)
+    held = lock._held
+    for descriptor in {
+        "nothing": [],
+        "folder": [held.folder.descriptor],
+        "file": [held.descriptor],
+        "both": [held.folder.descriptor, held.descriptor],
+    }[closed]:
+        os.close(descriptor)
     with locked(tmp_path):
         child = os.fork()
         if child == 0:
@@ -145,6 +158,7 @@ def test_a_forked_child_is_another_writer(tmp_path):
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert (tmp_path / LOCK).exists()
+    lock.release()
 
 
 @POSIX

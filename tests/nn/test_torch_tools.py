@@ -79,6 +79,73 @@ def test_fx_writes_down_a_part_as_a_call_of_it(model: str) -> None:
         assert [node.target for node in traced.graph.nodes] == [node.target for node in theirs.graph.nodes]
 
 
+class Doubled(fastformer.TransformerEncoderLayer):
+    """Somebody's own forward around ours."""
+
+    def forward(self, src: Tensor, *masks: Tensor | None, **more: Tensor | None) -> Tensor:
+        return super().forward(2 * src, *masks, **more)
+
+
+def _double(module: nn.Module, arguments: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return 2 * out
+
+
+# What the trace would write down, and the call that is written down do again.
+TWICE = {
+    "hook": lambda layer: layer.register_forward_hook(_double),
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda module, x: 2 * x[0]),
+    "forward of the instance": lambda layer: setattr(layer, "forward", lambda x, f=layer.forward, **more: f(2 * x)),
+    "forward of a subclass": lambda layer: setattr(layer, "__class__", Doubled),
+}
+
+
+@pytest.mark.parametrize("change", TWICE)
+def test_fx_does_nothing_twice(change: str) -> None:
+    ours = converted(Around(MODELS["layer"]))
+    TWICE[change](ours.get_submodule("part.0"))
+    with pytest.raises(torch.fx.proxy.TraceError, match="has hooks or a forward of its own"):
+        torch.fx.symbolic_trace(ours)
+
+    class AsCalls(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, nn.TransformerEncoderLayer)
+
+    x, hidden = torch.randn(3, 3, 8), torch.ones(3, 3).triu(1) > 0
+    traced = torch.fx.GraphModule(ours, AsCalls().trace(ours))
+    torch.testing.assert_close(traced(x, hidden), ours(x, hidden), rtol=0, atol=0)
+
+
+class Odd(nn.Module):
+    """A model whose part gets what is no plain proxy: an attribute of one, or a constant and one."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.constant = part, torch.ones(3, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.part, nn.MultiheadAttention):
+            return self.part(self.constant, x, x)[0] + self.part(x.mT, x, x)[0]  # type: ignore[no-any-return]
+        if isinstance(self.part, nn.TransformerDecoderLayer | nn.TransformerDecoder | nn.Transformer):
+            return self.part(self.constant, x) + self.part(x.mT, self.constant)  # type: ignore[no-any-return]
+        return self.part(x.mT)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fx_takes_attributes_and_constants(model: str) -> None:
+    ours, x = converted(Odd(MODELS[model])), torch.randn(3, 8, 8)
+    torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), ours(x))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_fx_wrote_down_is_torchs_too(model: str) -> None:
+    ours = converted(Around(MODELS[model]))
+    traced = torch.fx.symbolic_trace(ours)
+    x, hidden = torch.randn(3, 3, 8), torch.zeros(3, 3) > 0
+    expected = ours(x, hidden)
+    fastformer.revert(ours)
+    torch.testing.assert_close(traced(x, hidden), expected)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fx_quantises_what_it_quantised_before(block: str) -> None:
     from torch.ao.quantization import get_default_qconfig_mapping

@@ -305,7 +305,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         given: Any = tgt_mask
         if isinstance(given, Inside):
             return given.run(self, tgt, memory)
-        if is_part_of_trace(self, tgt):
+        if is_part_of_trace(self, tgt, memory):
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
             return traced_call(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)  # type: ignore[no-any-return]
         if self.has_own_blocks:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.fx.proxy import TraceError
 from torch.nn import init
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -52,18 +53,30 @@ def not_scriptable(cls: type[M]) -> type[M]:
 
 def is_traced(x: object) -> bool:
     """Whether torch.fx writes down what happens to x: it gets torch's own formula, which it knows."""
-    return type(x) is Proxy
+    return isinstance(x, Proxy)
 
 
-def is_part_of_trace(module: nn.Module, x: Any) -> bool:
+def is_part_of_trace(module: nn.Module, *inputs: Any) -> bool:
     """Whether torch.fx traces a model that this module is a part of: it writes such a call of torch's down as one."""
-    return is_traced(x) and x.tracer.root is not module
+    for x in inputs:  # some may be constants of the trace
+        if isinstance(x, Proxy):
+            return getattr(x.tracer, "root", module) is not module
+    return False
 
 
-def traced_call(module: nn.Module, x: Any, *more: Any, **options: Any) -> Any:
-    """Write a call of the module down, as torch.fx does for torch's own classes, at which it does not look inside."""
-    tracer: Any = x.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *more), options)
+def traced_call(module: nn.Module, *given: Any, **options: Any) -> Any:
+    """Write a call of the module down, as torch.fx does for torch's own classes, at which it does not look inside.
+
+    Raises:
+        TraceError: what hooks or a forward of its own do was written down already, and the call would do it again.
+    """
+    if has_hooks(module) or type(module).forward not in {cls.forward for cls in OURS.values()}:
+        raise TraceError(
+            f"torch.fx cannot write down the call of a {type(module).__name__} that has hooks or a forward of its own: "
+            "trace with a torch.fx.Tracer whose is_leaf_module says True of it"
+        )
+    tracer: Any = next(x.tracer for x in given if isinstance(x, Proxy))
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), given, options)
 
 
 def take_over(module: nn.Module) -> None:
@@ -261,7 +274,7 @@ class SequentialFeedForward(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D']`."""
-        parts = () if is_traced(input) or input.is_nested else _feed_forward_parts(self)
+        parts = () if is_traced(input) or getattr(input, "is_nested", False) else _feed_forward_parts(self)
         if not parts:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         first, activation, dropout, second, last = parts

@@ -12,7 +12,6 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
@@ -118,7 +117,8 @@ class MultiheadAttention(Projections):
         if isinstance(key, Inside):
             return key.run(self, query), None
         kind: Any = type(query)
-        if kind is Proxy and is_part_of_trace(self, query):
+        tensors = kind is type(key) is type(value) is Tensor
+        if not tensors and is_part_of_trace(self, query, key, value):
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             return traced_call(self, query, key, value, *masks)  # type: ignore[no-any-return]
         if key is value and key_padding_mask is None and type(self) is MultiheadAttention and kind is Tensor:

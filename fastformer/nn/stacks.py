@@ -75,7 +75,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             RuntimeError: need_weights, and a layer or its attention has hooks or is somebody's own.
         """
         if is_part_of_trace(self, src):
-            options = {"padding_free": padding_free, "need_weights": need_weights}
+            options = _given(padding_free, need_weights)
             return traced_call(self, src, mask, src_key_padding_mask, is_causal, **options)
         check_types(("src",), src)
         if need_weights:
@@ -188,9 +188,9 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         Raises:
             RuntimeError: as in the encoder.
         """
-        if is_part_of_trace(self, tgt):
+        if is_part_of_trace(self, tgt, memory):
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-            options = {"padding_free": padding_free, "need_weights": need_weights}
+            options = _given(padding_free, need_weights)
             return traced_call(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, **options)
         check_types(("tgt",), tgt)
         if need_weights:
@@ -335,6 +335,12 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")
         kept = memory, without_gaps(memory_layout, memory.device)
         return _new_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
+
+
+def _given(padding_free: bool | None, need_weights: bool) -> dict[str, bool]:
+    """The options of ours that a traced call was given: without them it is torch's call, too."""
+    options = {} if padding_free is None else {"padding_free": padding_free}
+    return options | ({"need_weights": True} if need_weights else {})
 
 
 def _new_cache(

@@ -115,7 +115,7 @@ class Transformer(nn.Transformer):
         goes to the decoder without ever being padded. Where it is not, and the decoder attends to padded sources, their
         rows are what torch computes there, not 0.
         """
-        if is_part_of_trace(self, src):
+        if is_part_of_trace(self, src, tgt):
             masks = src_mask, tgt_mask, memory_mask
             padding = src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask
             hints = src_is_causal, tgt_is_causal, memory_is_causal

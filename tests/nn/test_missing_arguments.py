@@ -16,11 +16,14 @@ decoder_layer = fastformer.TransformerDecoderLayer(D, H, F, batch_first=True)
 encoder, decoder = fastformer.TransformerEncoder(encoder_layer, 1), fastformer.TransformerDecoder(decoder_layer, 1)
 attention, transformer = fastformer.MultiheadAttention(D, H), fastformer.Transformer(D, H, 1, 1, F, batch_first=True)
 language_model = LanguageModel(LanguageConfig(50, d_model=D, heads=H, layers=1, feed_forward=F))
+block = nn.Sequential(nn.Linear(D, F), nn.ReLU(), nn.Linear(F, D))
+fastformer.convert(block)
 PACKED = {"tokens": tokens, "layout": layout}
 MEMORY = {"memory": tokens, "memory_layout": layout}
 CALLS = {
     "LayerNorm": (fastformer.LayerNorm(D), {"input": batch}),
     "RMSNorm": (fastformer.RMSNorm(D), {"x": batch}),
+    "SequentialFeedForward": (block, {"input": batch}),
     "FeedForward": (fastformer.FeedForward(D, F), {"x": batch}),
     "LinearCrossEntropy": (fastformer.LinearCrossEntropy(D, 7), {"input": tokens, "target": ids}),
     "MultiheadAttention": (attention, {"query": batch, "key": batch, "value": batch}),
@@ -37,7 +40,7 @@ CALLS = {
     "LanguageModel": (language_model, {"ids": ids}),
 }
 # A module hands these on to an op, whose name of them is the one that is told.
-TOLD = {"LayerNorm-input": "x", "LinearCrossEntropy-input": "x"}
+TOLD = {"LayerNorm-input": "x", "SequentialFeedForward-input": "x", "LinearCrossEntropy-input": "x"}
 GIVEN = [(call, name) for call, (_, given) in CALLS.items() for name in given]
 
 

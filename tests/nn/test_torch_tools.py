@@ -1,105 +1,16 @@
 """What torch's own tools make of our modules and ops: what they could do before, they can or are told how."""
 
-import copy
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer import functional
 from fastformer.nn import multihead_attention
 from fastformer.packing import Layout
-
-BLOCKS = {
-    "feed-forward": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
-    "layer norm": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
-    "rms norm": nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)),
-}
-MODELS = {
-    **BLOCKS,
-    "attention": nn.MultiheadAttention(8, 2),
-    "layer": nn.TransformerEncoderLayer(8, 2, 16),
-    "decoder layer": nn.TransformerDecoderLayer(8, 2, 16),
-    "stack": nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
-    "decoder": nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2),
-    "transformer": nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
-}
-
-
-def converted(model: nn.Module) -> nn.Module:
-    ours = copy.deepcopy(model).eval()
-    fastformer.convert(ours)
-    assert any(type(module).__module__.startswith("fastformer") for module in ours.modules())
-    return ours
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_fx_traces_what_it_traced_before(block: str) -> None:
-    x, ours = torch.randn(3, 8), converted(BLOCKS[block])
-    traced = torch.fx.symbolic_trace(ours)
-    torch.testing.assert_close(traced(x), BLOCKS[block](x))
-    assert list(traced.state_dict()) == list(ours.state_dict())
-
-
-class Around(nn.Module):
-    """A model with such a part."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part, self.last = nn.ModuleList([part]), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        (part,) = self.part
-        if isinstance(part, nn.MultiheadAttention):
-            x = part(x, x, x, key_padding_mask=hidden)[0]
-        elif isinstance(part, nn.TransformerEncoder | nn.TransformerEncoderLayer):
-            x = part(x, src_key_padding_mask=hidden)
-        elif isinstance(part, nn.Transformer):
-            x = part(x, x, src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
-        elif isinstance(part, nn.TransformerDecoder | nn.TransformerDecoderLayer):
-            x = part(x, x, tgt_key_padding_mask=hidden)
-        else:
-            x = part(x)
-        return self.last(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_fx_writes_down_a_part_as_a_call_of_it(model: str) -> None:
-    ours = converted(Around(MODELS[model]))
-    traced = torch.fx.symbolic_trace(ours)
-    x, hidden = torch.randn(3, 3, 8), torch.ones(3, 3).triu(1) > 0
-    torch.testing.assert_close(traced(x, hidden), ours(x, hidden), rtol=0, atol=0)
-    assert list(traced.state_dict()) == list(ours.state_dict())
-    theirs = torch.fx.symbolic_trace(Around(MODELS[model]))
-    if model not in BLOCKS:
-        assert [node.target for node in traced.graph.nodes] == [node.target for node in theirs.graph.nodes]
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_fx_quantises_what_it_quantised_before(block: str) -> None:
-    from torch.ao.quantization import get_default_qconfig_mapping
-    from torch.ao.quantization.quantize_fx import prepare_fx
-
-    x = torch.randn(3, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that torchao takes its place
-        prepared = prepare_fx(converted(BLOCKS[block]), get_default_qconfig_mapping(), (x,))
-    torch.testing.assert_close(prepared(x), BLOCKS[block](x))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_script_is_told_to_revert_and_then_compiles(model: str) -> None:
-    ours = converted(MODELS[model])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        with pytest.raises(TypeError, match=r"torch.jit.script cannot compile fastformer\.\w+: call fastformer.revert"):
-            torch.jit.script(nn.Sequential(ours))
-        fastformer.revert(ours)
-        torch.jit.script(ours)
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
@@ -285,7 +196,7 @@ def test_torchs_op_for_attention_gives_torchs_bits(weights):
             assert (a is None and b is None) or torch.equal(a, b)
         ours.out_proj.register_forward_hook(lambda module, inputs, out: 2 * out)
         assert torch.allclose(ours(x, x, x)[0], 2 * theirs(x, x, x)[0], atol=1e-6)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         fastformer.MultiheadAttention(16, 4, batch_first=True).eval()(x, x, x)
     assert counter.get_total_flops() > 0
 

@@ -33,7 +33,9 @@ def with_distances(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None
     bias = of_pairs(rules.distance_bias, q, k, rules)
     if mask is None:
         return bias
-    return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -math.inf)
+    return _kept_finite(mask + bias, q.dtype)
 
 
 def of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor:
@@ -43,9 +45,7 @@ def of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tenso
     """
     T, S = q.shape[2], k.shape[2]
     bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-    lowest = torch.finfo(q.dtype).min
-    if torch.finfo(bias.dtype).min < lowest:  # what is finite must not come to hide in a narrower dtype
-        bias = torch.where(bias == -math.inf, bias, bias.clamp(min=lowest))
+    bias = _kept_finite(bias, q.dtype)
     first = (bias.shape[1] + 1) // 2 - T  # the column of query T - 1 and key 0, but for the shift
     bias = F.pad(bias, (0, 1))  # one more, so that no queries are a case like any other
     shift: Tensor | int = 0
@@ -63,6 +63,14 @@ def of_pairs(bias: Tensor, q: Tensor, k: Tensor, rules: AttentionRules) -> Tenso
     if exporting():  # torch takes the sizes of windows for constants
         return rows[..., torch.arange(S, device=q.device) + torch.arange(T - 1, -1, -1, device=q.device)[:, None]]
     return rows.unfold(-1, S, 1)[..., :T, :].flip(-2)
+
+
+def _kept_finite(added: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores so that what is finite hides nothing in their dtype either, if narrower."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(added.dtype).min >= lowest:
+        return added
+    return torch.where(added == -math.inf, added, added.clamp(min=lowest))
 
 
 def moved(rules: AttentionRules, by: int, longest: int) -> AttentionRules:

@@ -26,20 +26,27 @@ def scores_to_weights(
 ) -> Tensor:
     """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
 
-    A sink is a score more in each row of its head, of which no weight is returned.
+    A sink is a score more in each row of its head, of which no weight is returned. Where something is done to scores,
+    those of fp16 are in fp32: its lowest number as a mask and a score below -16 add up to -inf, and a softcap that is
+    wide takes what is divided by it, or the gradient times it, beyond fp16.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
     scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
+    dtype, added = scores.dtype, mask is not None and mask.is_floating_point()
+    widened = dtype == torch.float16 and (added or softcap is not None)
+    scores = scores.float() if widened else scores
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     if sinks is None:
-        return scores.softmax(-1)
-    sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
-    return sunk.softmax(-1)[..., :-1]
+        weights = scores.softmax(-1)
+    else:
+        sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
+        weights = sunk.softmax(-1)[..., :-1]
+    return weights.to(dtype) if widened else weights
 
 
 def products(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -72,14 +72,14 @@ def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[
     """
     number = read = 0
     while part := source.read(_PART):
-        read += len(part)
-        if most is not None and read > most:
-            raise TextError(f"{name}: unpacks to more than {most:,} bytes, as no text does; if it is one, unpack it")
         if not part.endswith(b"\n"):
             part += source.readline(LARGEST)
             if len(part) > LARGEST and not part.endswith(b"\n"):
                 last = number + part.count(b"\n") + 1
                 raise TextError(f"{name}:{last}: a line of more than {LARGEST:,} bytes, not text")
+        read += len(part)
+        if most is not None and read > most:
+            raise TextError(f"{name}: unpacks to more than {most:,} bytes, as no text does; if it is one, unpack it")
         lines = decode_lines(part, name, number + 1)
         number += len(lines)
         yield from lines

@@ -15,12 +15,13 @@ from fastformer.apps.train.parallel import distinct_weights, whole_tensors, whol
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.shards import write_shards
 from fastformer.apps.train.update import Update
+from fastformer.apps.train.weights import check_storable
 
 
 class CheckpointWriter:
     """Writes model and optimiser into `folder`; all processes call it. `architecture` is stored in each checkpoint.
 
-    Raises ValueError for a model that keeps more than tensors (`get_extra_state`), before it is trained.
+    Raises ValueError for a model that keeps what they cannot hold (`get_extra_state`), before it is trained.
     """
 
     def __init__(
@@ -28,10 +29,7 @@ class CheckpointWriter:
     ) -> None:
         self._folder, self._model, self._update = folder, model, update
         self._processes, self._architecture = processes, architecture
-        for name, value in model.state_dict().items():
-            if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise ValueError(f"model: its state holds {name} of type {kind}, but checkpoints hold tensors alone")
+        check_storable(model.state_dict())
 
     def save(
         self,

@@ -373,8 +373,9 @@ class Trainer:
             "random": next(iter(generators), None),
             "random_of_others": generators[1:],
         }
+        path = self._write_checkpoint(state, best)
         self._saved_step = self._at.step
-        return self._write_checkpoint(state, best)
+        return path
 
     def _write_checkpoint(self, state: dict[str, Any] | None, best: float | None) -> Path:
         return self._writer.save(self._at.step, state, self._metrics, best, sharded=self.config.sharded_checkpoints)

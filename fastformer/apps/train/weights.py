@@ -53,6 +53,25 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         raise TypeError(f"{path.name}: safetensors holds no numbers of {error.args[0]}") from None
 
 
+def check_storable(tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first of a model's tensors that no weights file holds; nothing is written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load, save
+
+    for name, tensor in tensors.items():
+        what = f"model: its state holds {name} of type {type(tensor).__name__}"
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{what}, but checkpoints hold tensors alone")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{what} and {tensor.layout}, but checkpoints hold dense ones alone")
+        try:
+            load(save({name: torch.empty(0, dtype=tensor.dtype)}))
+        except KeyError:
+            raise ValueError(f"{what}, but checkpoints hold no numbers of {tensor.dtype}") from None
+        except (SafetensorError, UnicodeEncodeError):  # __metadata__
+            raise ValueError(f"{what}, but checkpoints hold nothing of this name") from None
+
+
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors without memory in common, as safetensors demands: copies where they are not that already."""
     found: dict[str, Tensor] = {}

@@ -101,6 +101,9 @@ def test_an_archive_that_was_made_to_fill_the_memory_is_not_read_to_its_end(tmp_
     (tmp_path / "file").write_bytes(packed)
     with pytest.raises(TextError, match=r"file: unpacks to more than 2,097,152 bytes, as no text does"):
         read_lines(tmp_path / "file")
+    (tmp_path / "file").write_bytes(gzip.compress((b"a" * (1 << 22) + b"\n") * 2, mtime=0))  # whatever its lines
+    with pytest.raises(TextError, match=r"file: unpacks to more than 2,097,152 bytes, as no text does"):
+        next(files.iterate_lines(tmp_path / "file"))
     (tmp_path / "file").write_bytes(b"ab\n" * (1 << 20))
     assert len(read_lines(tmp_path / "file")) == 1 << 20
     noise = "".join(f"{i}\n" for i in range(1 << 19)).encode()

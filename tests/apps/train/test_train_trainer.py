@@ -1,8 +1,10 @@
 """The training loop: gradients, ends, faults, and Ctrl-C."""
 
+import errno
 import io
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -201,6 +203,38 @@ def test_a_model_that_no_checkpoint_holds_is_refused_before_it_is_trained(tmp_pa
 
     with pytest.raises(ValueError, match=r"its state holds 4\._extra_state of type dict, but checkpoints hold tensors"):
         trainer(tmp_path, config(), model=nn.Sequential(*network()[:4], Noted(16, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer", "message"),
+    [
+        ("__metadata__", torch.ones(2), "__metadata__ of type Tensor, but checkpoints hold nothing of this name"),
+        ("sums", torch.ones(2).to_sparse(), "sums of type Tensor and torch.sparse_coo, but checkpoints hold dense"),
+        ("sums", torch.ones(2, dtype=torch.complex128), "hold no numbers of torch.complex128"),
+    ],
+)
+def test_tensors_that_no_checkpoint_holds_are_refused_too(tmp_path, name, buffer, message):
+    model = network()
+    model.register_buffer(name, buffer)
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, config(), model=model)
+
+
+@pytest.mark.parametrize("value", [None, 3.0])
+def test_what_could_not_be_saved_is_saved_when_training_goes_on(tmp_path, monkeypatch, value):
+    """A full disk at the end of the budget: `fit` again said that all was done, and wrote nothing."""
+    full = trainer(tmp_path, config(steps=3), validate=None if value is None else lambda model: {"loss": value})
+    with monkeypatch.context() as patch:
+        patch.setattr("fastformer.apps.train.checkpoint_folder.write_weights", _no_space)
+        with pytest.raises(OSError, match="No space left"):
+            full.fit()
+    assert full.fit().step == 3
+    assert [path.name for path in full.checkpoints.paths()] == ["step-3"]
+    assert full.checkpoints.best_value() == value
+
+
+def _no_space(path, weights):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def test_a_run_that_ended_before_its_first_step_goes_on(tmp_path):

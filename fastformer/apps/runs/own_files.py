@@ -125,13 +125,15 @@ def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, .
         within = target.is_relative_to(base) and target != base
         first = target.relative_to(base).parts[0] if within else ""
         own = first in _OWN and first not in PICTURES
-        if own or any(
-            same_file(output, path) for path in run.glob("**/*") if path.name not in PICTURES and _listed(run, path)
-        ):
+        if own or any(same_file(output, path) for path in _own_files(run)):
             raise ValueError(
                 f"{output} is a file of the run {run}, and would be replaced; choose another file to write"
             )
 
 
-def _listed(run: Path, path: Path) -> bool:
-    return path.relative_to(run).parts[0] in _OWN and path.is_file()
+def _own_files(run: Path) -> Iterator[Path]:
+    """The files below a run's own names, pictures apart; what else stands there, such as a whole disk, is not read."""
+    for top in (run / name for name in sorted(_OWN)):
+        for path in (top, *(() if top.is_symlink() else top.rglob("*"))):
+            if path.name not in PICTURES and path.is_file():
+                yield path

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
+from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import prepare
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import demo
@@ -152,3 +153,19 @@ def test_a_dataset_is_written_through_no_link(tmp_path: Path, name: str) -> None
     with pytest.raises(OSError, match=f"{re.escape(name)}: is a link"):
         prepare("europarl", origin, tmp_path / "to")
     assert contents(tmp_path) == before
+
+
+def test_an_output_is_not_compared_with_all_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--run /` was walked to its last file before anybody said that it is no run."""
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1" / "state.pt").write_text("")
+    os.link(tmp_path / "checkpoints" / "step-1" / "state.pt", tmp_path / "output")
+    looked: list[Path] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: [looked.append(Path(path)), scan(path)][1])
+    with pytest.raises(ValueError, match="is a file of the run"):
+        refuse_output(tmp_path / "output", runs=(tmp_path,))
+    refuse_output(tmp_path / "another", runs=(tmp_path,))
+    assert tmp_path / "checkpoints" / "step-1" in looked
+    assert not {tmp_path / "other", tmp_path / "other" / "folder"}.intersection(looked)

@@ -72,6 +72,12 @@ def autocasts(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a matrix product with x: that of autocast where it is on, which leaves fp64 alone."""
+    cast = x.dtype != torch.float64 and autocasts(x)
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
 class _Copies(threading.local):
     """Of each parameter that was cast together with others: itself, its version then, and its copy."""
 

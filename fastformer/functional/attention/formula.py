@@ -5,11 +5,13 @@ Letters: B batch, H heads, T queries, S keys, K head size.
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastformer.host.devices import autocasts, product_dtype
 from fastformer.modes import compiling, current_node, dispatch_modes, functorch_level, saved_tensors_hooks
 
 # The node of autograd of SDPA's one fused op on a CPU; its inputs are q, k, v, and a mask has no gradient.
@@ -26,35 +28,45 @@ def scores_to_weights(
 ) -> Tensor:
     """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
 
-    A sink is a score more in each row of its head, of which no weight is returned. Where something is done to scores,
-    those of fp16 are in fp32: its lowest number as a mask and a score below -16 add up to -inf, and a softcap that is
-    wide takes what is divided by it, or the gradient times it, beyond fp16.
+    A sink is a score more in each row of its head, of which no weight is returned. What is added to scores of 16 bits
+    is added in fp32, where the sums still differ as the scores do.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
     # Flattened before the transpose: bmm reads transposed keys as they are, where matmul would copy them.
     scores = products(q.flatten(0, 1), k.flatten(0, 1), scale).view(B, H, T, k.shape[2])
-    dtype, added = scores.dtype, mask is not None and mask.is_floating_point()
-    widened = dtype == torch.float16 and (added or softcap is not None)
-    scores = scores.float() if widened else scores
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else wide(scores) + mask
     if sinks is None:
         weights = scores.softmax(-1)
     else:
         sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
         weights = sunk.softmax(-1)[..., :-1]
-    return weights.to(dtype) if widened else weights
+    if weights.is_cuda and autocasts(weights):  # which has softmax in fp32
+        return weights
+    return weights.to(product_dtype(q))
 
 
 def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """scale * q k^T of `[N, T, K]` and `[N, S, K]`."""
+    """scale * q k^T of `[N, T, K]` and `[N, S, K]`; those of fp16 are fp32.
+
+    As SDPA has them: fp16 has no numbers beyond 65,504, neither for a score, nor for one below its lowest as a mask,
+    nor for what is divided by a wide softcap.
+    """
+    if product_dtype(q) == torch.float16:
+        with torch.autocast(q.device.type, enabled=False) if autocasts(q) else nullcontext():
+            return products(q.float(), k.float(), scale)
     # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13); of bf16 and
     # scale 0, too, it writes nothing.
     beta = 0 if scale and (compiling() or not dispatch_modes()) else 1
     return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x, in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -14,7 +14,7 @@ from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignmen
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.host.autograd_function import Formula, eager_formula
-from fastformer.host.devices import DeviceError, autocasts, check_tensors
+from fastformer.host.devices import DeviceError, check_tensors, product_dtype
 from fastformer.modes import exporting, readable
 from fastformer.packing import Layout, offsets_of
 
@@ -267,8 +267,7 @@ def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
 
     What a query sees is decided there: the lowest number of fp32 is -inf in bf16, -1e9 is in fp16.
     """
-    autocast = q.dtype != torch.float64 and autocasts(q)
-    dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    dtype = product_dtype(q)
     fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
     return mask if fits else mask.to(dtype)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.functional.attention.distances import of_pairs
-from fastformer.functional.attention.formula import products
+from fastformer.functional.attention.formula import products, wide
 from fastformer.functional.attention.reference import attention_over_zeros
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
@@ -181,12 +181,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
         scores = products(q.flatten(0, 1), k.flatten(0, 1), scale)
         if bias is not None:
             pairs = of_pairs(bias, q, k, rules).transpose(0, 1)  # [H, 1, T, S]
-            scores = (scores.view(H, N, T, S) + pairs.to(q.dtype)).flatten(0, 1)
+            scores = (wide(scores).view(H, N, T, S) + pairs).flatten(0, 1)
         if rules.causal:
-            scores = scores + torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+            scores = scores + torch.full((T, S), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
         if group.key_bias is not None and not alone:
-            scores = (scores.view(H, N, T, S) + group.key_bias.to(q.dtype)).flatten(0, 1)
-        out = torch.bmm(drop(scores.softmax(-1), rules.dropout_p), v.flatten(0, 1))
+            scores = (scores.view(H, N, T, S) + group.key_bias.to(scores.dtype)).flatten(0, 1)
+        out = torch.bmm(drop(scores.softmax(-1).to(v.dtype), rules.dropout_p), v.flatten(0, 1))
         return out.view(H, N, T, v.shape[3])
     padded = replace(
         rules,

@@ -15,7 +15,7 @@ from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import has_hooks
+from fastformer.nn.modules import has_hooks, has_own
 from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, orders_of, zero_padding
 from fastformer.nn.sublayers import Pending
 from fastformer.nn.torch_calls import causal_hint
@@ -222,8 +222,7 @@ class Stack(nn.Module):
     def _carries(self, layer: Any) -> bool:
         """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
         ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
-        replaced = any(name in vars(layer) for name in _METHODS)
-        return ours and layer.norm_first and not (self.checkpoint_activations or replaced)
+        return ours and layer.norm_first and not (self.checkpoint_activations or has_own(layer, *_METHODS))
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""

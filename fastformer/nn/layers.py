@@ -22,6 +22,7 @@ from fastformer.nn.modules import (
     activation_name,
     drop_in,
     has_hooks,
+    has_own,
     is_part_of_trace,
     plain,
     take_over,
@@ -36,7 +37,7 @@ from fastformer.nn.torch_calls import encoder_masks
 from fastformer.nn.wrappers import Inside, is_sharded
 from fastformer.packing import Layout, offsets_of
 
-_BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
 _FORMULA = ("compose", "carry")
 
 
@@ -84,7 +85,7 @@ class _Layer(nn.Module):
     @property
     def has_own_blocks(self) -> bool:
         """Whether a subclass or the instance replaced `_sa_block`, `_mha_block` or `_ff_block`."""
-        return self._overridden or any(name in self.__dict__ for name in _BLOCKS)
+        return self._overridden or has_own(self, *BLOCKS)
 
     def _check_composable(self) -> None:
         """Refuse to compose a layer with a block of its own."""
@@ -197,8 +198,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         Between products of weights that flush the caches, what each part asks costs some 150 us a layer of width 512.
         """
-        replaced = any(name in self.__dict__ for name in _FORMULA)
-        if replaced or _overrides(type(self), TransformerEncoderLayer, *_FORMULA):
+        if has_own(self, *_FORMULA) or _overrides(type(self), TransformerEncoderLayer, *_FORMULA):
             return False
         own: Any = self._modules
         attention, norms = own["self_attn"], (own["norm1"], own["norm2"])

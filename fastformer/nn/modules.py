@@ -25,6 +25,7 @@ from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
+from fastformer.modes import compiling
 from fastformer.nn.activations import FUSED
 
 M = TypeVar("M", bound=nn.Module)
@@ -119,7 +120,7 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class says, so that its parameters must not be used past it.
 
     An instance whose `forward` was replaced counts too: libraries that move weights between devices do that. So does a
-    hook that torch calls for all modules.
+    class, as some adapters replace that of nn.Linear, and a hook that torch calls for all modules.
     """
     return has_own_hooks(module) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
@@ -129,7 +130,31 @@ def has_own_hooks(module: nn.Module) -> bool:
     state: dict[str, Any] = module.__dict__
     found = state.get  # written out: layers ask 50 times a step, and a generator takes 1 us each time
     hooks = found("_forward_hooks") or found("_forward_pre_hooks") or found("_backward_hooks")
-    return bool(hooks or found("_backward_pre_hooks") or "forward" in state)
+    if hooks or found("_backward_pre_hooks") or "forward" in state:
+        return True
+    kind = type(module)
+    forward = kind.forward
+    return _FORWARDS.get(kind, forward) is not forward or (compiling() and has_own(module, "forward"))
+
+
+def has_own(module: nn.Module, *names: str) -> bool:
+    """Whether an instance has one of these itself, such as a method in the place of its class's."""
+    if compiling():  # Dynamo compiles anew where what it looked up has changed, and has not looked at a state
+        for name in names:
+            getattr(module, name, None)
+    return any(name in module.__dict__ for name in names)
+
+
+def torchs_own(kind: type[nn.Module], name: str = "forward") -> Any:
+    """The method of a class of torch's; None where it was not defined in torch, but put there."""
+    method = getattr(kind, name)
+    where = getattr(method, "__globals__", {}).get("__name__", "")
+    return method if where.startswith("torch.nn.") else None
+
+
+_FORWARDS: dict[type[nn.Module], Any] = {
+    kind: torchs_own(kind) for kind in (nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.LayerNorm, nn.RMSNorm)
+}
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:

@@ -17,6 +17,7 @@ from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_tensors
+from fastformer.modes import compiling
 from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.plain_attention import attend_plainly, weights_of_few
@@ -255,7 +256,7 @@ class MultiheadAttention(Projections):
     def has_sinks(self) -> bool:
         """Whether it has sinks, wherever they are kept: as a parameter, a buffer, a tensor, or made by the class."""
         kept = "sinks" in self._parameters or "sinks" in self._buffers or "sinks" in self.__dict__
-        return kept or hasattr(type(self), "sinks")
+        return kept or hasattr(type(self), "sinks") or (compiling() and hasattr(self, "sinks"))  # as `has_own` has it
 
     @property
     def by_distance(self) -> bool:

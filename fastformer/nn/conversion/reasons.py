@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastformer.host.autograd_function import NAMESPACE
-from fastformer.nn.modules import OURS, FeedForward, SequentialFeedForward
+from fastformer.nn.layers import BLOCKS
+from fastformer.nn.modules import OURS, FeedForward, SequentialFeedForward, torchs_own
 
 Kind = Literal["norm", "attention", "feed-forward"]
 
@@ -38,7 +39,9 @@ _WAYS = {
 def reason(module: nn.Module) -> str | None:
     """Why a module that is of torch's classes, or of a subclass, must stay as it is; None if it may change."""
     if type(module) in OURS or is_feed_forward(module):
-        return "its forward was replaced in the instance" if "forward" in module.__dict__ else None
+        if "forward" in module.__dict__:
+            return "its forward was replaced in the instance"
+        return "a method of its class was replaced" if _is_changed(type(module)) else None
     if isinstance(module, torch.jit.ScriptModule):
         original = getattr(module, "original_name", None)
         return "scripted" if original in {torchs.__name__ for torchs in OURS} else None
@@ -49,6 +52,11 @@ def reason(module: nn.Module) -> str | None:
     if ".quantized" in type(module).__module__ or ".quantizable" in type(module).__module__:
         return "quantised"
     return "a subclass, which may do something else"
+
+
+def _is_changed(kind: type[nn.Module]) -> bool:
+    """Whether somebody has put a method of his own into a class of torch's, for all its instances."""
+    return any(torchs_own(kind, name) is None for name in ("forward", *BLOCKS) if hasattr(kind, name))
 
 
 def is_feed_forward(module: nn.Module) -> bool:

@@ -1,0 +1,92 @@
+"""Methods that libraries put into torch's classes, and into instances whose model is compiled already."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from tests.support.closeness import assert_close
+
+HIDDEN = torch.tensor([[False, False, False], [False, False, True]])
+
+
+def encoder(layers: int = 2) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(8), enable_nested_tensor=False)
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.0), nn.Linear(12, 8))
+
+
+def twice(function):
+    return lambda *args, **options: 2 * function(*args, **options)
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """Put a forward that doubles into a class, as adapters of image generators put one into nn.Linear."""
+    return lambda kind: monkeypatch.setattr(kind, "forward", twice(kind.forward))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Dropout, nn.ReLU])
+@pytest.mark.parametrize("make", [encoder, block])
+def test_a_forward_put_into_a_class_of_parts_is_called(make, kind, doubled):
+    theirs = make()
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    x = torch.randn(2, 3, 8)
+    doubled(kind)
+    assert_close(ours(x), theirs(x))
+    if make is encoder:
+        found, expected = (model(x, src_key_padding_mask=HIDDEN) for model in (ours, theirs))
+        assert_close(found[~HIDDEN], expected[~HIDDEN])
+
+
+def test_a_forward_put_into_a_class_is_called_in_steps(doubled):
+    theirs = encoder()
+    ours = copy.deepcopy(theirs).eval()
+    fastformer.convert(ours)
+    x = torch.randn(2, 3, 8)
+    cache = ours.new_cache(2)
+    doubled(nn.Linear)
+    steps = [ours.step(x[:, i : i + 1], cache) for i in range(3)]
+    assert_close(torch.cat(steps, 1), theirs(x, torch.ones(3, 3, dtype=torch.bool).triu(1)))
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    (nn.LayerNorm, "forward"), (nn.MultiheadAttention, "forward"), (nn.TransformerEncoderLayer, "_ff_block"),
+])  # fmt: skip
+def test_what_has_a_changed_class_stays_as_it_is(kind, name, monkeypatch):
+    method = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda *args, **options: method(*args, **options))
+    model = encoder()
+    left = fastformer.convert(model).left
+    assert {entry.outcome for entry in left} == {"a method of its class was replaced"}
+    assert len(left) == sum(type(part) is kind for part in model.modules()) > 0
+
+
+@pytest.mark.parametrize(("path", "name"), [
+    ("linear1", "forward"), ("norm1", "forward"), ("dropout", "forward"), ("", "_ff_block"), ("", "compose"),
+])  # fmt: skip
+def test_a_method_put_into_an_instance_is_called_where_the_model_was_compiled_before(path, name):
+    layer = fastformer.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = torch.randn(2, 3, 8)
+    before = compiled(x)
+    part = layer.get_submodule(path)
+    setattr(part, name, twice(getattr(part, name)))
+    assert_close(compiled(x), layer(x))
+    assert not torch.allclose(compiled(x), before)
+
+
+def test_sinks_that_come_after_a_compilation():
+    attention = fastformer.MultiheadAttention(8, 2, batch_first=True)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    x = torch.randn(2, 3, 8)
+    given = {"key_padding_mask": HIDDEN, "need_weights": False}
+    compiled(x, x, x, **given)
+    attention.sinks = torch.ones(2)
+    assert_close(compiled(x, x, x, **given)[0], attention(x, x, x, **given)[0])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastformer.host.devices import check_tensors, check_types, send
-from fastformer.modes import capturing, compiling
+from fastformer.modes import capturing, compiling, watched
 from fastformer.packing.row_map import RowMap
 
 V = TypeVar("V")
@@ -193,8 +193,9 @@ class Layout:
             make: makes it, from this layout and the other one.
             other: the layout of the keys, where the thing depends on it.
         """
-        # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
-        if compiling() or (self.known and capturing(self.offsets)):
+        # A graph has no memory, a mode or transform makes tensors of its own kind, and what is captured for CUDA has no
+        # values yet; but a layout in place is of that step.
+        if watched() or (self.known and capturing(self.offsets)):
             return make()
         key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
         if key not in self._memory:

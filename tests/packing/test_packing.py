@@ -1,11 +1,13 @@
 """Layouts, packing and unpacking."""
 
+import copy
 import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
@@ -166,6 +168,20 @@ def test_what_a_layout_remembers_outlives_inference_mode():
         pack(torch.zeros(2, 2, 3), layout, batch_first=False)
     x = random(2, 2, 3)
     gradients(pack(x, layout, batch_first=False), [x])
+
+
+@pytest.mark.parametrize("way", ["fake", "grad"])
+def test_what_others_make_of_a_layout_is_theirs(way):
+    """An estimate of memory or a gradient of torch.func comes first, and plain calls with the same layout after it."""
+    layout, tokens = Layout.from_mask(torch.tensor([[True, False, False], [False, False, True]])), random(4, 2)
+    if way == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            unpack(mode.from_tensor(tokens), layout)
+    else:
+        torch.func.grad(lambda x: unpack(x, layout).sum())(tokens)
+    found = pack(unpack(tokens, layout), copy.deepcopy(layout))
+    assert type(found) is torch.Tensor
+    assert_close(found, tokens)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -90,6 +90,20 @@ class Projections(nn.MultiheadAttention):
             self.rotary.turned(K)
 
     @property
+    def head_dim(self) -> int:
+        """K; without options of ours told by num_heads in each call, which may have been set since, as in torch."""
+        if self._kv_heads is not None:
+            stored: int = self.__dict__["head_dim"]
+            return stored
+        if self.embed_dim % self.num_heads:
+            raise AssertionError(f"embed_dim {self.embed_dim} must be divisible by num_heads, {self.num_heads}")
+        return self.embed_dim // self.num_heads
+
+    @head_dim.setter
+    def head_dim(self, size: int) -> None:
+        self.__dict__["head_dim"] = size
+
+    @property
     def kv_heads(self) -> int:
         """Hkv, heads of keys and values."""
         return self.num_heads if self._kv_heads is None else self._kv_heads

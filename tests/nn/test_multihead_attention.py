@@ -384,3 +384,22 @@ def test_a_mask_that_learns_gets_its_gradient_beside_a_hint_and_padding():
         found.append(gradients(out, [mask])[0])
     assert found[1].any()
     assert_close(*found)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("kdim", [None, 6])
+def test_the_number_of_heads_may_be_set_afterwards(heads, kdim):
+    torchs = nn.MultiheadAttention(8, 4, kdim=kdim, batch_first=True, dtype=torch.float64)
+    ours = copy.deepcopy(torchs)
+    fastformer.convert(ours)
+    x, memory = random(2, 3, 8), random(2, 5, kdim or 8)
+    keys = [(memory, random(2, 5, 8))] if kdim else [(x, x), (memory, memory)]
+    torchs.num_heads = ours.num_heads = heads
+    for key, value in keys:
+        for given in ({}, {"need_weights": False}, {"key_padding_mask": torch.ones(2, key.shape[1]).triu(3).bool()}):
+            found, expected = (module(x, key, value, **given) for module in (ours, torchs))
+            assert_close(found[0], expected[0])
+            assert found[1] is expected[1] is None or torch.allclose(found[1], expected[1])
+    ours.num_heads = 3
+    with pytest.raises(AssertionError, match="embed_dim 8 must be divisible by num_heads, 3"):
+        ours(x, *keys[0])

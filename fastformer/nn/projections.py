@@ -93,11 +93,10 @@ class Projections(nn.MultiheadAttention):
     def head_dim(self) -> int:
         """K; without options of ours told by num_heads in each call, which may have been set since, as in torch."""
         if self._kv_heads is not None:
-            stored: int = self.__dict__["head_dim"]
-            return stored
+            return self.__dict__["head_dim"]  # type: ignore[no-any-return]
         if self.embed_dim % self.num_heads:
             raise AssertionError(f"embed_dim {self.embed_dim} must be divisible by num_heads, {self.num_heads}")
-        return self.embed_dim // self.num_heads
+        return self.embed_dim // self.num_heads  # type: ignore[no-any-return]
 
     @head_dim.setter
     def head_dim(self, size: int) -> None:

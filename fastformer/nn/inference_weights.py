@@ -133,9 +133,12 @@ class PackedWeight(Tensor):
 
     def rows(self, first: int, last: int) -> "PackedWeight":
         """Rows first to last - 1; each part is made once."""
-        if (first, last) not in self.parts:
-            self.parts[first, last] = self.cut(first, last)
-        return self.parts[first, last]
+        part = self.parts.get((first, last))
+        if part is None:
+            part = self.cut(first, last)
+            if not watched():  # whose tensors these would be
+                self.parts[first, last] = part
+        return part
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` with this weight; what autocast made of x becomes fp32 again.

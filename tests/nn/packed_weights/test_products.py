@@ -229,3 +229,14 @@ def test_a_products_watcher_leaves_nothing_behind(first: int, M: int) -> None:
         torch.testing.assert_close(traced(x.repeat(3, 1)), (x @ values.t()).repeat(3, 1))
     assert type(F.linear(x, weight)) is Tensor
     torch.testing.assert_close(F.linear(x, weight), x @ values.t())
+
+
+def test_a_part_that_was_made_under_a_fake_mode_is_its_own():
+    values, x = torch.randn(8, 4), torch.randn(3, 4)
+    weight = packed(values, "bf16")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert F.linear(mode.from_tensor(x), weight[:5]).shape == (3, 5)
+    found = F.linear(x, weight[:5])
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, x @ values[:5].t(), rtol=0.05, atol=0.05)
+    assert weight[:5] is weight[:5]

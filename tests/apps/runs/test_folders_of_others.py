@@ -131,6 +131,23 @@ def test_a_dataset_of_somebodys_own_is_not_replaced(tmp_path: Path, content: str
     assert contents(folder) == {name: content.encode() for name, content in files.items()}
 
 
+@pytest.mark.parametrize("name", [".lock", ".train.en"])
+def test_what_a_dataset_needs_on_its_way_may_be_somebodys_too(tmp_path: Path, name: str) -> None:
+    origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", {name: "mine"})
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is there, and of no prepared dataset"):
+        prepare("europarl", origin, folder)
+    assert contents(folder) == {name: b"mine"}
+
+
+@pytest.mark.parametrize("left", [{".lock": LOCK}, {".lock": ""}, {".lock": LOCK, ".dataset.json": "{"}])
+def test_a_dataset_follows_one_that_was_killed(tmp_path: Path, left: dict[str, str]) -> None:
+    origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", left)
+    prepare("europarl", origin, folder)
+    write(folder, {**left, ".train.en": "half", "dataset.json": "{}"})
+    prepare("europarl", origin, folder)
+    assert not [name for name in contents(folder) if name.startswith(".")]
+
+
 def test_a_prepared_dataset_is_prepared_again_and_half_of_one_too(tmp_path: Path) -> None:
     origin = europarl(tmp_path / "from")
     prepare("europarl", origin, tmp_path / "to")

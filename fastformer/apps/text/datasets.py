@@ -93,8 +93,9 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
         files, warnings = _europarl(origin)
     else:
         files, tokens = _wikitext2(origin)
+    originals = list(origin.iterdir())  # those in folders of it are not read
     for file in files:
-        if any(same_file(folder / file, original) for original in origin.rglob("*")):
+        if any(same_file(folder / file, original) for original in originals):
             raise ValueError(f"{folder / file} is one of the originals, and would be replaced; choose another folder")
     report = DatasetReport(
         name=name,

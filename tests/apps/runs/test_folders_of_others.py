@@ -139,6 +139,19 @@ def test_what_a_dataset_needs_on_its_way_may_be_somebodys_too(tmp_path: Path, na
     assert contents(folder) == {name: b"mine"}
 
 
+def test_a_dataset_is_not_compared_with_all_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Europarl in a home folder, all of that was walked for each of six files."""
+    origin = europarl(tmp_path / "from")
+    write(origin, {"other/folder/file": "", "prepared/notes": "mine"})
+    looked: list[Path] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: [looked.append(Path(path)), scan(path)][1])
+    for _ in range(2):
+        prepare("europarl", origin, origin / "prepared")
+    assert not [path for path in looked if path.is_relative_to(origin / "other")]
+    assert (origin / "prepared" / "notes").read_text() == "mine"
+
+
 @pytest.mark.parametrize("left", [{".lock": LOCK}, {".lock": ""}, {".lock": LOCK, ".dataset.json": "{"}])
 def test_a_dataset_follows_one_that_was_killed(tmp_path: Path, left: dict[str, str]) -> None:
     origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", left)

@@ -36,7 +36,9 @@ from fastformer.backend import BackendError
 
 __all__ = ["evaluation", "export", "inspection", "main", "project"]
 
-_LONGEST = 2000  # characters of a warning: of a word of n, rich breaks lines in the square of n, 100,000 in a minute
+# Characters of a warning or an error, which may quote a stranger's file; a word of n, rich breaks into lines in the
+# square of n, 100,000 in a minute.
+_LONGEST = 2000
 
 load_commands()
 register_shared()
@@ -121,5 +123,6 @@ def _unshown(error: UnicodeEncodeError) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The message of an error; names of files and what was typed may hold ends of lines."""
-    return escaped(" ".join(str(error).splitlines()))
+    """The message of an error, the begin of a long one; names of files and what was typed may hold ends of lines."""
+    said = str(error)
+    return escaped(" ".join((said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…").splitlines()))

@@ -13,6 +13,9 @@ from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.settings import check_value
 
+# Of a table, and characters of a cell: a stranger's settings may be any, and rich lays out some 700 rows a second.
+_MOST_ROWS, _LONGEST = 500, 500
+
 Output = Annotated[Path, typer.Option(help="PNG file to write")]
 Runs = Annotated[list[Path], typer.Argument(help="run folders")]
 
@@ -117,9 +120,12 @@ def compare(
     table.add_column("")
     for run in comparison.runs:
         table.add_column(run.name, justify="right", overflow="fold")
-    for name, cells in _rows(comparison):
-        table.add_row(name, *cells)
+    rows = _rows(comparison)
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(*(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…" for text in row))
     console.print(table)
+    if len(rows) > _MOST_ROWS:
+        console.print(f"and {len(rows) - _MOST_ROWS:,} more")
     if any(name in ("loss", "perplexity") for name in comparison.values) and not comparison.same_tokens:
         console.print("The runs differ in text or vocabulary: their losses and perplexities per token do not compare.")
     silent = [str(run.folder) for run in comparison.runs if not run.records]
@@ -129,9 +135,9 @@ def compare(
         console.print(f"wrote {_draw_histories(comparison, plot)}")
 
 
-def _rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    def row(name: str, of: Any) -> tuple[str, list[str]]:
-        return name, [of(run) for run in comparison.runs]
+def _rows(comparison: Comparison) -> list[list[str]]:
+    def row(name: str, of: Any) -> list[str]:
+        return [name, *(of(run) for run in comparison.runs)]
 
     rows = [
         row("parameters", lambda run: _shown(run.parameters)),
@@ -140,7 +146,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         row("best validation at step", lambda run: _shown(run.best_step)),
         *(row(f"  {name}", lambda run, name=name: _shown(run.best.get(name))) for name in comparison.values),
     ]
-    return rows + [(key, [_shown(value) for value in values]) for key, values in comparison.differing.items()]
+    return rows + [[key, *map(_shown, values)] for key, values in comparison.differing.items()]
 
 
 def _time(run: RunSummary) -> str:

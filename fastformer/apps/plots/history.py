@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastformer.apps.plots.figure import font_families, grid, new_figure, plain, visible
+from fastformer.apps.plots.figure import font_families, grid, new_figure, plain, shorten, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
         if name == "perplexity":
             _logarithmic(axes)
         axes.set_xlabel("optimiser step")
-        axes.set_ylabel(plain(_LABELS.get(name, f"validation {name}")))
+        axes.set_ylabel(plain(_LABELS.get(name) or f"validation {shorten(name, _LONGEST_NAME)}"))
         axes.xaxis.set_major_formatter(_thousands())
         axes.grid(alpha=0.25)
         if not several:

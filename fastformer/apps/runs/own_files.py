@@ -36,6 +36,7 @@ _BEGUN = {
     f".{CONFIG}",
     "tokenizer",
 }  # what a run has that is killed before its settings
+_DEPTH = 4  # of a run's files: checkpoints/step-1/shards/…
 _KIND = re.compile(rb"^\[run\]\s+kind = ", re.MULTILINE)
 _OWN = {*_FILES, *(f".{name}" for name in _FILES), *_FOLDERS, LOCK}
 
@@ -133,7 +134,10 @@ def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, .
 
 def _own_files(run: Path) -> Iterator[Path]:
     """The files below a run's own names, pictures apart; what else stands there, such as a whole disk, is not read."""
-    for top in (run / name for name in sorted(_OWN)):
-        for path in (top, *(() if top.is_symlink() else top.rglob("*"))):
-            if path.name not in PICTURES and path.is_file():
-                yield path
+    found = [run / name for name in sorted(_OWN)]
+    for _ in range(_DEPTH):
+        yield from (path for path in found if path.name not in PICTURES and path.is_file())
+        folders = [path for path in found if path.is_dir() and not path.is_symlink()]
+        found = [
+            Path(path) for folder in folders if os.access(folder, os.R_OK | os.X_OK) for path in os.scandir(folder)
+        ]

@@ -14,7 +14,13 @@ from typing import Any
 from fastformer.apps.system.foreign_files import read_file, write_file
 from fastformer.settings import Settings, check_value, declared, to_plain
 
-_MOST_DOTS = 500  # of a line: a key of n parts takes tomllib the square of n, 3 MB of them some hours
+# Outside of texts: a key of n parts takes tomllib the square of n, 3 MB of them some hours, or all memory.
+_MOST_DOTS = 1000
+_TEXT = re.compile(
+    r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:""")?|"(?:[^"\\\n]++|\\.)*+"?|#[^\n]*'''
+    r"""|'''(?:[^']++|'(?!''))*+(?:''')?|'[^'\n]*+'?""",
+    re.DOTALL,
+)
 _ENDLESS = re.compile(r"0[xob][0-9A-Fa-f_]{3000}")  # which Python reads and does not write; it refuses decimal ones
 
 
@@ -59,9 +65,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: there is no such configuration file")
     try:
         text = read_file(path).decode("utf-8-sig")
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.count(".") > _MOST_DOTS:
-                raise ValueError(f"line {number} holds more than {_MOST_DOTS} dots")
+        if text.count(".") > _MOST_DOTS < _TEXT.sub("", text).count("."):
+            raise ValueError(f"it holds more than {_MOST_DOTS:,} dots outside of texts")
         if _ENDLESS.search(text):
             raise ValueError("a number of 3,000 digits or more")
         return tomllib.loads(text)

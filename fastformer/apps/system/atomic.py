@@ -31,13 +31,14 @@ def naming(path: str | Path) -> Iterator[None]:
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Replace a file in one step: after a crash or on a full disk the old content is still there, whole.
 
-    A link stays one, and its target is replaced. What is no file (a device such as /dev/null, a pipe) is written to.
-    So is a file that is a mount (a container's), which nothing can replace, once the new content is on the disk.
+    A link stays one, and its target is replaced. What is no file (a device such as /dev/null, a pipe) is written to;
+    so is one without a name (/dev/fd/3 of a temporary file), and a file that is a mount (a container's), which nothing
+    can replace, once the new content is on the disk.
 
     Raises OSError where nothing can be written, such as IsADirectoryError.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
+    if path.exists() and not (path.is_file() and has_name(path)):
         with naming(path):
             path.write_bytes(data)
         return
@@ -63,6 +64,14 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     with naming(f"{path}, of which {temporary} is what it should hold"):
         path.write_bytes(data)
     os.unlink(temporary)
+
+
+def has_name(path: Path) -> bool:
+    """Whether a file that is there stands in a folder: one that is open may have been removed, or never have."""
+    try:
+        return os.path.samefile(path, os.path.realpath(path))
+    except OSError:
+        return False
 
 
 def hidden_folder(path: Path) -> Path:

@@ -1,12 +1,13 @@
 """Folders of a run: made, renamed and removed without following a link, as `foreign_files.py` does with files."""
 
+import errno
 import os
 import shutil
 import stat
 from pathlib import Path
 
 from fastformer.apps.system.foreign_files import open_new, open_regular
-from fastformer.apps.system.places import held_above, named, place_of
+from fastformer.apps.system.places import IrregularFileError, held_above, named, place_of
 
 
 def make_folder(path: Path) -> None:
@@ -45,10 +46,16 @@ def copy_folder(path: Path, new: Path, within: Path) -> None:
 
 
 def remove(path: Path, within: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
+    """Remove a file, a link, or a folder with all that is in it.
+
+    Raises IrregularFileError for folders in folders beyond what Python walks, and leaves them.
+    """
     with place_of(path, within) as (name, above), named(path):
         if stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=above)
+            try:
+                shutil.rmtree(name, dir_fd=above)
+            except RecursionError:
+                raise IrregularFileError(errno.ELOOP, "holds too many folders in folders", str(path)) from None
         else:
             os.unlink(name, dir_fd=above)
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.system.foreign_files import check_path, same_file, write_file
-from fastformer.apps.system.run_lock import check_locked, locked
+from fastformer.apps.system.foreign_files import check_path, read_file, same_file, write_file
+from fastformer.apps.system.run_lock import LOCK, check_locked, locked
 
 from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
@@ -93,8 +93,9 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
         files, warnings = _europarl(origin)
     else:
         files, tokens = _wikitext2(origin)
+    originals = list(origin.iterdir())  # those in folders of it are not read
     for file in files:
-        if any(same_file(folder / file, original) for original in origin.rglob("*")):
+        if any(same_file(folder / file, original) for original in originals):
             raise ValueError(f"{folder / file} is one of the originals, and would be replaced; choose another folder")
     report = DatasetReport(
         name=name,
@@ -107,6 +108,7 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     )
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_hidden(folder, files)
     with locked(folder):  # of two at once, each would say of the other's files that they are its own
         for file in (*files, _REPORT):
             check_path(folder / file, folder, folder=False)
@@ -127,6 +129,20 @@ def _was_prepared(folder: Path) -> bool:
         return read_json(folder / _REPORT, folder) == {} or _read_report(folder).name in DATASETS
     except (FileNotFoundError, TextError):
         return False
+
+
+def _refuse_hidden(folder: Path, files: Iterable[str]) -> None:
+    """Raise ValueError where a name is somebody's that is ours on the way: that of the lock, and of files half written.
+
+    The lock of somebody who was killed says so.
+    """
+    if _was_prepared(folder):
+        return
+    lock = check_path(folder / LOCK, folder, folder=False) and read_file(folder / LOCK, folder)
+    theirs = [LOCK] if lock and not lock.startswith(b"process ") else [f".{file}" for file in files]
+    for name in theirs:
+        if os.path.lexists(folder / name):
+            raise ValueError(f"{folder / name} is there, and of no prepared dataset; choose another folder")
 
 
 def _refuse_replacing(folder: Path, files: Iterable[str]) -> None:

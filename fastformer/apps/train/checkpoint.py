@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.system.foreign_files import check_path, open_new, open_regular, read_file, write_file
-from fastformer.apps.system.foreign_folders import is_folder
+from fastformer.apps.system.foreign_folders import is_folder, names_in
 from fastformer.apps.system.places import place_of
 from fastformer.apps.train.parallel import empty_part
-from fastformer.apps.train.shards import Shards
+from fastformer.apps.train.shards import SUFFIX, Shards
 from fastformer.apps.train.states import check_numbers, check_state, read_state
 from fastformer.apps.train.weights import (
     CheckpointError,
@@ -198,11 +198,11 @@ class Checkpoint:
         recorded = {name for name in self.files if name.startswith(f"{SHARDS}/")}
         for name in recorded:
             check_path(self.path / name, self.path) if checked else self._check(name)
-        shards = Shards(self.path / SHARDS)
-        extra = next((path for path in shards.files if f"{SHARDS}/{path.name}" not in recorded), None)
-        if extra is not None:
-            raise CheckpointError(f"{extra}: does not belong to this checkpoint")
-        return shards
+        folder = self.path / SHARDS
+        for name in sorted(names_in(folder)):  # before any is opened: it may be a pipe
+            if name.endswith(SUFFIX) and f"{SHARDS}/{name}" not in recorded:
+                raise CheckpointError(f"{folder / name}: does not belong to this checkpoint")
+        return Shards(folder)
 
     def _check(self, name: str) -> None:
         path, recorded = self.path / name, self.files.get(name)

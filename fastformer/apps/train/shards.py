@@ -6,7 +6,7 @@ library's other format has its table of contents as a pickle, which a stranger's
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fastformer.apps.train.weights import CheckpointError, apart
 
+SUFFIX = ".safetensors"  # of every file in the folder that is read
+
 # What reading a safetensors file with a wrong header, or with another list of parts than promised, may end in.
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, AssertionError)
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, RuntimeError, AssertionError)
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
@@ -64,19 +66,19 @@ class Shards:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self.folder = folder
-        self.files = sorted(folder.glob("*.safetensors"))
+        self.files = sorted(folder.glob(f"*{SUFFIX}"))
         with self._readable():
-            found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        self.tensors = {
-            name: (each.size, each.properties.dtype)
-            for name, each in found.items()
-            if isinstance(each, TensorStorageMetadata)
-        }
+            read = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        found = {name: each for name, each in read.items() if isinstance(each, TensorStorageMetadata)}
+        self.tensors = {name: (each.size, each.properties.dtype) for name, each in found.items()}
         # Shapes come from where the parts say that they lie, which may be anywhere.
         claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
         stored = sum(path.stat().st_size for path in self.files)
         if claimed > stored:
             raise CheckpointError(f"{folder}: is damaged (tensors of {claimed:,} bytes in {stored:,} bytes of files)")
+        for name, each in found.items():
+            if not _tile(each.size, [(tuple(part.offsets), tuple(part.sizes)) for part in each.chunks]):
+                raise CheckpointError(f"{folder}: is damaged (the parts of {name} are not the whole of it, each once)")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors, on the CPU."""
@@ -105,6 +107,21 @@ class Shards:
             raise CheckpointError(f"{self.folder}: is damaged ({' '.join(causes[0].split())})") from None
         except (SafetensorError, *_DAMAGED) as error:
             raise CheckpointError(f"{self.folder}: is damaged ({type(error).__name__}: {error})") from None
+
+
+def _tile(shape: Sequence[int], parts: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether parts, (where each begins, its shape), make a grid that fills the shape; numbers in a gap are anybody's.
+
+    Those without a number do not count.
+    """
+    parts = [part for part in parts if math.prod(part[1])]
+    if not parts or any(len(each) != len(shape) for part in parts for each in part):
+        return not parts and 0 in shape
+    cuts = [sorted({begin[axis] for begin, _ in parts}) for axis in range(len(shape))]
+    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, shape, strict=True)]
+    whole = all(ends[axis][at] == at + size[axis] for begin, size in parts for axis, at in enumerate(begin))
+    once = len({begin for begin, _ in parts}) == len(parts) == math.prod(map(len, cuts))
+    return whole and once and all(cut[0] == 0 for cut in cuts)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from fastformer.apps.train.weights import CheckpointError, same_kind
 # What each optimiser keeps of a parameter: tensors like the parameter.
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _MOST = 2**63 - 1  # a count that torch and NumPy can hold
+# Of a list: a process each, at most. A pickle names one thing a million times in some megabytes.
+_LONGEST = 1 << 14
 
 
 def read_state(path: Path, device: str) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def _or_none(check: Check) -> Check:
 
 def _list_of(check: Check) -> Check:
     def each(entry: _Entry) -> None:
-        entry.must(isinstance(entry.value, list), "a list")
+        entry.must(isinstance(entry.value, list) and len(entry.value) <= _LONGEST, f"a list of at most {_LONGEST:,}")
         for index, value in enumerate(entry.value):
             check(_Entry(f"{entry.name}.{index}", value))
 
@@ -216,16 +218,17 @@ def _optimizer(entry: _Entry, name: str, parameters: Sequence[Tensor]) -> None:
     _list_of(lambda group: group.must(isinstance(group.value, dict), "a dictionary"))(
         _Entry(f"{entry.name}.param_groups", entry.value["param_groups"])
     )
-    found = [index for group in entry.value["param_groups"] for index in _indices(group)]
-    expected = list(range(len(parameters)))
-    if found != expected:
-        raise _Unfit(f"{entry.name} is of {len(found)} parameters, this model has {len(expected)}")
+    groups = [_indices(group) for group in entry.value["param_groups"]]
+    count = sum(map(len, groups))  # before they are put together
+    found = [index for group in groups for index in group] if count == len(parameters) else []
+    if found != list(range(len(parameters))) or any(type(index) is not int for index in found):
+        raise _Unfit(f"{entry.name} is of {count} parameters, this model has {len(parameters)}")
     _Entry(f"{entry.name}.state", entry.value["state"]).record({}, {i: of(p) for i, p in enumerate(parameters)})
 
 
-def _indices(group: Mapping[str, Any]) -> list[int]:
+def _indices(group: Mapping[str, Any]) -> list[Any]:
     indices = group.get("params")
-    return indices if isinstance(indices, list) and all(type(index) is int for index in indices) else []
+    return indices if isinstance(indices, list) else []
 
 
 def _random(entry: _Entry) -> None:

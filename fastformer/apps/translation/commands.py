@@ -139,8 +139,7 @@ def evaluate_run(
         check_output(output)
     options = made(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
-    read = [path for path in vars(data).values() if isinstance(path, Path)]
-    refuse_output(output, source, target, *read, runs=(run,))
+    refuse_output(output, source, target, *data.files(), runs=(run,))
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]

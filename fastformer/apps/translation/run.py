@@ -119,6 +119,12 @@ class DataConfig(Settings):
             return "sentence files"
         return "number words" if self.dataset == "numbers" else "a dataset folder"
 
+    def files(self) -> list[Path]:
+        """What stands where the text comes from."""
+        given = [path for path in vars(self).values() if isinstance(path, Path)]
+        folder = Path(self.dataset or "") if self.corpus == "a dataset folder" else None
+        return given + (sorted(folder.iterdir()) if folder is not None and folder.is_dir() else [])
+
     @property
     def special_ids(self) -> SpecialIds:
         """The four special ids as one value."""

@@ -1,5 +1,6 @@
 """What is shown is never worth a run: broken outputs, a closed terminal, signals; and no output replaces an input."""
 
+import json
 import os
 import shutil
 import signal
@@ -337,6 +338,7 @@ def invoke(runs, monkeypatch):
     return run
 
 
+SIZES = {"train": 50, "valid": 5, "test": 5}
 OUTPUTS = {
     "translate": "translate --run translation --input source.txt --output {}",
     "score": "score --run translation --source source.txt --target target.txt --output {}",
@@ -444,3 +446,39 @@ def test_an_export_into_the_run_is_refused(runs, invoke):
     ended = invoke("export --run translation --to translation/exported --format safetensors")
     assert "is in the run folder" in str(ended.exception)
     assert not (runs / "translation" / "exported").exists()
+
+
+def test_an_output_never_replaces_the_data_set_of_its_run(invoke, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    counts = {f"{part}.{language}": count for part, count in SIZES.items() for language in ("en", "fr")}
+    for name, count in counts.items():
+        (folder / name).write_text("".join(f"{i} the fox jumps\n" for i in range(count)))
+    report = {
+        "name": "multi30k",
+        "languages": ["en", "fr"],
+        "lines": counts,
+        "notice": "",
+        "tokens": {},
+        "warnings": [],
+    }
+    (folder / "dataset.json").write_text(json.dumps(report))
+    data = DataConfig(dataset=str(folder), tokenizer="words", bleu_sentences=0)
+    model = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
+    TranslationRun.create(tmp_path / "run", data, model, TrainConfig(steps=2)).fit(show=False)
+    os.link(folder / "test.fr", tmp_path / "hard")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for output in (folder / "test.fr", folder / "dataset.json", tmp_path / "hard"):
+        ended = invoke(f"evaluate --run {tmp_path / 'run'} --beam 1 --output {output}")
+        assert "would be replaced" in str(ended.exception), output
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert invoke(f"evaluate --run {tmp_path / 'run'} --beam 1 --output {folder / 'new'}").exit_code == 0
+
+
+def test_an_output_without_a_name_is_written_to(invoke, tmp_path):
+    with (tmp_path / "file").open("w+b") as file:
+        (tmp_path / "file").unlink()
+        ended = invoke(f"translate --run translation --input source.txt --output /proc/self/fd/{file.fileno()}")
+        assert ended.exit_code == 0, ended.exception
+        assert len(file.read().splitlines()) == 200
+    assert list(tmp_path.iterdir()) == []

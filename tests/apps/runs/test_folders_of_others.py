@@ -131,6 +131,36 @@ def test_a_dataset_of_somebodys_own_is_not_replaced(tmp_path: Path, content: str
     assert contents(folder) == {name: content.encode() for name, content in files.items()}
 
 
+@pytest.mark.parametrize("name", [".lock", ".train.en"])
+def test_what_a_dataset_needs_on_its_way_may_be_somebodys_too(tmp_path: Path, name: str) -> None:
+    origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", {name: "mine"})
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is there, and of no prepared dataset"):
+        prepare("europarl", origin, folder)
+    assert contents(folder) == {name: b"mine"}
+
+
+def test_a_dataset_is_not_compared_with_all_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Europarl in a home folder, all of that was walked for each of six files."""
+    origin = europarl(tmp_path / "from")
+    write(origin, {"other/folder/file": "", "prepared/notes": "mine"})
+    looked: list[Path] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: [looked.append(Path(path)), scan(path)][1])
+    for _ in range(2):
+        prepare("europarl", origin, origin / "prepared")
+    assert not [path for path in looked if path.is_relative_to(origin / "other")]
+    assert (origin / "prepared" / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", [{".lock": LOCK}, {".lock": ""}, {".lock": LOCK, ".dataset.json": "{"}])
+def test_a_dataset_follows_one_that_was_killed(tmp_path: Path, left: dict[str, str]) -> None:
+    origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", left)
+    prepare("europarl", origin, folder)
+    write(folder, {**left, ".train.en": "half", "dataset.json": "{}"})
+    prepare("europarl", origin, folder)
+    assert not [name for name in contents(folder) if name.startswith(".")]
+
+
 def test_a_prepared_dataset_is_prepared_again_and_half_of_one_too(tmp_path: Path) -> None:
     origin = europarl(tmp_path / "from")
     prepare("europarl", origin, tmp_path / "to")

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import threading
 import time
 
@@ -16,6 +17,7 @@ from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_g
 from fastformer.apps.plots import plot_history, save
 from fastformer.apps.runs.comparison import compare_runs
 from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system import foreign_files, places
 from fastformer.apps.system.foreign_files import append_file, check_path, read_file, write_file
 from fastformer.apps.system.places import IrregularFileError
@@ -369,3 +371,35 @@ def test_no_name_leads_upwards(tmp_path, outside, calls):
         with pytest.raises(IrregularFileError, match="leads out of its folder"):
             act(path, tmp_path / "run")
     assert untouched(outside)
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """A folder in a folder, more often than Python walks."""
+
+    def make(path):
+        path.mkdir(parents=True)
+        above = os.open(path, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("a", dir_fd=above)
+            inner = os.open("a", os.O_RDONLY, dir_fd=above)
+            os.close(above)
+            above = inner
+        os.close(above)
+
+    yield make
+    subprocess.run(["rm", "-rf", tmp_path], check=True)
+
+
+def test_folders_in_folders_are_one_line(tmp_path, started, deep):
+    run = tmp_path / "run"
+    shutil.copytree(started, run)
+    deep(run / "checkpoints" / ".old-step-5")
+    again = trainer(run, config(steps=20), model=network(seed=77))
+    with pytest.raises(OSError, match=r"\.old-step-5: holds too many folders in folders"):
+        again.resume()
+    deep(run / "tokenizer" / "source")
+    refuse_output(tmp_path / "new", runs=(run,))
+    os.link(run / "checkpoints" / "step-10" / "meta.json", tmp_path / "output")
+    with pytest.raises(ValueError, match="is a file of the run"):
+        refuse_output(tmp_path / "output", runs=(run,))

@@ -169,6 +169,16 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path):
         write_atomic(tmp_path / "folder", b"new")
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of what is open")
+def test_an_open_file_without_a_name_is_written_to(tmp_path):
+    """A file called `file (deleted)` was made, and the open one stayed empty."""
+    with (tmp_path / "file").open("w+b") as file:
+        (tmp_path / "file").unlink()
+        write_lines(Path(f"/dev/fd/{file.fileno()}"), ["one", "two"])
+        assert file.read() == b"one\ntwo\n"
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_parallel_drops_and_counts_empty_sides(tmp_path):
     write_lines(tmp_path / "a.en", ["one", "", "three ", " \t", "\u3000", "six"])
     write_lines(tmp_path / "a.fr", ["un", "deux", " trois", "", "cinq", " "])

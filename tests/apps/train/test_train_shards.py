@@ -1,11 +1,14 @@
 """Sharded checkpoints of one process; those of two are in test_train_distributed.py."""
 
 import json
+import os
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, Processes
@@ -137,6 +140,54 @@ def test_damage_is_named_and_the_previous_checkpoint_loads(tmp_path: Path, damag
             folder.open()
         assert folder.open(fallback=True).step == 1
     Checkpoint.open(tmp_path / "step-1").load_into(Tied())
+
+
+@posix_only
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_does_not_belong_to_a_checkpoint_is_not_opened(tmp_path: Path, kind: str) -> None:
+    """A pipe without a writer was waited for."""
+    saved(tmp_path / "run", Tied(), 1)
+    stray = tmp_path / "run" / "step-1" / "shards" / "zz.safetensors"
+    if kind == "pipe":
+        os.mkfifo(stray)
+        held = os.open(stray, os.O_RDWR)
+    else:
+        (tmp_path / "outside").write_text("mine")
+        stray.symlink_to(tmp_path / "outside")
+    checkpoint = Checkpoint.open(tmp_path / "run" / "step-1")
+    for read in (checkpoint.weights, checkpoint.state, checkpoint.parameters, lambda: checkpoint.load_into(Tied())):
+        with pytest.raises(CheckpointError, match=r"zz\.safetensors: does not belong to this checkpoint"):
+            read()
+    if kind == "pipe":
+        os.close(held)
+
+
+PARTS = {
+    "a gap": [([0, 0], [1, 3]), ([3, 0], [1, 3])],
+    "no begin": [([2, 0], [2, 3])],
+    "one twice": [([0, 0], [2, 3]), ([1, 0], [3, 3])],
+    "before the begin": [([-1, 0], [5, 3])],
+    "of other dimensions": [([0], [4, 3])],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_are_all_of_a_tensor(tmp_path: Path, kind: str) -> None:
+    """Numbers that no part holds stayed what the model, or the memory, had before."""
+    for number, (begin, shape) in enumerate(PARTS[kind]):
+        places = json.dumps({"x": {"saved_offsets": begin}})
+        save_file({"x": torch.ones(shape)}, tmp_path / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
+    with pytest.raises(CheckpointError, match=r"the parts of x are not the whole of it, each once"):
+        Shards(tmp_path)
+
+
+def test_parts_may_be_a_grid_and_some_of_them_empty(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    rows, columns = (slice(0, 3), slice(3, 4), slice(4, 4)), (slice(0, 2), slice(2, 3))
+    for number, part in enumerate(product(rows, columns)):
+        places = json.dumps({"x": {"saved_offsets": [each.start for each in part]}})
+        save_file({"x": whole[part].clone()}, tmp_path / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
+    assert torch.equal(Shards(tmp_path).read(["x"])["x"], whole)
 
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:

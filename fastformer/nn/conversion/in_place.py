@@ -76,8 +76,8 @@ def convert(model: nn.Module, *, padding_free: bool = True, also: Also | None = 
 def revert(model: nn.Module) -> Conversion:
     """Give every module that `convert` changed its class back, in place; return what was changed.
 
-    Left alone is what has got another class since, by a parametrisation or by FSDP2, until that is undone; and
-    attention that was given what torch's has not, such as a window.
+    Left alone is what has got another class since, by a parametrisation or by FSDP2, or another forward in the
+    instance, until that is undone; and attention that was given what torch's has not, such as a window.
     """
     report = Conversion()
     for name, module in model.named_modules():
@@ -86,6 +86,9 @@ def revert(model: nn.Module) -> Conversion:
             continue
         if type(module) is not _ours(before):
             report.left.append(Entry(name, name_of(type(module)), "its class has changed since it was converted"))
+            continue
+        if "forward" in module.__dict__:  # around ours, most likely
+            report.left.append(Entry(name, name_of(type(module)), "its forward was replaced in the instance"))
             continue
         if getattr(module, "differs", False):
             report.left.append(Entry(name, name_of(type(module)), "it has been given options that torch's has not"))

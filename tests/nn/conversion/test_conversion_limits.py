@@ -297,3 +297,18 @@ class TestFeedForwardBlocks:
         block = nn.Sequential(*parts)
         assert not fastformer.convert(block).changed
         assert type(block) is nn.Sequential
+
+
+def test_revert_leaves_what_has_got_a_forward_around_ours():
+    model = nn.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=True)
+    fastformer.convert(model)
+    inner = model.self_attn.forward
+    model.self_attn.forward = lambda *args, **options: inner(*args, **{**options, "need_weights": True})
+    x = random(B, S, D, dtype=torch.float32)
+    expected, report = model(x), fastformer.revert(model)
+    assert [entry.name for entry in report.left] == ["self_attn"]
+    assert type(model) is nn.TransformerEncoderLayer
+    assert_close(model(x), expected)
+    del model.self_attn.forward
+    fastformer.revert(model)
+    assert type(model.self_attn) is nn.MultiheadAttention

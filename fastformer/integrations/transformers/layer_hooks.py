@@ -14,7 +14,6 @@ from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.utils.output_capturing import _active_collector
 
 from fastformer.integrations.transformers import biases
@@ -31,6 +30,7 @@ from fastformer.integrations.transformers.arguments import (
 from fastformer.integrations.transformers.caches import Shared, takes, unpacking
 from fastformer.integrations.transformers.given_masks import padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
+from fastformer.integrations.transformers.parts import chunks, looks_at_no_batch, sees_batches
 from fastformer.modes import has_values, recorded
 from fastformer.packing import Layout
 
@@ -48,8 +48,6 @@ OTHERS = {
     "num_items_in_batch",
 }
 KNOWN = {MASK, STATES, STATES_MASK, *CACHES, BIAS, CROSS_BIAS, SHARED, *BY_TOKEN, *OTHERS}
-# Who may register hooks within a layer: they look at no batch.
-_LOOK_AT_NO_BATCH = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.", "deepspeed.")
 
 
 def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -95,8 +93,24 @@ def leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     return (to_batch(output[0], rules.layout), *output[1:])
 
 
+def packs(layer: nn.Module) -> bool:
+    """Whether a layer has the hook that packs."""
+    return enter in layer._forward_pre_hooks.values()
+
+
 def check_left(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a stack's owner: raise where tokens were not put back, because the last layer did not run."""
+    """Forward hook of a stack's owner: raise where tokens were not put back, because the last layer did not run.
+
+    Also where somebody has put modules around layers since, which saw tokens in place of batches.
+    """
+    for stack in owner.children():
+        for index, layer in enumerate(stack if isinstance(stack, nn.ModuleList) else ()):
+            around = not packs(layer) and not looks_at_no_batch(type(layer)) and any(map(packs, layer.modules()))
+            if around:
+                raise RuntimeError(
+                    f"layer {index} of {type(owner).__name__} is a {type(layer).__name__} around one that runs packed; "
+                    "fastformer.integrations.transformers.padding_free(model) again"
+                )
     given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1), None)
     found = output[0] if isinstance(output, tuple | OrderedDict) and len(output) else output
     if given is None or not isinstance(found, Tensor) or found.dim() != 3:
@@ -115,7 +129,7 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
         return False  # a cache that holds something, or no padding
     if rules.mask is not None:
         return False
-    if _active_collector.get() or given.get("output_attentions") or chunks(layer) or foreign_hooks(layer):
+    if _active_collector.get() or given.get("output_attentions") or chunks(layer) or sees_batches(layer):
         return False
     if not all(takes(given.get(name)) for name in CACHES):
         return False
@@ -188,21 +202,3 @@ def _states(layer: Any, states: Tensor, layout: Layout, rules: MaskRules) -> Ten
 def counts_positions(layer: nn.Module) -> bool:
     """Whether a layer's attention has a relative bias."""
     return BIAS in parameters(layer) or any(biases.makes_biases(part) for part in layer.modules())
-
-
-def chunks(layer: nn.Module) -> int:
-    """In pieces of how many positions a layer, or a part of it, has its feed-forward; 0 if at once."""
-    return max(getattr(part, "chunk_size_feed_forward", 0) for part in layer.modules())
-
-
-def foreign_hooks(layer: nn.Module) -> bool:
-    """Whether somebody else's hooks in a layer would see tokens in place of batches."""
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return True
-    for part in layer.modules():
-        state = part.__dict__
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            for hook in state[name].values():
-                if not (getattr(hook, "__module__", None) or "").startswith(_LOOK_AT_NO_BATCH):
-                    return True
-    return False

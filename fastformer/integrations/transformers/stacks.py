@@ -8,12 +8,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import biases
-from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave
+from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave, packs
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
 from fastformer.integrations.transformers.registration import NAME
 from fastformer.nn.conversion import Entry
 from fastformer.nn.conversion.report import name_of
 
+_AFTER = leave, biases.leave, check_left
 _BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
 
 
@@ -46,8 +47,9 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
 
     A batch runs padded where nothing says what is padding, or hidden states, attention weights or router logits are
     asked for; where a cache holds something already or is none of DynamicCache's; under torch.compile and in traces;
-    where hooks within a layer would see tokens for batches; and where padding lies between tokens, in layers that count
-    positions (windows, T5's bias). Training, checkpointed activations, generation (the prompt), pickle and copies work.
+    where hooks, forwards or parts of yours within a layer would see tokens for batches; and where padding lies between
+    tokens, in layers that count positions (windows, T5's bias). Training, checkpointed activations, generation (the
+    prompt), pickle and copies work.
 
     Args:
         model: a transformers model, or a module that holds some.
@@ -90,17 +92,13 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
 def padded(model: nn.Module) -> PaddingFree:
     """Undo `padding_free`, in place; return the stacks that were packed."""
     report = PaddingFree()
-    for name, owner, stack, _ in _stacks(model):
-        found = [_without(layer, "_forward_pre_hooks", enter) for layer in stack]
-        for layer in stack:
-            _without(layer, "_forward_hooks", leave)
-            for part in layer.modules():
-                _without(part, "_forward_pre_hooks", biases.enter)
-                _without(part, "_forward_hooks", biases.leave)
-        _without(owner, "_forward_hooks", check_left)
-        if any(found):
+    for name, _, stack, _ in _stacks(model):
+        if any(map(packs, stack)):
             report.packed.append(Entry(name, name_of(type(stack[0])), f"{len(stack)} layers"))
-    for module in model.modules():
+    for module in model.modules():  # layers may have got others around them
+        for kind, hooks in (("_forward_pre_hooks", (enter, biases.enter)), ("_forward_hooks", _AFTER)):
+            for hook in hooks:
+                _without(module, kind, hook)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None and isinstance(module, PreTrainedModel):
             module.set_attn_implementation(before)
@@ -133,11 +131,10 @@ def _ends(stack: nn.ModuleList) -> list[nn.Module]:
     return [stack[-1]] if first == 0 else [stack[first - 1], stack[-1]]
 
 
-def _without(module: nn.Module, kind: str, hook: Any) -> bool:
+def _without(module: nn.Module, kind: str, hook: Any) -> None:
     """Remove a hook by what it is; handles of hooks do not survive pickling."""
     hooks = module.__dict__[kind]
     found = [key for key, each in hooks.items() if each is hook]
     for key in found:
         for name in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
             module.__dict__.get(name, {}).pop(key, None)
-    return bool(found)

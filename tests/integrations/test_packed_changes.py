@@ -1,0 +1,111 @@
+"""What somebody puts into a packed model of Hugging Face's sees batches: forwards of his own, other parts, wrappers."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from fastformer.integrations.transformers import padded, padding_free
+from tests.integrations.test_packed_models import assert_same, outcome
+from tests.integrations.tiny_transformers import batch, count_packed, tiny
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return count_packed(monkeypatch)
+
+
+def with_first_position_changed(forward):
+    """A forward that changes the first position of each row, which packed tokens have once."""
+
+    @functools.wraps(forward)
+    def changed(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        first, *others = output if isinstance(output, tuple) else (output,)
+        first = torch.cat([first[:, :1] + 1, first[:, 1:]], 1)
+        return (first, *others) if isinstance(output, tuple) else first
+
+    return changed
+
+
+class Around(nn.Module):
+    """A module around another."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return with_first_position_changed(self.inner)(*args, **kwargs)
+
+
+def patch(model, path):
+    part = model.get_submodule(path)
+    part.forward = with_first_position_changed(part.forward)
+
+
+def replace(model, path):
+    model.set_submodule(path, Around(model.get_submodule(path)))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        (patch, ""),
+        *((change, path) for path in (".mlp", ".self_attn", ".mlp.down_proj") for change in (patch, replace)),
+    ],
+)
+def test_what_is_put_into_a_layer_sees_batches(change, path, order, seen):
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        model = tiny("llama", "eager")
+        if pack and order == "after":
+            assert padding_free(model).packed
+        change(model, f"model.layers.1{path}")
+        if pack and order == "before":
+            padding_free(model)
+        found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert len(seen) == (0 if change is replace and order == "before" else len(model.model.layers) - 1)
+
+
+def test_a_forward_put_into_a_class(monkeypatch, seen):
+    monkeypatch.setattr(LlamaMLP, "forward", with_first_position_changed(LlamaMLP.forward))
+    inputs = batch("llama", "left")
+    expected = outcome(tiny("llama", "eager"), inputs)
+    model = tiny("llama", "eager")
+    padding_free(model)
+    assert_same(outcome(model, inputs), expected)
+    assert not seen
+
+
+def test_a_module_put_around_a_layer_raises_and_is_padded_the_next_time(seen):
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        model = tiny("llama", "eager")
+        if pack:
+            padding_free(model)
+        replace(model, "model.layers.1")
+        if pack:
+            with pytest.raises(RuntimeError, match="layer 1 of LlamaModel is a Around around one that runs packed"):
+                model(**inputs)
+            seen.clear()
+            assert not padding_free(model).packed
+        found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert not seen
+
+
+def test_undone_within_a_module_that_was_put_around_the_first_layer(seen):
+    model = tiny("llama", "eager")
+    padding_free(model)
+    replace(model, "model.layers.0")
+    padded(model)
+    model(**batch("llama", "right"))
+    assert not seen

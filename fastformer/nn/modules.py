@@ -133,8 +133,9 @@ def has_own_hooks(module: nn.Module) -> bool:
     if hooks or found("_backward_pre_hooks") or "forward" in state:
         return True
     kind = type(module)
-    forward = kind.forward
-    return _FORWARDS.get(kind, forward) is not forward or (compiling() and has_own(module, "forward"))
+    if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
+        return True
+    return compiling() and has_own(module, "forward")
 
 
 def has_own(module: nn.Module, *names: str) -> bool:

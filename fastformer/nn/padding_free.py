@@ -274,6 +274,11 @@ def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) ->
 _FORWARDS = tuple(cls.forward for cls in (TransformerEncoderLayer, TransformerDecoderLayer, MultiheadAttention))
 
 
+def _forward(part: nn.Module) -> Any:
+    """The forward of its class; those of torch.jit have none."""
+    return getattr(type(part), "forward", None)
+
+
 def check_apart(stack: Any, what: str) -> None:
     """Refuse to take a stack and its layers apart where calling one does more.
 
@@ -300,7 +305,7 @@ def check_apart(stack: Any, what: str) -> None:
             elif has_own_hooks(level):
                 raise RuntimeError(f"{name} has hooks, {calling}")
         part = unwrap(part)
-        if part is not stack and (type(part).forward not in _FORWARDS or getattr(part, "has_own_blocks", False)):
+        if part is not stack and (_forward(part) not in _FORWARDS or getattr(part, "has_own_blocks", False)):
             raise RuntimeError(f"{name} is a {type(part).__name__}, {calling}")
 
 
@@ -311,7 +316,7 @@ def may_do_more(stack: Any) -> bool:
     for layer in stack.layers:
         parts = layer.__dict__["_modules"]
         for part in (layer, parts.get("self_attn"), parts.get("multihead_attn")):
-            if part is not None and (type(part).forward not in _FORWARDS or has_own_hooks(part)):
+            if part is not None and (_forward(part) not in _FORWARDS or has_own_hooks(part)):
                 return True
     return False
 

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +163,27 @@ def test_script_is_told_to_revert_and_then_compiles(model: str) -> None:
             torch.jit.script(nn.Sequential(ours))
         fastformer.revert(ours)
         torch.jit.script(ours)
+
+
+def traced(part: nn.Module) -> Any:
+    return torch.jit.trace(part, torch.randn(3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [(name, way) for name in ("linear1", "norm1", "self_attn.out_proj") for way in (torch.jit.script, traced)]
+    + [("self_attn", torch.jit.script)],
+)
+def test_a_part_that_was_compiled_by_jit_is_called(name: str, compiled: Any, order: str) -> None:
+    x, hidden = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False] * 3])
+    model = copy.deepcopy(MODELS["stack"]).eval()
+    expected, part = model(x, src_key_padding_mask=hidden), compiled(copy.deepcopy(model.layers[0].get_submodule(name)))
+    if order == "after":
+        fastformer.convert(model)
+    model.set_submodule(f"layers.0.{name}", part)
+    fastformer.convert(model)
+    torch.testing.assert_close(model(x, src_key_padding_mask=hidden)[~hidden], expected[~hidden])
+    with pytest.raises(RuntimeError, match=r"layers\.0"):
+        model.new_cache(2)

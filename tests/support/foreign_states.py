@@ -130,6 +130,12 @@ OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "parameters twice": lambda state: replaced(
         state, ("optimizer", "param_groups"), lambda groups: [groups[0], groups[0]]
     ),
+    "parameters that are tensors": lambda state: replaced(
+        state, ("optimizer", "param_groups", 0, "params"), lambda found: [torch.zeros(2)] * len(found)
+    ),
+    "parameters that are one tensor each": lambda state: replaced(
+        state, ("optimizer", "param_groups", 0, "params"), lambda found: list(map(torch.tensor, found))
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.system.atomic import has_name
+from fastformer.apps.system.atomic import is_replaced
 from fastformer.apps.system.terminal import Terminal, shown
 from fastformer.apps.text import lines_of, read_lines, write_lines
 from fastformer.settings import check_value
@@ -102,7 +102,7 @@ def check_output(output: Path | None) -> None:
         return
     if output.is_dir():
         raise IsADirectoryError(f"{output} is a folder")
-    replaced = not output.exists() or (output.is_file() and has_name(output))
+    replaced = not output.exists() or is_replaced(output)
     folder = Path(os.path.realpath(output)).parent  # where a file is replaced in one step
     if replaced and not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")

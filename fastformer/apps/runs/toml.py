@@ -14,11 +14,12 @@ from typing import Any
 from fastformer.apps.system.foreign_files import read_file, write_file
 from fastformer.settings import Settings, check_value, declared, to_plain
 
-# Outside of texts: a key of n parts takes tomllib the square of n, 3 MB of them some hours, or all memory.
-_MOST_DOTS = 1000
+# Outside of texts: a key of n parts takes tomllib the square of n, 3 MB of them some hours, or all memory; and so does
+# each line below a table of n parts.
+_MOST_DOTS = 100
 _TEXT = re.compile(
-    r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:""")?|"(?:[^"\\\n]++|\\.)*+"?|#[^\n]*'''
-    r"""|'''(?:[^']++|'(?!''))*+(?:''')?|'[^'\n]*+'?""",
+    r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"{3,5})?|"(?:[^"\\\n]++|\\.)*+"?|#[^\n]*'''
+    r"""|'''(?:[^']++|'(?!''))*+(?:'{3,5})?|'[^'\n]*+'?""",
     re.DOTALL,
 )
 _ENDLESS = re.compile(r"0[xob][0-9A-Fa-f_]{3000}")  # which Python reads and does not write; it refuses decimal ones
@@ -66,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path).decode("utf-8-sig")
         if text.count(".") > _MOST_DOTS < _TEXT.sub("", text).count("."):
-            raise ValueError(f"it holds more than {_MOST_DOTS:,} dots outside of texts")
+            raise ValueError(f"it holds more than {_MOST_DOTS} dots outside of texts")
         if _ENDLESS.search(text):
             raise ValueError("a number of 3,000 digits or more")
         return tomllib.loads(text)

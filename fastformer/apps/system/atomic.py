@@ -32,15 +32,16 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     """Replace a file in one step: after a crash or on a full disk the old content is still there, whole.
 
     A link stays one, and its target is replaced. What is no file (a device such as /dev/null, a pipe) is written to;
-    so is one without a name (/dev/fd/3 of a temporary file), and a file that is a mount (a container's), which nothing
-    can replace, once the new content is on the disk.
+    so is what is open (/dev/stdout, /dev/fd/3), where its descriptor stands, and a file that is a mount (a
+    container's), which nothing can replace, once the new content is on the disk.
 
     Raises OSError where nothing can be written, such as IsADirectoryError.
     """
     path = Path(path)
-    if path.exists() and not (path.is_file() and has_name(path)):
-        with naming(path):
-            path.write_bytes(data)
+    if path.exists() and not is_replaced(path):
+        number = _descriptor(path)
+        with naming(path), open(path if number is None else number, "wb", closefd=number is None) as file:
+            file.write(data)
         return
     path = Path(os.path.realpath(path))
     with naming(path):
@@ -66,12 +67,26 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     os.unlink(temporary)
 
 
-def has_name(path: Path) -> bool:
-    """Whether a file that is there stands in a folder: one that is open may have been removed, or never have."""
+def is_replaced(path: Path) -> bool:
+    """Whether what is there is a file in a folder, and not named as what is open, which others write to as well."""
     try:
-        return os.path.samefile(path, os.path.realpath(path))
+        in_folder = path.is_file() and os.path.samefile(path, os.path.realpath(path))  # not removed since it was opened
+        return in_folder and _descriptor(path) is None
     except OSError:
         return False
+
+
+def _descriptor(path: Path) -> int | None:
+    """Of /dev/stdout, /dev/fd/3 and links to them, where they may be written to."""
+    with suppress(OSError, ValueError, ImportError):
+        import fcntl
+
+        while path.is_symlink():
+            if path.parent.samefile("/dev/fd"):
+                writable = fcntl.fcntl(int(path.name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+                return int(path.name) if writable else None
+            path = path.parent / os.readlink(path)
+    return None
 
 
 def hidden_folder(path: Path) -> Path:

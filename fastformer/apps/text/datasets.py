@@ -139,7 +139,8 @@ def _refuse_hidden(folder: Path, files: Iterable[str]) -> None:
     if _was_prepared(folder):
         return
     lock = check_path(folder / LOCK, folder, folder=False) and read_file(folder / LOCK, folder)
-    theirs = [LOCK] if lock and not lock.startswith(b"process ") else [f".{file}" for file in files]
+    begun = () if lock else (_REPORT,)  # which is written first
+    theirs = [LOCK] if lock and not lock.startswith(b"process ") else [f".{file}" for file in (*files, *begun)]
     for name in theirs:
         if os.path.lexists(folder / name):
             raise ValueError(f"{folder / name} is there, and of no prepared dataset; choose another folder")

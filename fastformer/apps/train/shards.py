@@ -68,9 +68,13 @@ class Shards:
         self.folder = folder
         self.files = sorted(folder.glob(f"*{SUFFIX}"))
         with self._readable():
-            read = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        found = {name: each for name, each in read.items() if isinstance(each, TensorStorageMetadata)}
+            read = HuggingFaceStorageReader(str(folder)).read_metadata()
+        tensors = read.state_dict_metadata.items()
+        found = {name: each for name, each in tensors if isinstance(each, TensorStorageMetadata)}
         self.tensors = {name: (each.size, each.properties.dtype) for name, each in found.items()}
+        for index, part in (read.storage_data or {}).items():
+            if part.dtype != (dtype := self.tensors[index.fqn][1]):
+                raise CheckpointError(f"{folder}: is damaged (parts of {index.fqn} are of {dtype} and {part.dtype})")
         # Shapes come from where the parts say that they lie, which may be anywhere.
         claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
         stored = sum(path.stat().st_size for path in self.files)

@@ -221,7 +221,7 @@ def _optimizer(entry: _Entry, name: str, parameters: Sequence[Tensor]) -> None:
     groups = [_indices(group) for group in entry.value["param_groups"]]
     count = sum(map(len, groups))  # before they are put together
     found = [index for group in groups for index in group] if count == len(parameters) else []
-    if found != list(range(len(parameters))) or any(type(index) is not int for index in found):
+    if any(type(index) is not int for index in found) or found != list(range(len(parameters))):
         raise _Unfit(f"{entry.name} is of {count} parameters, this model has {len(parameters)}")
     _Entry(f"{entry.name}.state", entry.value["state"]).record({}, {i: of(p) for i, p in enumerate(parameters)})
 

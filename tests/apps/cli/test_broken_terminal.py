@@ -480,5 +480,6 @@ def test_an_output_without_a_name_is_written_to(invoke, tmp_path):
         (tmp_path / "file").unlink()
         ended = invoke(f"translate --run translation --input source.txt --output /proc/self/fd/{file.fileno()}")
         assert ended.exit_code == 0, ended.exception
+        file.seek(0)
         assert len(file.read().splitlines()) == 200
     assert list(tmp_path.iterdir()) == []

@@ -131,7 +131,7 @@ def test_a_dataset_of_somebodys_own_is_not_replaced(tmp_path: Path, content: str
     assert contents(folder) == {name: content.encode() for name, content in files.items()}
 
 
-@pytest.mark.parametrize("name", [".lock", ".train.en"])
+@pytest.mark.parametrize("name", [".lock", ".train.en", ".dataset.json"])
 def test_what_a_dataset_needs_on_its_way_may_be_somebodys_too(tmp_path: Path, name: str) -> None:
     origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", {name: "mine"})
     with pytest.raises(ValueError, match=rf"{re.escape(name)} is there, and of no prepared dataset"):

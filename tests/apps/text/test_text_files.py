@@ -175,8 +175,24 @@ def test_an_open_file_without_a_name_is_written_to(tmp_path):
     with (tmp_path / "file").open("w+b") as file:
         (tmp_path / "file").unlink()
         write_lines(Path(f"/dev/fd/{file.fileno()}"), ["one", "two"])
+        file.seek(0)
         assert file.read() == b"one\ntwo\n"
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of what is open")
+def test_what_is_open_is_written_to_where_it_stands(tmp_path):
+    """As `--output /dev/stdout >> log`: the log's earlier lines were replaced, and later ones went nowhere."""
+    (tmp_path / "log").write_bytes(b"earlier\n")
+    with (tmp_path / "log").open("ab") as file:
+        (tmp_path / "link").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        for path in (Path(f"/dev/fd/{file.fileno()}"), tmp_path / "link"):
+            write_atomic(path, b"more\n")
+        file.write(b"later\n")
+    assert (tmp_path / "log").read_bytes() == b"earlier\nmore\nmore\nlater\n"
+    with (tmp_path / "log").open("rb") as file:  # which cannot be written to
+        write_atomic(Path(f"/dev/fd/{file.fileno()}"), b"new")
+    assert (tmp_path / "log").read_bytes() == b"new"
 
 
 def test_parallel_drops_and_counts_empty_sides(tmp_path):

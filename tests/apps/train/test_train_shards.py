@@ -181,6 +181,17 @@ def test_parts_are_all_of_a_tensor(tmp_path: Path, kind: str) -> None:
         Shards(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float16, torch.float8_e4m3fn])
+def test_parts_are_of_one_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """That of the first was compared with the model's; the others were cast, whatever they were."""
+    for number, each in enumerate((torch.float32, dtype)):
+        places = json.dumps({"x": {"saved_offsets": [2 * number, 0]}})
+        part = torch.ones(2, 3).to(each)
+        save_file({"x": part}, tmp_path / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
+    with pytest.raises(CheckpointError, match=rf"parts of x are of .*{str(dtype).removeprefix('torch.')}"):
+        Shards(tmp_path)
+
+
 def test_parts_may_be_a_grid_and_some_of_them_empty(tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(4, 3)
     rows, columns = (slice(0, 3), slice(3, 4), slice(4, 4)), (slice(0, 2), slice(2, 3))

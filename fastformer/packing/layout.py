@@ -193,14 +193,16 @@ class Layout:
             make: makes it, from this layout and the other one.
             other: the layout of the keys, where the thing depends on it.
         """
-        # A graph has no memory, a mode or transform makes tensors of its own kind, and what is captured for CUDA has no
-        # values yet; but a layout in place is of that step.
-        if watched() or (self.known and capturing(self.offsets)):
+        # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
+        if compiling() or (self.known and capturing(self.offsets)):
             return make()
         key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
         if key not in self._memory:
             with torch.inference_mode(False):  # or it would be of no use to training afterwards
-                self._memory[key] = make()
+                made = make()
+            if watched():  # tensors of the kind of a mode or a transform
+                return made
+            self._memory[key] = made
         found: V = self._memory[key]
         return found
 

@@ -106,8 +106,10 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
     cuts = _cuts(queries[order], keys[order], heads)
     groups, device = [], layout.offsets.device
     for first, end in zip(cuts, [*cuts[1:], len(order)], strict=True):
-        q, k = (torch.from_numpy(x[order[first:end]]) for x in (queries, keys))
-        T, S, shortest = (int(f(x)) if len(x) else 0 for f, x in ((torch.max, q), (torch.max, k), (torch.min, k)))
+        of_queries, of_keys = (x[order[first:end]] for x in (queries, keys))
+        T, S = (int(x.max(initial=0)) for x in (of_queries, of_keys))
+        shortest = int(of_keys.min(initial=S))  # as numbers, which no mode or trace has to know
+        q, k = torch.from_numpy(of_queries), torch.from_numpy(of_keys)
         bias = None
         if shortest < S:
             hidden = torch.arange(S, device="cpu") >= k[:, None, None]

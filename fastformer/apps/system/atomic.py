@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 MOUNTED = (errno.EBUSY, errno.EXDEV)  # of a rename that would replace a mount
 _SHOWN = 50  # characters of the name in a hidden one, which must not become too long
@@ -32,15 +33,14 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     """Replace a file in one step: after a crash or on a full disk the old content is still there, whole.
 
     A link stays one, and its target is replaced. What is no file (a device such as /dev/null, a pipe) is written to;
-    so is what is open (/dev/stdout, /dev/fd/3), where its descriptor stands, and a file that is a mount (a
+    so is what is open (/dev/stdout, /dev/fd/3), at its end, and a file that is a mount (a
     container's), which nothing can replace, once the new content is on the disk.
 
     Raises OSError where nothing can be written, such as IsADirectoryError.
     """
     path = Path(path)
     if path.exists() and not is_replaced(path):
-        number = _descriptor(path)
-        with naming(path), open(path if number is None else number, "wb", closefd=number is None) as file:
+        with naming(path), open_output(path) as file:
             file.write(data)
         return
     path = Path(os.path.realpath(path))
@@ -65,6 +65,12 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     with naming(f"{path}, of which {temporary} is what it should hold"):
         path.write_bytes(data)
     os.unlink(temporary)
+
+
+def open_output(path: Path, buffering: int = -1) -> Any:
+    """A file that is written to from its begin, or what is named as open (/dev/stdout, /dev/fd/3), at its end."""
+    number = _descriptor(path)
+    return path.open("wb", buffering) if number is None else open(number, "ab", buffering, closefd=False)
 
 
 def is_replaced(path: Path) -> bool:

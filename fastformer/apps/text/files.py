@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from fastformer.apps.system.atomic import open_output
 from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file, write_file
 from fastformer.settings import check_value
 
@@ -167,12 +168,12 @@ def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
 
     So what was written stays when the texts end in an error or are interrupted. An earlier file is replaced when the
-    first text comes; without texts it is empty afterwards. A pipe keeps what it got of a text. Raises ``TextError`` for
-    half of a surrogate pair.
+    first text comes, without texts it is empty afterwards; what is open (/dev/stdout) is added to. A pipe keeps what
+    it got of a text. Raises ``TextError`` for half of a surrogate pair.
     """
     encoded = (encode_text(text, f"{path}, text {number}") + b"\n" for number, text in enumerate(texts, start=1))
     first = list(itertools.islice(encoded, 1))
-    with Path(path).open("wb", buffering=0) as file:
+    with open_output(Path(path), buffering=0) as file:
         for whole in itertools.chain(first, encoded):
             end = file.tell() if file.seekable() else None
             data = memoryview(whole)

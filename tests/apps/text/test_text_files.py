@@ -188,8 +188,9 @@ def test_what_is_open_is_written_to_where_it_stands(tmp_path):
         (tmp_path / "link").symlink_to(f"/proc/self/fd/{file.fileno()}")
         for path in (Path(f"/dev/fd/{file.fileno()}"), tmp_path / "link"):
             write_atomic(path, b"more\n")
+            write_texts(path, ["texts"])
         file.write(b"later\n")
-    assert (tmp_path / "log").read_bytes() == b"earlier\nmore\nmore\nlater\n"
+    assert (tmp_path / "log").read_bytes() == b"earlier\n" + b"more\ntexts\n" * 2 + b"later\n"
     with (tmp_path / "log").open("rb") as file:  # which cannot be written to
         write_atomic(Path(f"/dev/fd/{file.fileno()}"), b"new")
     assert (tmp_path / "log").read_bytes() == b"new"

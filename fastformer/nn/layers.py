@@ -26,6 +26,7 @@ from fastformer.nn.modules import (
     is_part_of_trace,
     plain,
     take_over,
+    torchs_own,
     traced_call,
 )
 from fastformer.nn.multihead_attention import MultiheadAttention
@@ -46,10 +47,26 @@ def _overrides(cls: type, original: type, *methods: str) -> bool:
     return any(getattr(cls, name) is not getattr(original, name) for name in methods)
 
 
+def _blocks_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+    return tuple([getattr(kind, name, None) for name in BLOCKS])
+
+
+_BLOCKS_OF: dict[type[nn.Module], tuple[Any, ...]] = {
+    kind: tuple([torchs_own(kind, name) if hasattr(kind, name) else None for name in BLOCKS])
+    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+}
+
+
+def blocks_changed(layer: Any) -> bool:
+    """Whether somebody has put a block of his own into torch's class of such layers."""
+    return _blocks_of(layer._original) != _BLOCKS_OF[layer._original]
+
+
 class _Layer(nn.Module):
     """What encoder and decoder layers share."""
 
     _overridden = False
+    _original: type[nn.Module]
 
     def __init__(
         self,
@@ -84,8 +101,8 @@ class _Layer(nn.Module):
 
     @property
     def has_own_blocks(self) -> bool:
-        """Whether a subclass or the instance replaced `_sa_block`, `_mha_block` or `_ff_block`."""
-        return self._overridden or has_own(self, *BLOCKS)
+        """Whether a subclass, the instance or torch's class got another `_sa_block`, `_mha_block` or `_ff_block`."""
+        return self._overridden or has_own(self, *BLOCKS) or blocks_changed(self)
 
     def _check_composable(self) -> None:
         """Refuse to compose a layer with a block of its own."""
@@ -146,6 +163,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """
 
     self_attn: MultiheadAttention
+    _original = nn.TransformerEncoderLayer
 
     @property
     def activation_relu_or_gelu(self) -> int:
@@ -274,6 +292,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
     self_attn: MultiheadAttention
     multihead_attn: MultiheadAttention
+    _original = nn.TransformerDecoderLayer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -68,6 +68,24 @@ def test_what_has_a_changed_class_stays_as_it_is(kind, name, monkeypatch):
     assert len(left) == sum(type(part) is kind for part in model.modules()) > 0
 
 
+@pytest.mark.parametrize("name", ["_sa_block", "_mha_block", "_ff_block"])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_block_put_into_a_class_of_layers_is_called(norm_first, name, monkeypatch):
+    kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    theirs = nn.Transformer(8, 2, 1, 2, 12, 0.0, batch_first=True, norm_first=norm_first).eval()
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    x, cache = torch.randn(2, 3, 8), ours.decoder.new_cache(torch.randn(2, 3, 8))
+    for kind in kinds if name != "_mha_block" else kinds[1:]:
+        monkeypatch.setattr(kind, name, twice(getattr(kind, name)))
+    masks = dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), HIDDEN)
+    assert_close(ours(x, x), theirs(x, x))
+    assert_close(ours(x, x, **masks), theirs(x, x, **masks))
+    with pytest.raises(RuntimeError, match="overrides a block of its layer"):
+        ours.decoder.step(x[:, :1], cache)
+
+
 @pytest.mark.parametrize(("path", "name"), [
     ("linear1", "forward"), ("norm1", "forward"), ("dropout", "forward"), ("", "_ff_block"), ("", "compose"),
 ])  # fmt: skip

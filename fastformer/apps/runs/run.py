@@ -7,7 +7,6 @@ run never computes, a backend that cannot run here, a model whose heads do not f
 import hashlib
 import importlib.util
 import json
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +21,10 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import read_kind
-from fastformer.apps.runs.own_files import refuse_foreign, refuse_links
+from fastformer.apps.runs.new_folder import check_new, new_folder, whole_or_empty
+from fastformer.apps.runs.own_files import refuse_links
 from fastformer.apps.system.foreign_files import write_file
-from fastformer.apps.system.foreign_folders import names_in, remove
-from fastformer.apps.system.run_lock import LOCK, RunLock, check_locked, locked
+from fastformer.apps.system.run_lock import RunLock, check_locked, locked
 from fastformer.apps.text import Tokenizer, read_json
 from fastformer.apps.train import (
     BatchSource,
@@ -39,7 +38,7 @@ from fastformer.apps.train import (
     read_metrics,
 )
 from fastformer.apps.train.compilation import check_compiler
-from fastformer.apps.train.trainer import check_threads
+from fastformer.apps.train.thread_choice import check_threads
 from fastformer.settings import refuse_fixed
 
 
@@ -220,14 +219,14 @@ class Run(ABC):
         device: torch.device | str,
         tokenizers: tuple[Tokenizer, ...] | None,
     ) -> Self:
-        _check_folder(folder, cls.application.kind)
+        check_new(folder, cls.application.kind)
         cls.check(data, model, train, device)
-        with _made(folder), locked(folder):
-            _check_folder(folder, cls.application.kind)  # another one may have come first
+        with new_folder(folder), locked(folder):
+            check_new(folder, cls.application.kind)  # another one may have come first
             run = cls(folder, data, model, train, tokenizers, device)
             run._lock()
             check_locked(folder)  # reading took its time
-            with _whole(folder):
+            with whole_or_empty(folder):
                 cls.application.save_tokenizers(folder, run.tokenizers)
                 report = json.dumps(run.data_report(), indent=1) + "\n"
                 write_file(folder / "data.json", report.encode(), folder)
@@ -367,45 +366,3 @@ class Run(ABC):
             trainer.resume(fallback=fallback)
             Processes.current().on_main(self._save_settings)
         return trainer.fit()
-
-
-def _check_folder(folder: Path, kind: str) -> None:
-    """Refuse a folder that a new run of this kind cannot have."""
-    if (folder / "checkpoints").is_dir() and CheckpointFolder(folder / "checkpoints").paths():
-        raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file; a run needs a folder")
-    if not os.access(there, os.W_OK):
-        raise PermissionError(f"{there} cannot be written to")
-    refuse_foreign(folder)
-    if (folder / "config.toml").exists() and (found := read_kind(folder)) != kind:
-        raise FileExistsError(f"{folder} holds a {found} run; choose another folder")
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[None]:
-    """Where the block fails, an empty folder is empty again: half of a run would be taken for somebody's files."""
-    empty = all(name == LOCK for name in names_in(folder))
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for name in names_in(folder) if empty else ():
-                if name != LOCK:
-                    remove(folder / name, folder)
-        raise
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make a folder for the block, with those above it; where it fails, what is empty of them goes again."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for path in missing:
-                path.rmdir()
-        raise

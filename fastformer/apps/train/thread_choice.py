@@ -7,6 +7,7 @@ and again as time goes by. Sums of another order round differently: a run of so 
 same bits, keeps torch's number of threads.
 """
 
+import os
 from collections.abc import Generator
 
 import torch
@@ -16,6 +17,15 @@ from fastformer.apps.train.config import TrainConfig
 _TRIAL = 2.0  # seconds of steps that decide: 10 to 20 of a small model, whose speed then varies by some 5 %
 _SHARE = 30.0  # times as long as the slower one's trial the faster one is kept: it costs 3 % of what it loses
 _DROP = 0.8  # of the speed a moment ago: something has come to pass, and the other is tried at once
+# More than so many threads a processor only wait for each other, and each takes megabytes of stack.
+_THREADS_A_PROCESSOR = 4
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
+    most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")
 
 
 class ThreadChoice:

@@ -16,7 +16,6 @@ one process, so a run may be resumed with another number of processes. Process 0
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -37,32 +36,24 @@ from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
-from fastformer.apps.train.metrics import LOWER_IS_BETTER, OF_RECORD, MetricsLog, RunningSums
+from fastformer.apps.train.metrics import MetricsLog, RunningSums
 from fastformer.apps.train.parallel import gathered
 from fastformer.apps.train.position import Position, Result
 from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.progress import Progress, describe
-from fastformer.apps.train.randomness import preserved_randomness, random_state, seed_everything, set_random_state
+from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
 from fastformer.apps.train.saving import CheckpointWriter
 from fastformer.apps.train.schedules import Schedule
-from fastformer.apps.train.thread_choice import ThreadChoice
+from fastformer.apps.train.thread_choice import ThreadChoice, check_threads
+from fastformer.apps.train.validation import is_better, validation_values
 from fastformer.apps.train.weights import CheckpointError, put_weights
 
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
 _LOWEST_SCALE = 1.0
-# More than so many threads a processor only wait for each other, and each takes megabytes of stack.
-_THREADS_A_PROCESSOR = 4
 
 
 class DivergedError(FloatingPointError):
     """The loss or the gradient is not finite; the last good checkpoint is untouched."""
-
-
-def check_threads(threads: int | None) -> None:
-    """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
-    most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
-    if threads is not None and threads > most:
-        raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")
 
 
 class Trainer:
@@ -288,7 +279,7 @@ class Trainer:
         paused, best, shown = self._clock(), None, None
         if self._validate is not None:
             value, shown = self._evaluate("validation")
-            if self._is_better(value, self._at.best_value):
+            if is_better(self.config.metric, value, self._at.best_value):
                 self._at.best_value, self._at.worse, best = value, 0, value
             else:
                 self._at.worse += 1
@@ -306,7 +297,7 @@ class Trainer:
         """
         try:
             with gathered(self._update.module, self._processes):
-                self._metrics = self._processes.on_main(self._validation_values)
+                self._metrics = self._processes.on_main(self._values)
         except Exception as error:
             self._metrics = {}
             together = not isinstance(error, ProcessError) or error.reported  # else another one is gone
@@ -321,25 +312,10 @@ class Trainer:
             kind = "mean of training" if record["kind"] == "epoch" else record["kind"]
             self._progress.line(f"{kind}: {describe(record)}" + ("  best so far, saved" if best else ""))
 
-    def _validation_values(self) -> dict[str, float]:
+    def _values(self) -> dict[str, float]:
         assert self._validate is not None
-        self.model.eval()
-        with torch.no_grad(), preserved_randomness(), self._update.autocast():
-            values = {name: float(value) for name, value in self._validate(self.model).items()}
-        self.model.train()
-        for name in values:
-            if not isinstance(name, str) or name in OF_RECORD:
-                raise ValueError(
-                    f"validate must name its values by texts, none of them {', '.join(OF_RECORD)}: {name!r}"
-                )
-        if "loss" in values:
-            values.setdefault("perplexity", math.exp(min(values["loss"], 700.0)))
-        if (metric := self.config.metric) not in values:
-            found = ", ".join(values)
-            raise ValueError(
-                f"metric={metric!r} is not among the validation's values: {found}; what was trained is saved"
-            )
-        return values
+        with self._update.autocast():
+            return validation_values(self._validate, self.model, self.config.metric)
 
     def _write(self, kind: str, values: Mapping[str, float]) -> dict[str, Any] | None:
         """Write a record and give it back; None in a process that does not write."""
@@ -352,11 +328,6 @@ class Trainer:
         if kind in ("train", "epoch"):  # validations are those of a checkpoint, or of an end that need not be one
             self._at.records = self._log.count
         return record
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        if math.isnan(value):
-            return False
-        return best is None or (value < best if self.config.metric in LOWER_IS_BETTER else value > best)
 
     def _save(self, best: float | None) -> Path:
         if self._log is not None:
@@ -397,7 +368,7 @@ class Trainer:
 
     def _mark_if_best(self, value: float) -> bool:
         last = self.checkpoints.last()
-        if last is None or not self._is_better(value, self.checkpoints.best_value()):
+        if last is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
             return False
         self.checkpoints.mark_best(last, value)
         return True
@@ -410,7 +381,7 @@ class Trainer:
             put_weights(self.model, averaged, self.checkpoints.folder)
             if self._validate is not None:
                 value, shown = self._evaluate("average")
-                best = value if self._is_better(value, self.checkpoints.best_value()) else None
+                best = value if is_better(self.config.metric, value, self.checkpoints.best_value()) else None
             self._write_checkpoint(None, best)
         finally:
             put_weights(self.model, weights, self.checkpoints.folder)

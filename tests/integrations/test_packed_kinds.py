@@ -176,6 +176,16 @@ def test_positions_in_three_dimensions_at_once(seen):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "paddleocr_vl"])
+def test_one_sequence_whose_positions_have_three_dimensions(name, side):
+    """`[3, 1, L]`, which `generate` makes in advance, is no batch of three."""
+    eager, model = both(name, auto=transformers.AutoModelForImageTextToText)
+    inputs = {key: x[1:2] for key, x in survey.batch(model, side).items()}
+    found = [its.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0) for its in (model, eager)]
+    assert torch.equal(*found)
+
+
 def test_a_part_that_has_a_model_of_its_own(seen):
     """Of a model whose other parts compute attention by themselves, and which refuses the name."""
     with pytest.raises(ValueError, match="does not reach the attention of GotOcr2Model"):

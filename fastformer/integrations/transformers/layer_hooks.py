@@ -115,21 +115,25 @@ def check_left(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
                     f"layer {index} of {type(owner).__name__} is a {type(layer).__name__} around one that runs packed; "
                     "fastformer.integrations.transformers.padding_free(model) again"
                 )
-    given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1), None)
+    if recorded():
+        return
+    names = parameters(owner)
+    by_name = dict(zip(names, args, strict=False)) | kwargs
+    inputs = (by_name.get(name) for name in ("inputs_embeds", "input_ids", "hidden_states", *names[:1]))
+    given = next((x for x in inputs if isinstance(x, Tensor) and x.dim() > 1), None)
     found = output[0] if isinstance(output, tuple | OrderedDict) and len(output) else output
-    if given is None or not isinstance(found, Tensor) or found.dim() != 3 or found.shape[0] > 1 or recorded():
+    if given is None or not isinstance(found, Tensor) or found.dim() != 3 or found.shape[0] > 1:
         return
     of_one = given.shape[0] == 1 and found.shape[1] < given.shape[1]
-    if given.shape[0] > 1 or (of_one and found.shape[1] == _real(owner, args, kwargs)):
+    if given.shape[0] > 1 or (of_one and found.shape[1] == _real(by_name.get(MASK))):
         raise RuntimeError(
             f"the last layer of {type(owner).__name__} did not run, so its tokens are still packed; "
             "fastformer.integrations.transformers.padded(model) before layers are left out"
         )
 
 
-def _real(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _real(mask: Any) -> int | None:
     """How many tokens of a stack's input are real, by its mask."""
-    mask = (dict(zip(parameters(owner), args, strict=False)) | kwargs).get(MASK)
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = padding_rules(mask)
     real = mask.key_mask if isinstance(mask, MaskRules) else mask

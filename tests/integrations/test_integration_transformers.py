@@ -26,7 +26,10 @@ from tests.integrations.tiny_transformers import (
     ROUNDINGS,
     VOCABULARY,
     batch,
+    checkpoint,
+    pairs,
     tiny,
+    without_dropout,
 )
 from tests.support.closeness import assert_close
 from tests.support.fused_op import DEVICE, needs_kernels
@@ -233,6 +236,26 @@ def test_activation_checkpointing():
     model(**inputs).loss.backward()
     for key, x in model.named_parameters():
         assert_close(x.grad, expected[key], ROUNDINGS)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["bert", "llama", "marian", "t5"])
+def test_a_bool_mask_that_changes_before_backward(name, checkpointed):
+    """Others make a mask of their own of it, so that backward does not see the change."""
+    found = []
+    for attention in ("eager", "fastformer"):
+        model, inputs = without_dropout(tiny(name, attention)), pairs(name, "right")
+        inputs |= {key: x.bool() for key, x in inputs.items() if key.endswith("attention_mask")}
+        if checkpointed:
+            checkpoint(model)
+        loss = model(**inputs).loss
+        for key, x in inputs.items():
+            if key.endswith("attention_mask"):
+                x.fill_(True)
+        loss.backward()
+        found.append({key: x.grad for key, x in model.named_parameters() if x.grad is not None})
+    for key, x in found[0].items():
+        assert_close(found[1][key], x, ROUNDINGS)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mistral", "t5"])

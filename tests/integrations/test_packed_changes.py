@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations.test_packed_models import assert_same, outcome
-from tests.integrations.tiny_transformers import batch, count_packed, tiny
+from tests.integrations.tiny_transformers import ROUNDINGS, batch, count_packed, tiny
+from tests.support.closeness import assert_close
 
 
 @pytest.fixture
@@ -109,3 +110,59 @@ def test_undone_within_a_module_that_was_put_around_the_first_layer(seen):
     padded(model)
     model(**batch("llama", "right"))
     assert not seen
+
+
+def first_position_changed(module, args):
+    return (with_first_position_changed(lambda x: x)(args[0]), *args[1:])
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize("index", [0, 1])
+def test_hooks_that_were_there_before(index, prepend, seen):
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        model = tiny("llama", "eager", num_hidden_layers=3)
+        model.model.layers[index].register_forward_pre_hook(first_position_changed, prepend=prepend)
+        if pack:
+            padding_free(model)
+        found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert len(seen) == 2
+
+
+def test_a_hook_that_is_put_before_all_others_raises_until_it_is_packed_again(seen):
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        model = tiny("llama", "eager", num_hidden_layers=3)
+        if pack:
+            padding_free(model)
+        model.model.layers[1].register_forward_pre_hook(first_position_changed, prepend=True)
+        if pack:
+            with pytest.raises(RuntimeError, match="before all others of a LlamaDecoderLayer"):
+                model(**inputs)
+            seen.clear()
+            padding_free(model)
+        found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert len(seen) == 2
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("which", ["layers.0.", "layers.1.", "layers.2."])
+def test_many_parameters_of_one_layer_at_once(which, seen):
+    """Layers behind it get what stands for many under vmap, though their masks do not: they run padded."""
+    found, inputs = [], batch("llama", "right")
+    del inputs["labels"]
+    for pack in (False, True):
+        model = tiny("llama", "eager", num_hidden_layers=3)
+        if pack:
+            padding_free(model)
+        parameters = {name: x.detach() for name, x in model.named_parameters()}
+        two = {name: torch.stack([x, 1.1 * x]) for name, x in parameters.items() if which in name}
+
+        def run(its, model=model, parameters=parameters):
+            return torch.func.functional_call(model, {**parameters, **its}, (), {**inputs, "use_cache": False}).logits
+
+        found.append(torch.func.vmap(run)(two)[:, inputs["attention_mask"].bool()])
+    assert_close(found[1], found[0], ROUNDINGS)
+    assert seen

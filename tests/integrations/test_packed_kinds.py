@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -175,6 +176,16 @@ def test_positions_in_three_dimensions_at_once(seen):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "paddleocr_vl"])
+def test_one_sequence_whose_positions_have_three_dimensions(name, side):
+    """`[3, 1, L]`, which `generate` makes in advance, is no batch of three."""
+    eager, model = both(name, auto=transformers.AutoModelForImageTextToText)
+    inputs = {key: x[1:2] for key, x in survey.batch(model, side).items()}
+    found = [its.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0) for its in (model, eager)]
+    assert torch.equal(*found)
+
+
 def test_a_part_that_has_a_model_of_its_own(seen):
     """Of a model whose other parts compute attention by themselves, and which refuses the name."""
     with pytest.raises(ValueError, match="does not reach the attention of GotOcr2Model"):
@@ -227,11 +238,11 @@ class TestMasksThatAModelMade:
         rules = padding_rules(mask)
         assert torch.equal(rules.key_mask, REAL)
         assert rules.shape == (2, 1, 3, 3)
-        assert rules.real_keys(mask.device) is padding_rules(mask).real_keys(mask.device)  # read once
+        assert rules.real_keys(mask.device) is padding_rules(mask, packed=True).real_keys(mask.device)  # read once
         mask.fill_(0.0)
         assert padding_rules(mask).key_mask.all()
         padding_rules(mask).once("name", lambda: 3)
-        assert "name" not in padding_rules(mask)._memory  # nothing of a forward pass stays with a mask
+        assert "name" not in padding_rules(mask, packed=True)._memory  # nothing of a forward pass stays with a mask
 
     @pytest.mark.parametrize("value", [-9999.0, 0.5, torch.nan])
     def test_what_says_more(self, value):
@@ -251,3 +262,60 @@ class TestMasksThatAModelMade:
             fresh = {**given, "attention_mask": given["attention_mask"] & True}
             assert_close(model(**fresh).loss, eager(**inputs).loss, 2000.0)
         assert len(seen) == 4
+
+    @pytest.mark.parametrize("change", ["inference", "data", "numpy"])
+    def test_one_that_changes_without_a_trace_is_read_again(self, change, seen):
+        inputs, eager, model = batch("bert", "left"), tiny("bert", "eager"), tiny("bert")
+        padding_free(model)
+        left = inputs["attention_mask"].bool().numpy()[:, None, None]
+        shared = left[:, :, :, ::-1].copy()
+        with torch.inference_mode(change == "inference"):
+            given = torch.from_numpy(shared) if change == "numpy" else torch.tensor(shared)
+            with torch.no_grad():
+                model(input_ids=inputs["input_ids"], attention_mask=given)
+            if change == "numpy":
+                shared[:] = left
+            else:
+                (given if change == "inference" else given.data).copy_(torch.from_numpy(left))
+        with torch.no_grad():
+            found = model(**{**inputs, "attention_mask": given}).loss
+        assert_close(found, eager(**inputs).loss.detach(), 2000.0)
+        assert len(seen) == 4
+
+
+@pytest.mark.parametrize("first", ["left", "none"])
+def test_two_threads_run_one_model_that_makes_biases(first, seen):
+    """One is inside of an attention, packed or padded, while the other runs a batch that is longer."""
+    eager, model = (survey.build("umt5", "eager", torch.float64) for _ in range(2))
+    padding_free(model)
+    cross = model.decoder.block[0].layer[1].EncDecAttention
+    waits, ends, found = threading.Event(), threading.Event(), {}
+    longer = {name: x.repeat(1, 2) for name, x in survey.batch(model, "right").items()}
+
+    def wait(*_: Any) -> None:
+        if not waits.is_set():
+            waits.set()
+            assert ends.wait(60)
+
+    wait.__module__ = "accelerate.hooks"  # of those that look at no batch
+    cross.q.register_forward_pre_hook(wait)
+
+    def run() -> None:
+        with torch.no_grad():
+            found["short"] = model(**survey.batch(model, first), use_cache=False)[0]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waits.wait(60)
+    try:
+        with torch.no_grad():
+            found["long"] = model(**longer, use_cache=False)[0]
+    finally:
+        ends.set()
+        thread.join()
+    for name, inputs in (("short", survey.batch(model, first)), ("long", longer)):
+        real = inputs["decoder_attention_mask"].bool()
+        with torch.no_grad():
+            assert_close(found[name][real], eager(**inputs, use_cache=False)[0][real], 2000.0)
+    assert "compute_bias" not in cross.__dict__
+    assert not cross.has_relative_attention_bias

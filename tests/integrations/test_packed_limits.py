@@ -158,14 +158,19 @@ def test_layers_left_out_at_random():
     assert [entry.outcome for entry in report.padded] == ["layerdrop is 0.5: layers are left out at random"]
 
 
-def test_layers_left_out_afterwards_raise_and_give_no_wrong_numbers():
-    model = tiny("llama")
+@pytest.mark.parametrize(("name", "rows"), [("llama", 3), ("llama", 1), ("bert", 3), ("bert", 1)])
+def test_layers_left_out_afterwards_raise_and_give_no_wrong_numbers(name, rows):
+    model, inputs = tiny(name), {key: x[-rows:] for key, x in batch(name, "right").items()}
     padding_free(model)
-    model.config.num_hidden_layers = 1
-    with pytest.raises(RuntimeError, match="the last layer of LlamaModel did not run"):
-        model(**batch("llama", "right"))
+    owner = model.model if name == "llama" else model.bert.encoder
+    if name == "llama":
+        model.config.num_hidden_layers = 1
+    else:
+        owner.layer = owner.layer[:1]
+    with pytest.raises(RuntimeError, match=f"the last layer of {type(owner).__name__} did not run"):
+        model(**inputs)
     padded(model)
-    model(**batch("llama", "right"))
+    model(**inputs)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])

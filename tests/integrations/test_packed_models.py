@@ -237,6 +237,19 @@ def test_the_encoder_is_padded_and_the_decoder_is_not(seen):
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("name", ["marian", "t5"])
+def test_a_source_without_tokens_alone(name):
+    """Of one sentence: nothing is there to pack, and the decoder sees nothing, as beside others."""
+    model, inputs = tiny(name), {key: x[:1] for key, x in pairs(name, "right").items()}
+    del inputs["labels"]
+    inputs["decoder_input_ids"] = inputs["input_ids"][:, :7]
+    inputs["decoder_attention_mask"] = torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
+    inputs["attention_mask"].zero_()
+    expected = model(**inputs).logits[:, :4]
+    padding_free(model)
+    assert_close(model(**inputs).logits[:, :4], expected, ROUNDINGS)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 @pytest.mark.parametrize("states_padded", [False, True])
 def test_a_decoder_that_is_given_states(name, states_padded, seen):

@@ -7,14 +7,19 @@ Letters: H heads, L padded length, P positions.
 """
 
 from functools import partial
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.integrations.transformers.arguments import parameters
-from fastformer.integrations.transformers.masks import PackedRules, packed_rules
+from fastformer.integrations.transformers.masks import packed_rules
+from fastformer.modes import recorded
 from fastformer.packing import Layout
+
+_INSIDE = "_packed_rules"  # in a part: the rules of each thread that runs it, None where it runs padded
+_lock = Lock()
 
 
 def makes_biases(part: nn.Module) -> bool:
@@ -45,18 +50,30 @@ def of_all_pairs(bias: Tensor, length: int) -> Tensor:
 
 def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention that makes its bias itself."""
+    if recorded():
+        return
     rules = packed_rules(args, kwargs)
-    if rules is not None:
-        part.__dict__.update(compute_bias=partial(_instead, part, rules), has_relative_attention_bias=True)
+    with _lock:
+        part.__dict__.setdefault(_INSIDE, {})[get_ident()] = rules
+        if rules is not None:
+            part.__dict__.update(compute_bias=partial(_instead, part), has_relative_attention_bias=True)
 
 
 def leave(part: nn.Module, *_: Any) -> None:
     """Forward hook of the same, called whatever happened: nothing stays."""
-    if part.__dict__.pop("compute_bias", None) is not None:
-        part.__dict__["has_relative_attention_bias"] = hasattr(part, "relative_attention_bias")
+    if recorded():
+        return
+    with _lock:
+        inside = part.__dict__.get(_INSIDE, {})
+        inside.pop(get_ident(), None)
+        if not inside and part.__dict__.pop(_INSIDE, None) is not None and part.__dict__.pop("compute_bias", None):
+            part.__dict__["has_relative_attention_bias"] = hasattr(part, "relative_attention_bias")
 
 
-def _instead(part: nn.Module, rules: PackedRules, *_: Any, device: torch.device, **__: Any) -> Tensor:
-    assert rules.layout is not None
-    x = torch.zeros(1, device=device)
-    return by_distance(part, rules.layout, x) if hasattr(part, "relative_attention_bias") else x
+def _instead(part: Any, *sizes: int, device: torch.device, **options: Any) -> Tensor:
+    rules = part.__dict__[_INSIDE].get(get_ident())
+    if not hasattr(part, "relative_attention_bias"):
+        return torch.zeros((1,) * (4 if rules is None else 1), device=device)
+    if rules is None:  # of another thread, which runs padded
+        return type(part).compute_bias(part, *sizes, device=device, **options)  # type: ignore[no-any-return]
+    return by_distance(part, rules.layout, torch.zeros(1, device=device))

@@ -20,17 +20,21 @@ _HIDES = -1e4
 _read: MutableMapping[Tensor, tuple[int, Tensor | None, dict[object, Any]]] = WeakTensorKeyDictionary()
 
 
-def padding_rules(mask: Tensor) -> MaskRules | None:
+def padding_rules(mask: Tensor, packed: bool = False) -> MaskRules | None:
     """Read a mask `[B, 1, 1, S]`, bool (True = may attend) or additive, as the padding of S queries and keys.
 
+    Args:
+        mask: its memory may be somebody's, who changes it between two calls without a trace in its version.
+        packed: whether a layer has packed by it in this forward pass: then it says what was read there.
+
     Returns:
-        None if it says anything else, or nobody can look. Waits for the device, once for all layers.
+        None if it says anything else, or nobody can look. Waits for the device, once for all layers that run packed.
     """
     if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.requires_grad or recorded() or not has_values(mask):
         return None
     version = 0 if mask.is_inference() else mask._version
     known = _read.get(mask)
-    if known is None or known[0] != version:
+    if known is None or known[0] != version or not packed:
         known = _read[mask] = (version, _padding(mask[:, 0, 0]), {})
     _, key_mask, layouts = known
     if key_mask is None:

@@ -30,7 +30,7 @@ from fastformer.integrations.transformers.arguments import (
 from fastformer.integrations.transformers.caches import Shared, takes, unpacking
 from fastformer.integrations.transformers.given_masks import padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
-from fastformer.integrations.transformers.parts import chunks, looks_at_no_batch, sees_batches
+from fastformer.integrations.transformers.parts import chunks, is_known_hook, looks_at_no_batch, sees_batches
 from fastformer.modes import has_values, recorded
 from fastformer.packing import Layout
 
@@ -57,19 +57,23 @@ def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     names = parameters(layer)
     given = dict(zip(names, args, strict=False)) | kwargs
     rules, x = given.get(MASK), given.get(names[0])
-    if isinstance(rules, Tensor):
-        rules = padding_rules(rules)
-    if len(args) > len(names) or type(rules) is not MaskRules or rules.key_mask is None or not isinstance(x, Tensor):
+    if len(args) > len(names) or not isinstance(x, Tensor) or x.dim() < 3:
         return None
-    if x.dim() < 3 or rules.layout is not None or not (has_values(rules.key_mask) and has_values(x)):
+    if isinstance(rules, Tensor):
+        rules = padding_rules(rules, packed=x.shape[-3:-1] != (*rules.shape[:1], *rules.shape[-1:]))
+    if type(rules) is not MaskRules or rules.key_mask is None or rules.layout is not None:
+        return None
+    if not has_values(rules.key_mask):
         return None
     layout = rules.real_keys(x.device)
     if layout.total == rules.shape[0] == 1:  # the first step with a static cache has such a mask, and the same shape
         return None
     padded = x.shape[-3:-1] == (rules.shape[0], rules.shape[2])
-    if not padded and x.shape[-3:-1] != (1, layout.total):
-        return None
-    packs = _may_pack(layer, names[0], given, rules, layout)
+    if not padded:
+        if x.shape[-3:-1] != (1, layout.total):
+            return None
+        _check_first(layer)
+    packs = has_values(x) and _may_pack(layer, names[0], given, rules, layout)
     if packs:
         changed = _packed(layer, names[0], given, rules, layout, padded)
     else:
@@ -111,15 +115,41 @@ def check_left(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
                     f"layer {index} of {type(owner).__name__} is a {type(layer).__name__} around one that runs packed; "
                     "fastformer.integrations.transformers.padding_free(model) again"
                 )
-    given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1), None)
-    found = output[0] if isinstance(output, tuple | OrderedDict) and len(output) else output
-    if given is None or not isinstance(found, Tensor) or found.dim() != 3:
+    if recorded():
         return
-    if found.shape[0] == 1 and given.shape[0] > 1:
+    names = parameters(owner)
+    by_name = dict(zip(names, args, strict=False)) | kwargs
+    inputs = (by_name.get(name) for name in ("inputs_embeds", "input_ids", "hidden_states", *names[:1]))
+    given = next((x for x in inputs if isinstance(x, Tensor) and x.dim() > 1), None)
+    found = output[0] if isinstance(output, tuple | OrderedDict) and len(output) else output
+    if given is None or not isinstance(found, Tensor) or found.dim() != 3 or found.shape[0] > 1:
+        return
+    of_one = given.shape[0] == 1 and found.shape[1] < given.shape[1]
+    if given.shape[0] > 1 or (of_one and found.shape[1] == _real(by_name.get(MASK))):
         raise RuntimeError(
             f"the last layer of {type(owner).__name__} did not run, so its tokens are still packed; "
             "fastformer.integrations.transformers.padded(model) before layers are left out"
         )
+
+
+def _real(mask: Any) -> int | None:
+    """How many tokens of a stack's input are real, by its mask."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        mask = padding_rules(mask)
+    real = mask.key_mask if isinstance(mask, MaskRules) else mask
+    return int((real != 0).sum()) if isinstance(real, Tensor) and has_values(real) else None
+
+
+def _check_first(layer: nn.Module) -> None:
+    """Raise where somebody's hook was called before `enter`, and so with tokens in place of a batch."""
+    for hook in layer._forward_pre_hooks.values():
+        if hook is enter:
+            return
+        if not is_known_hook(hook):
+            raise RuntimeError(
+                f"a hook was put before all others of a {type(layer).__name__} that runs packed; "
+                "fastformer.integrations.transformers.padding_free(model) again"
+            )
 
 
 def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRules, layout: Layout) -> bool:
@@ -149,7 +179,10 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
     if states_mask is None:
         return bool(states.dim() == 3 and states.shape[0] == B)
     over_pairs = not isinstance(states_mask, MaskRules) or states_mask.mask is not None or states_mask.causal
-    return not over_pairs and states_mask.used == states_mask.shape[3] == states.shape[1] and states.shape[0] == B
+    if over_pairs or not states_mask.used == states_mask.shape[3] == states.shape[1] or states.shape[0] != B:
+        return False
+    real = states_mask.key_mask
+    return real is None or (has_values(real) and states_mask.real_keys(states.device).total > 0)
 
 
 def _packed(

@@ -64,7 +64,7 @@ def sees_batches(layer: nn.Module) -> bool:
         state = part.__dict__
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             for hook in state[name].values():
-                if not (getattr(hook, "__module__", None) or "").startswith(_LOOK_AT_NO_BATCH):
+                if not is_known_hook(hook):
                     return True
         if "forward" in state and not _is_of_tokens(state["forward"]):
             return True
@@ -72,6 +72,11 @@ def sees_batches(layer: nn.Module) -> bool:
         if kind.__module__.startswith("transformers.") and not _methods_are_of_tokens(kind.forward):
             return True
     return any(mixes_tokens(part, layer) is not None for _, part in parts(layer))
+
+
+def is_known_hook(hook: Any) -> bool:
+    """Whether a hook is of those who look at no batch."""
+    return (getattr(hook, "__module__", None) or "").startswith(_LOOK_AT_NO_BATCH)
 
 
 def looks_at_no_batch(kind: type[nn.Module]) -> bool:

@@ -77,7 +77,7 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             home.__dict__[_BEFORE] = home.config._attn_implementation
             home.set_attn_implementation(NAME)
         for layer in stack:
-            layer.register_forward_pre_hook(enter, with_kwargs=True)
+            layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # others see batches
             for part in layer.modules():
                 if biases.makes_biases(part):
                     part.register_forward_pre_hook(biases.enter, with_kwargs=True)

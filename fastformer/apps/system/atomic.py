@@ -39,9 +39,10 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     /dev/null, a pipe) is written to; so is what is open (/dev/stdout, /proc/1/fd/1), at its end, and a file that is a
     mount (a container's), which nothing can replace, once the new content is on the disk.
 
-    Raises OSError where nothing can be written, such as IsADirectoryError.
+    Raises OSError where nothing can be written, such as IsADirectoryError, PermissionError.
     """
     path = Path(path)
+    check_replaceable(path)
     if path.exists() and not is_replaced(path):
         with naming(path), open_output(path) as file:
             file.write(data)
@@ -68,6 +69,19 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     with naming(f"{path}, of which {temporary} is what it should hold"):
         path.write_bytes(data)
     os.unlink(temporary)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise PermissionError for a file that its user may not write to, which a rename would not ask.
+
+    In a folder such as /tmp, which is everybody's, each replaces his own files alone.
+    """
+    if not path.exists():
+        return
+    file, folder = path.stat(), Path(os.path.realpath(path)).parent.stat()
+    shared = folder.st_mode & stat.S_ISVTX and is_replaced(path)
+    if not os.access(path, os.W_OK) or (shared and os.geteuid() not in (0, file.st_uid, folder.st_uid)):
+        raise PermissionError(f"{path} cannot be written")
 
 
 def open_output(path: Path, buffering: int = -1) -> Any:

@@ -118,10 +118,7 @@ def _unshown(error: UnicodeEncodeError) -> str:
     encoding, character = getattr(sys.stdout, "encoding", None) or "utf-8", error.object[error.start]
     if error.encoding == "utf-8" or character.encode(encoding, "ignore"):  # cp1252 would say "charmap"
         return _one_line(error)
-    return (
-        f"standard output is in {encoding}, which has no {character!a}: set PYTHONIOENCODING=utf-8, or give "
-        "--output"
-    )
+    return f"standard output is in {encoding}, which has no {character!a}: set PYTHONIOENCODING=utf-8, or give --output"
 
 
 def _one_line(error: Exception) -> str:

@@ -180,8 +180,7 @@ def test_a_standard_output_that_cannot_hold_a_text_is_named(strangers: Path, enc
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=strangers, env=environment)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        f"error: standard output is in {encoding}, which has no {text!a}: set PYTHONIOENCODING=utf-8, or give "
-        "--output"
+        f"error: standard output is in {encoding}, which has no {text!a}: set PYTHONIOENCODING=utf-8, or give --output"
     )
 
 

@@ -63,5 +63,7 @@ def text_of(script: str) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else WALKTHROUGH
+    if path.suffix != ".py":
+        sys.exit(f"{path} is no script (.py), from which the notebook beside it is written")
     path.with_suffix(".ipynb").write_text(text_of(path.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {path.with_suffix('.ipynb')}")

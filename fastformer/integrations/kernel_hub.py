@@ -13,8 +13,11 @@ The applications and the integrations stay behind, which need more than torch an
 
 import argparse
 import ast
+import errno
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,11 +55,15 @@ def write(folder: Path, version: int = 1) -> Path:
         "python-depends": [],
         "backend": {"type": "cuda"},
     }
-    variant.mkdir(parents=True)
-    for path, text in files.items():
-        (variant / path).parent.mkdir(parents=True, exist_ok=True)
-        (variant / path).write_text(text, encoding="utf-8")
-    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    if os.path.lexists(variant):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(variant))
+    variant.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=variant.parent) as beside:  # no half of it has the name
+        made = Path(beside) / variant.name
+        for path, text in {**files, Path("metadata.json"): json.dumps(metadata, indent=2) + "\n"}.items():
+            (made / path).parent.mkdir(parents=True, exist_ok=True)
+            (made / path).write_text(text, encoding="utf-8")
+        made.rename(variant)
     return variant
 
 

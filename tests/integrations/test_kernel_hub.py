@@ -141,3 +141,22 @@ def test_what_cannot_be_written(variant, tmp_path, capsys):
     assert stopped.value.code == 2
     assert "File exists" in capsys.readouterr().err
     assert sorted(variant.rglob("*")) == before
+
+
+def test_a_full_disk_leaves_no_half_of_it(tmp_path, monkeypatch):
+    """It had its name, so that the next attempt was refused."""
+    written = Path.write_text
+    files = []
+
+    def full(path, *arguments, **more):
+        files.append(path)
+        if len(files) == 5:
+            raise OSError(28, "No space left on device")
+        return written(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert (write(tmp_path) / "metadata.json").is_file()

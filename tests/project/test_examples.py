@@ -97,3 +97,13 @@ def test_the_notebook_script_writes_beside_the_script(tmp_path, monkeypatch, cap
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert json.loads((tmp_path / "own.ipynb").read_text())["cells"][1]["source"] == ["x = 1"]
     assert "own.ipynb" in capsys.readouterr().out
+
+
+def test_the_notebook_script_takes_no_notebook_for_a_script(tmp_path, monkeypatch):
+    """What it wrote, of no cells, replaced it."""
+    (tmp_path / "own.ipynb").write_text('{"cells": []}')
+    monkeypatch.setattr(sys, "argv", ["notebook.py", str(tmp_path / "own.ipynb")])
+    spec = importlib.util.spec_from_file_location("__main__", EXAMPLES / "notebook.py")
+    with pytest.raises(SystemExit, match="is no script"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert (tmp_path / "own.ipynb").read_text() == '{"cells": []}'

@@ -115,11 +115,10 @@ def _fail(message: str | None) -> NoReturn:
 
 def _unshown(error: UnicodeEncodeError) -> str:
     """What to say of a character that standard output cannot hold, or another place."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    if error.encoding != encoding or encoding.lower() == "utf-8":
+    encoding, character = getattr(sys.stdout, "encoding", None) or "utf-8", error.object[error.start]
+    if error.encoding == "utf-8" or character.encode(encoding, "ignore"):  # cp1252 would say "charmap"
         return _one_line(error)
-    character = ascii(error.object[error.start])
-    return f"standard output is in {encoding}, which has no {character}: set PYTHONIOENCODING=utf-8, or give --output"
+    return f"standard output is in {encoding}, which has no {character!a}: set PYTHONIOENCODING=utf-8, or give --output"
 
 
 def _one_line(error: Exception) -> str:

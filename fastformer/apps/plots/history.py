@@ -1,5 +1,6 @@
 """Learning curves of one or several runs."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^v"  # the next seven runs have the same colours and other points
 _LONGEST_NAME = 48
+_MOST = 48  # panels: each takes matplotlib 0.1 s and megabytes, and records may be a stranger's
 _LABELS = {
     "loss": "loss (nats per token)",
     "perplexity": "validation perplexity",
@@ -21,6 +23,8 @@ _LABELS = {
 }
 _COUNTS = ("step", "epoch", "seconds")
 
+logger = logging.getLogger("fastformer")
+
 Record = Mapping[str, Any]
 
 
@@ -28,12 +32,16 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
     """Loss, perplexity and every other validation value over the steps, one panel each, one colour a run.
 
     histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind
-        "train" are drawn thin, of kind "validation" with points. Raises ValueError when there is nothing to draw.
+        "train" are drawn thin, of kind "validation" with points; of very many values, the first are drawn. Raises
+        ValueError when there is nothing to draw.
     """
     values = [name for records in histories.values() for record in records for name in _plottable(record)]
     panels = sorted(dict.fromkeys(values), key=lambda name: list(_LABELS).index(name) if name in _LABELS else 99)
     if not panels:
         raise ValueError("histories holds no record with a loss, perplexity or score; nothing to plot")
+    if len(panels) > _MOST:
+        logger.warning("%d values are not drawn: there are more than %d", len(panels) - _MOST, _MOST)
+        panels = panels[:_MOST]
     rows = 1 if len(panels) <= 3 else 2
     columns = math.ceil(len(panels) / rows)
     several = len(histories) > 1

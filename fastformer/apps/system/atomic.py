@@ -7,6 +7,7 @@ that was killed leaves its own behind.
 import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,8 @@ from typing import Any
 MOUNTED = (errno.EBUSY, errno.EXDEV)  # of a rename that would replace a mount
 _SHOWN = 50  # characters of the name in a hidden one, which must not become too long
 _HIDDEN = re.compile(r"\.[a-z0-9_]{8}\.tmp$")  # how such a one ends, by `tempfile`
+_OPEN = re.compile(r"/proc/\d+(/task/\d+)?/fd")
+_MOST_LINKS = 40  # that Linux follows
 
 
 @contextmanager
@@ -32,13 +35,14 @@ def naming(path: str | Path) -> Iterator[None]:
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Replace a file in one step: after a crash or on a full disk the old content is still there, whole.
 
-    A link stays one, and its target is replaced. What is no file (a device such as /dev/null, a pipe) is written to;
-    so is what is open (/dev/stdout, /dev/fd/3), at its end, and a file that is a mount (a
-    container's), which nothing can replace, once the new content is on the disk.
+    A link stays one, and its target is replaced; who may read it stays, too. What is no file (a device such as
+    /dev/null, a pipe) is written to; so is what is open (/dev/stdout, /proc/1/fd/1), at its end, and a file that is a
+    mount (a container's), which nothing can replace, once the new content is on the disk.
 
-    Raises OSError where nothing can be written, such as IsADirectoryError.
+    Raises OSError where nothing can be written, such as IsADirectoryError, PermissionError.
     """
     path = Path(path)
+    check_replaceable(path)
     if path.exists() and not is_replaced(path):
         with naming(path), open_output(path) as file:
             file.write(data)
@@ -51,7 +55,7 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, usual_mode(0o666))
+        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else usual_mode(0o666))
         try:
             os.replace(temporary, path)
             return
@@ -67,30 +71,47 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     os.unlink(temporary)
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise PermissionError for a file that its user may not write to, which a rename would not ask.
+
+    In a folder such as /tmp, which is everybody's, each replaces his own files alone.
+    """
+    if not path.exists():
+        return
+    file, folder = path.stat(), Path(os.path.realpath(path)).parent.stat()
+    shared = folder.st_mode & stat.S_ISVTX and is_replaced(path)
+    if not os.access(path, os.W_OK) or (shared and os.geteuid() not in (0, file.st_uid, folder.st_uid)):
+        raise PermissionError(f"{path} cannot be written")
+
+
 def open_output(path: Path, buffering: int = -1) -> Any:
-    """A file that is written to from its begin, or what is named as open (/dev/stdout, /dev/fd/3), at its end."""
-    number = _descriptor(path)
-    return path.open("wb", buffering) if number is None else open(number, "ab", buffering, closefd=False)
+    """A file that is written to from its begin, or what is named as open (/dev/stdout, /proc/1/fd/1), at its end."""
+    opened = _opened(path)
+    if opened is None:
+        return path.open("wb", buffering)
+    if opened.is_relative_to(os.path.realpath("/proc/self")):  # whose place moves on with what is written
+        return open(int(opened.name), "ab", buffering, closefd=False)
+    return opened.open("ab", buffering)
 
 
 def is_replaced(path: Path) -> bool:
     """Whether what is there is a file in a folder, and not named as what is open, which others write to as well."""
     try:
         in_folder = path.is_file() and os.path.samefile(path, os.path.realpath(path))  # not removed since it was opened
-        return in_folder and _descriptor(path) is None
+        return in_folder and _opened(path) is None
     except OSError:
         return False
 
 
-def _descriptor(path: Path) -> int | None:
-    """Of /dev/stdout, /dev/fd/3 and links to them, where they may be written to."""
-    with suppress(OSError, ValueError, ImportError):
-        import fcntl
-
-        while path.is_symlink():
-            if path.parent.samefile("/dev/fd"):
-                writable = fcntl.fcntl(int(path.name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-                return int(path.name) if writable else None
+def _opened(path: Path) -> Path | None:
+    """The link by which Linux names what a process has open, to be written to: of /dev/stdout, and links to it."""
+    with suppress(OSError):
+        for _ in range(_MOST_LINKS):
+            if not path.is_symlink():
+                return None
+            folder = Path(os.path.realpath(path.parent))  # of /dev/fd and /proc/thread-self/fd, too
+            if _OPEN.fullmatch(str(folder)):
+                return folder / path.name if os.lstat(path).st_mode & stat.S_IWUSR else None
             path = path.parent / os.readlink(path)
     return None
 

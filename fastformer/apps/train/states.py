@@ -66,7 +66,7 @@ def check_state(state: Mapping[str, Any], parameters: Sequence[Tensor], origin: 
                 "sums": _sums,
                 "position": _position,
                 "random": _random,
-                "optimizer": lambda each: _optimizer(each, str(state.get("optimizer_name")), parameters),
+                "optimizer": lambda each: _optimizer(each, state["optimizer_name"], parameters),
             },
             optional={"metric": _text, "scaler": _scaler, "random_of_others": _list_of(_random)},
         )
@@ -110,16 +110,18 @@ class _Entry:
             raise _Unfit(f"{self.name} must be {wanted}, not {_shown(self.value)}")
 
     def record(self, required: "Mapping[Any, Check]", optional: "Mapping[Any, Check] | None" = None) -> None:
-        """Check a dictionary with these entries and no others."""
+        """Check a dictionary with these entries and no others, in the order of the checks."""
         self.must(isinstance(self.value, dict), "a dictionary")
         checks = {**required, **(optional or {})}
         for key in required:
             if key not in self.value:
                 raise _Unfit(f"{self.name} has no {key}")
-        for key, value in self.value.items():
+        for key in self.value:
             if key not in checks:
                 raise _Unfit(f"{self.name} has an unknown entry {_shown(key)}")
-            checks[key](_Entry(f"{self.name}.{key}", value))
+        for key, check in checks.items():
+            if key in self.value:
+                check(_Entry(f"{self.name}.{key}", self.value[key]))
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Check a plain tensor of this shape, and of this kind of number."""

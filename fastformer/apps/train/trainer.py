@@ -134,6 +134,7 @@ class Trainer:
         self._sums.load_state_dict(state["sums"])
         self._at = Position(**state["position"])
         self._metrics, self._saved_step = dict(checkpoint.metrics), checkpoint.step
+        self._processes.on_main(lambda: self._mark_again(checkpoint.path))
         generators = [state["random"], *state.get("random_of_others", [])]
         if self._processes.rank < len(generators):
             set_random_state(generators[self._processes.rank])
@@ -146,6 +147,15 @@ class Trainer:
             self.checkpoints.recover()
             self._marks = self.checkpoints.marks()
             return self.checkpoints.open(path, fallback).path
+
+    def _mark_again(self, path: Path) -> None:
+        """Of a checkpoint that was the best so far: who wrote it may have been killed before the index said so."""
+        value, folder = self._at.best_value, self.checkpoints
+        if value is None or self._metrics.get(self.config.metric) != value or path.parent != folder.folder:
+            return
+        if self._is_better(value, folder.best_value()):
+            with locked(self.folder):
+                folder.mark_best(path, value)
 
     def fit(self) -> Result:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fastformer.apps import cli
+from fastformer.apps.cli.console import check_output
+from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.run_lock import check_locked
 from fastformer.apps.text import prepare
 from fastformer.apps.train import CheckpointFolder, Result, TrainConfig, read_metrics
@@ -373,6 +376,23 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(runs, invok
     ended = invoke(OUTPUTS[name].format(output))
     assert isinstance(ended.exception, OSError), ended.exception
     assert message in str(ended.exception)
+
+
+def test_a_file_of_somebody_elses_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    """In a sticky folder, such as /tmp, the rename failed when all was translated; a read-only file was replaced."""
+    (tmp_path / "file").write_bytes(b"theirs")
+    tmp_path.chmod(0o1777)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1, raising=False)
+        for refuses in (check_output, lambda path: write_atomic(path, b"new")):
+            with pytest.raises(PermissionError, match="cannot be written"):
+                refuses(tmp_path / "file")
+    check_output(tmp_path / "file")
+    (tmp_path / "file").chmod(0o444)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "file")  # for root, all is writable
+    with pytest.raises(PermissionError, match="cannot be written"):
+        write_atomic(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"theirs"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="standard input has a name")

@@ -173,13 +173,14 @@ def test_a_warning_of_an_endless_word_is_shown_at_once(strangers: Path) -> None:
     assert "…" in done.stderr
 
 
-def test_a_standard_output_that_cannot_hold_a_text_is_named(strangers: Path) -> None:
-    command = [sys.executable, "-m", "fastformer", "generate", "--run", "language", "--device", "cpu", "über"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+@pytest.mark.parametrize(("encoding", "text"), [("ascii", "\xfc"), ("iso8859-1", "\u65e5"), ("cp1254", "\u65e5")])
+def test_a_standard_output_that_cannot_hold_a_text_is_named(strangers: Path, encoding: str, text: str) -> None:
+    command = [sys.executable, "-m", "fastformer", "generate", "--run", "language", "--device", "cpu", text]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=strangers, env=environment)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "error: standard output is in ascii, which has no '\\xfc': set PYTHONIOENCODING=utf-8, or give --output"
+        f"error: standard output is in {encoding}, which has no {text!a}: set PYTHONIOENCODING=utf-8, or give --output"
     )
 
 

@@ -133,6 +133,15 @@ def test_what_is_no_number_is_not_drawn(value):
     assert lines == [[[1.0, 1.0], [2.0, 1.0]]] * 2
 
 
+def test_history_of_very_many_values_shows_the_first(caplog):
+    """1,000 of them, 20 KB of a stranger's file, took minutes and gigabytes."""
+    named = {f"v{number}": 1.0 for number in range(1000)}
+    figure = plot_history({"run": [*TRAIN, {"kind": "validation", "step": 1, **named}]})
+    assert len(figure.axes) == 48
+    assert figure.axes[0].get_ylabel() == "loss (nats per token)"
+    assert "953 values are not drawn" in caplog.text
+
+
 def test_history_without_values_is_an_error():
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_history({"run": []})

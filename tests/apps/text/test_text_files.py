@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -194,6 +195,39 @@ def test_what_is_open_is_written_to_where_it_stands(tmp_path):
     with (tmp_path / "log").open("rb") as file:  # which cannot be written to
         write_atomic(Path(f"/dev/fd/{file.fileno()}"), b"new")
     assert (tmp_path / "log").read_bytes() == b"new"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of what is open")
+def test_what_another_process_has_open_is_written_to_at_its_end(tmp_path):
+    """As `--output /proc/1/fd/1` in a container, whose log was replaced, or emptied."""
+    (tmp_path / "log").write_bytes(b"earlier\n")
+    with (tmp_path / "log").open("ab") as file:
+        other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=file)
+        try:
+            (tmp_path / "link").symlink_to(f"/proc/{other.pid}/fd/1")
+            for path in (f"/proc/{other.pid}/fd/1", f"/proc/thread-self/fd/{file.fileno()}", tmp_path / "link"):
+                write_atomic(Path(path), b"more\n")
+                write_texts(path, ["texts"])
+        finally:
+            other.communicate(b"\n")
+        file.write(b"later\n")
+    assert (tmp_path / "log").read_bytes() == b"earlier\n" + b"more\ntexts\n" * 3 + b"later\n"
+
+
+def test_links_in_a_circle_are_not_followed_for_ever(tmp_path):
+    for name, other in (("a", "b"), ("b", "a"), ("self", "self")):
+        (tmp_path / name).symlink_to(other)
+    for name in ("a", "self"):
+        with pytest.raises(OSError, match=name):
+            write_texts(tmp_path / name, ["text"])
+        write_atomic(tmp_path / name, b"new")
+        assert (tmp_path / name).read_bytes() == b"new"
+
+
+def test_a_replaced_file_is_readable_by_whom_it_was(tmp_path):
+    (tmp_path / "private").touch(0o600)
+    write_atomic(tmp_path / "private", b"new")
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
 
 
 def test_parallel_drops_and_counts_empty_sides(tmp_path):

@@ -115,6 +115,20 @@ def test_a_small_state_that_claims_much_takes_no_memory(tmp_path: Path) -> None:
     assert "exp_avg must be of shape" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("depth", [0, 16])
+def test_the_optimisers_name_is_looked_at_before_what_hangs_on_it(tmp_path: Path, depth: int) -> None:
+    """Where it came later in the file, any name was believed; one of lists in lists, twice each, took for ever."""
+    checkpoint = run(tmp_path, "adamw")
+    state = torch.load(checkpoint / STATE, weights_only=True)
+    name: list[object] = ["x"]
+    for _ in range(depth):
+        name = [name, name]
+    rest = {key: value for key, value in state.items() if key not in ("optimizer", "optimizer_name")}
+    for foreign in (name, "lion", 5, None):
+        put(checkpoint, {"optimizer": state["optimizer"], **rest, "optimizer_name": foreign})
+        assert "optimizer_name must be one of adamw" in refused(checkpoint, "adamw", foreign)
+
+
 def test_one_thing_named_often_takes_neither_memory_nor_time(tmp_path: Path) -> None:
     """A pickle names what it holds again in two bytes: 400 KB of it took all memory, 2 MB some minutes."""
     checkpoint = run(tmp_path, "adamw")

@@ -153,7 +153,7 @@ class Trainer:
         value, folder = self._at.best_value, self.checkpoints
         if value is None or self._metrics.get(self.config.metric) != value or path.parent != folder.folder:
             return
-        if self._is_better(value, folder.best_value()):
+        if is_better(self.config.metric, value, folder.best_value()):
             with locked(self.folder):
                 folder.mark_best(path, value)
 

@@ -291,9 +291,8 @@ def _key_mask(padding: Tensor | None, used: int, kv_offset: int) -> Tensor | Non
     """Cut the padding mask `[B, positions]` to the used keys; positions beyond it are padding, as in transformers."""
     if padding is None:
         return None
-    padding = masking_utils.prepare_padding_mask(padding, used, kv_offset).to(
-        torch.bool, copy=True
-    )  # theirs may change
+    padding = masking_utils.prepare_padding_mask(padding, used, kv_offset)
+    padding = padding.to(torch.bool, copy=True)  # theirs may change
     key_mask: Tensor = padding[:, kv_offset : kv_offset + used]
     # Only where looking waits for no device: without padding, torch's own attention takes its fast path.
     if key_mask.device.type == "cpu" and not compiling() and bool(key_mask.all()):

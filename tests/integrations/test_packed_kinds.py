@@ -176,6 +176,24 @@ def test_positions_in_three_dimensions_at_once(seen):
     assert len(seen) == 2
 
 
+def test_labels_that_are_handed_down_to_the_layers(seen):
+    """As Gemma 4's are in training."""
+    found = []
+    for model in both("gemma4", auto=transformers.AutoModelForCausalLM):
+        inputs = survey.batch(without_dropout(model), "right")
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        loss = model(**inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        found.append(
+            {"loss": loss.detach()} | {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+        )
+    assert found[0].keys() == found[1].keys()
+    largest = max(float(x.abs().max()) for x in found[0].values())
+    for key, x in found[0].items():
+        torch.testing.assert_close(found[1][key], x, rtol=0, atol=2000 * torch.finfo(x.dtype).eps * largest)
+    assert seen
+
+
 @pytest.mark.parametrize("side", ["left", "none"])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "paddleocr_vl"])
 def test_one_sequence_whose_positions_have_three_dimensions(name, side):

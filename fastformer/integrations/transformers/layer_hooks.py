@@ -46,6 +46,8 @@ OTHERS = {
     "cache_position",
     "return_dict",
     "num_items_in_batch",
+    "labels",
+    "logits_to_keep",
 }
 KNOWN = {MASK, STATES, STATES_MASK, *CACHES, BIAS, CROSS_BIAS, SHARED, *BY_TOKEN, *OTHERS}
 

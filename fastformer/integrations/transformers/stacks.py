@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from fastformer.integrations.transformers import biases
 from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave, packs
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
+from fastformer.integrations.transformers.parts import is_known_hook
 from fastformer.integrations.transformers.registration import NAME
 from fastformer.nn.conversion import Entry
 from fastformer.nn.conversion.report import name_of
@@ -77,7 +78,10 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             home.__dict__[_BEFORE] = home.config._attn_implementation
             home.set_attn_implementation(NAME)
         for layer in stack:
-            layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # others see batches
+            layer.register_forward_pre_hook(enter, with_kwargs=True)
+            hooks: Any = layer._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if not is_known_hook(hook)]:
+                hooks.move_to_end(key)  # to see batches; what gathers parameters stays before
             for part in layer.modules():
                 if biases.makes_biases(part):
                     part.register_forward_pre_hook(biases.enter, with_kwargs=True)

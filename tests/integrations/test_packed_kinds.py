@@ -281,6 +281,21 @@ class TestMasksThatAModelMade:
             assert_close(model(**fresh).loss, eager(**inputs).loss, 2000.0)
         assert len(seen) == 4
 
+    @pytest.mark.parametrize("failed", [False, True])
+    def test_a_layer_that_somebody_calls_sees_the_batch(self, failed, seen):
+        """In a loop of his own, say, that stops before the last one; also after a call of the model that failed."""
+        eager, model = tiny("bert", "eager"), tiny("bert")
+        padding_free(model)
+        if failed:
+            with pytest.raises(AttributeError):
+                model.bert.encoder(None)
+        x, real = torch.randn(3, 9, 16, dtype=torch.float64), batch("bert", "right")["attention_mask"].bool()
+        mask = torch.zeros(3, 1, 1, 9, dtype=torch.float64).masked_fill(~real[:, None, None], -torch.inf)
+        with torch.no_grad():
+            found, expected = (its.bert.encoder.layer[0](x, mask) for its in (model, eager))
+        assert_close(found, expected, 2000.0)
+        assert not seen
+
     @pytest.mark.parametrize("change", ["inference", "data", "numpy"])
     def test_one_that_changes_without_a_trace_is_read_again(self, change, seen):
         inputs, eager, model = batch("bert", "left"), tiny("bert", "eager"), tiny("bert")

@@ -176,6 +176,16 @@ def test_positions_in_three_dimensions_at_once(seen):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("side", ["left", "empty"])
+def test_a_layer_behind_packed_ones_sees_no_zeros_at_padding(side, seen):
+    """Of which Gemma 3n's standard deviations have no gradient."""
+    eager, model = both("gemma3n_text")
+    for its in (eager, model):
+        its.layers[-1].self_attn.register_forward_hook(lambda *_: None)
+    assert_equal(model, eager, side)
+    assert len(seen) == 7
+
+
 def test_labels_that_are_handed_down_to_the_layers(seen):
     """As Gemma 4's are in training."""
     found = []

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
@@ -245,8 +246,13 @@ def _packed(
 
 
 def _unpacked(first: str, given: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """The same of a layer that cannot run packed, after one that did."""
-    changed: dict[str, Any] = {first: to_batch(given[first], layout)}
+    """The same of a layer that cannot run packed, after one that did.
+
+    In place of padding stands a token: of zeros some layers have no gradient (Gemma 3n's standard deviations).
+    """
+    x = given[first]
+    real, token = layout.mask()[..., None], x[..., :1, :].detach()
+    changed: dict[str, Any] = {first: torch.where(real, to_batch(x, layout), token)}
     bias = given.get(BIAS)
     if bias is not None and bias.dim() == 2:
         changed[BIAS] = biases.of_all_pairs(bias, layout.columns)

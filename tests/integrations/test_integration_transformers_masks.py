@@ -229,7 +229,7 @@ def test_what_cannot_be_said_raises(arguments, message):
 def test_keywords_that_pass_through_layers_change_nothing():
     forward(
         use_cache=True, position_ids=torch.arange(4), output_hidden_states=True, sliding_window=9, s_aux=None,
-        num_items_in_batch=torch.tensor(3), deterministic=True, logits_to_keep=1,
+        num_items_in_batch=torch.tensor(3), deterministic=True, logits_to_keep=1, labels=torch.ones(2, 4),
     )  # fmt: skip
 
 

@@ -176,6 +176,34 @@ def test_positions_in_three_dimensions_at_once(seen):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("side", ["left", "empty"])
+def test_a_layer_behind_packed_ones_sees_no_zeros_at_padding(side, seen):
+    """Of which Gemma 3n's standard deviations have no gradient."""
+    eager, model = both("gemma3n_text")
+    for its in (eager, model):
+        its.layers[-1].self_attn.register_forward_hook(lambda *_: None)
+    assert_equal(model, eager, side)
+    assert len(seen) == 7
+
+
+def test_labels_that_are_handed_down_to_the_layers(seen):
+    """As Gemma 4's are in training."""
+    found = []
+    for model in both("gemma4", auto=transformers.AutoModelForCausalLM):
+        inputs = survey.batch(without_dropout(model), "right")
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        loss = model(**inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        found.append(
+            {"loss": loss.detach()} | {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+        )
+    assert found[0].keys() == found[1].keys()
+    largest = max(float(x.abs().max()) for x in found[0].values())
+    for key, x in found[0].items():
+        torch.testing.assert_close(found[1][key], x, rtol=0, atol=2000 * torch.finfo(x.dtype).eps * largest)
+    assert seen
+
+
 @pytest.mark.parametrize("side", ["left", "none"])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "paddleocr_vl"])
 def test_one_sequence_whose_positions_have_three_dimensions(name, side):
@@ -262,6 +290,21 @@ class TestMasksThatAModelMade:
             fresh = {**given, "attention_mask": given["attention_mask"] & True}
             assert_close(model(**fresh).loss, eager(**inputs).loss, 2000.0)
         assert len(seen) == 4
+
+    @pytest.mark.parametrize("failed", [False, True])
+    def test_a_layer_that_somebody_calls_sees_the_batch(self, failed, seen):
+        """In a loop of his own, say, that stops before the last one; also after a call of the model that failed."""
+        eager, model = tiny("bert", "eager"), tiny("bert")
+        padding_free(model)
+        if failed:
+            with pytest.raises(AttributeError):
+                model.bert.encoder(None)
+        x, real = torch.randn(3, 9, 16, dtype=torch.float64), batch("bert", "right")["attention_mask"].bool()
+        mask = torch.zeros(3, 1, 1, 9, dtype=torch.float64).masked_fill(~real[:, None, None], -torch.inf)
+        with torch.no_grad():
+            found, expected = (its.bert.encoder.layer[0](x, mask) for its in (model, eager))
+        assert_close(found, expected, 2000.0)
+        assert not seen
 
     @pytest.mark.parametrize("change", ["inference", "data", "numpy"])
     def test_one_that_changes_without_a_trace_is_read_again(self, change, seen):

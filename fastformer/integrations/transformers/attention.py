@@ -21,6 +21,7 @@ _NOT_FOR_ATTENTION = {
     "cu_seq_lens_k",
     "cu_seq_lens_q",
     "deterministic",
+    "labels",
     "logits_to_keep",
     "max_length_k",
     "max_length_q",

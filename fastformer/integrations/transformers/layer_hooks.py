@@ -10,9 +10,11 @@ The hooks are functions of this module, so that models with them can be pickled 
 Letters: B batch, D model width, T queries, S keys, N tokens.
 """
 
+import threading
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
@@ -31,7 +33,7 @@ from fastformer.integrations.transformers.caches import Shared, takes, unpacking
 from fastformer.integrations.transformers.given_masks import padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
 from fastformer.integrations.transformers.parts import chunks, is_known_hook, looks_at_no_batch, sees_batches
-from fastformer.modes import has_values, recorded
+from fastformer.modes import current_node, has_values, recorded
 from fastformer.packing import Layout
 
 MASK, STATES, STATES_MASK = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
@@ -46,8 +48,35 @@ OTHERS = {
     "cache_position",
     "return_dict",
     "num_items_in_batch",
+    "labels",
+    "logits_to_keep",
 }
 KNOWN = {MASK, STATES, STATES_MASK, *CACHES, BIAS, CROSS_BIAS, SHARED, *BY_TOKEN, *OTHERS}
+
+
+class _Running(threading.local):
+    """The owners of packed stacks whose forwards run in this thread.
+
+    A mask of theirs says so by what it is, one `[B, 1, 1, S]` does not: somebody may call a layer with it, alone.
+    """
+
+    def __init__(self) -> None:
+        self.owners: list[nn.Module] = []
+
+
+_running = _Running()
+
+
+def begin(owner: nn.Module, *_: Any) -> None:
+    """Forward pre-hook of a stack's owner."""
+    if not recorded():
+        _running.owners.append(owner)
+
+
+def end(owner: nn.Module, *_: Any) -> None:
+    """Forward hook of the same, called whatever happened."""
+    if not recorded() and _running.owners and _running.owners[-1] is owner:
+        _running.owners.pop()
 
 
 def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -59,7 +88,7 @@ def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     rules, x = given.get(MASK), given.get(names[0])
     if len(args) > len(names) or not isinstance(x, Tensor) or x.dim() < 3:
         return None
-    if isinstance(rules, Tensor):
+    if isinstance(rules, Tensor) and (_running.owners or current_node() is not None):
         rules = padding_rules(rules, packed=x.shape[-3:-1] != (*rules.shape[:1], *rules.shape[-1:]))
     if type(rules) is not MaskRules or rules.key_mask is None or rules.layout is not None:
         return None
@@ -217,8 +246,13 @@ def _packed(
 
 
 def _unpacked(first: str, given: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """The same of a layer that cannot run packed, after one that did."""
-    changed: dict[str, Any] = {first: to_batch(given[first], layout)}
+    """The same of a layer that cannot run packed, after one that did.
+
+    In place of padding stands a token: of zeros some layers have no gradient (Gemma 3n's standard deviations).
+    """
+    x = given[first]
+    real, token = layout.mask()[..., None], x[..., :1, :].detach()
+    changed: dict[str, Any] = {first: torch.where(real, to_batch(x, layout), token)}
     bias = given.get(BIAS)
     if bias is not None and bias.dim() == 2:
         changed[BIAS] = biases.of_all_pairs(bias, layout.columns)

@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import biases
-from fastformer.integrations.transformers.layer_hooks import check_left, enter, leave, packs
+from fastformer.integrations.transformers.layer_hooks import begin, check_left, end, enter, leave, packs
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
+from fastformer.integrations.transformers.parts import is_known_hook
 from fastformer.integrations.transformers.registration import NAME
 from fastformer.nn.conversion import Entry
 from fastformer.nn.conversion.report import name_of
 
-_AFTER = leave, biases.leave, check_left
+_AFTER = leave, biases.leave, check_left, end
 _BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
 
 
@@ -77,14 +78,19 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             home.__dict__[_BEFORE] = home.config._attn_implementation
             home.set_attn_implementation(NAME)
         for layer in stack:
-            layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # others see batches
+            layer.register_forward_pre_hook(enter, with_kwargs=True)
+            hooks: Any = layer._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if not is_known_hook(hook)]:
+                hooks.move_to_end(key)  # to see batches; what gathers parameters stays before
             for part in layer.modules():
                 if biases.makes_biases(part):
                     part.register_forward_pre_hook(biases.enter, with_kwargs=True)
                     part.register_forward_hook(biases.leave, always_call=True)
         for layer in _ends(stack):
             layer.register_forward_hook(leave, with_kwargs=True)
+        owner.register_forward_pre_hook(begin)
         owner.register_forward_hook(check_left, with_kwargs=True)
+        owner.register_forward_hook(end, always_call=True)
         report.packed.append(Entry(name, its, f"{len(stack)} layers"))
     return report
 
@@ -96,7 +102,7 @@ def padded(model: nn.Module) -> PaddingFree:
         if any(map(packs, stack)):
             report.packed.append(Entry(name, name_of(type(stack[0])), f"{len(stack)} layers"))
     for module in model.modules():  # layers may have got others around them
-        for kind, hooks in (("_forward_pre_hooks", (enter, biases.enter)), ("_forward_hooks", _AFTER)):
+        for kind, hooks in (("_forward_pre_hooks", (begin, enter, biases.enter)), ("_forward_hooks", _AFTER)):
             for hook in hooks:
                 _without(module, kind, hook)
         before = module.__dict__.pop(_BEFORE, None)

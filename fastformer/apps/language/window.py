@@ -10,9 +10,11 @@ were added to them before the projection.
 Letters: R rows, T packed tokens, D model width, V vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.apps.language.model import LanguageModel
@@ -41,11 +43,11 @@ class LanguageState:
         check_context(model, context)
         if not prompts or not all(prompts):
             raise ValueError("prompts must hold at least one prompt, and each at least one id")
-        self.model, self.context = model, context
+        self.model, self.context = model, min(context, sys.maxsize)  # torch compares lengths with it
         device = device_of(model)
         windows = [list(ids[-context:]) for ids in prompts]
         self.cache = model.decoder.new_cache(len(windows), longest=context)
-        self.window = torch.zeros(len(windows), context, dtype=torch.int64, device=device)  # what each row has read
+        self.window = torch.zeros(len(windows), 0, dtype=torch.int64, device=device)  # what each row has read
         # Rows that forgot all, and were not read again.
         self._unread = torch.zeros(len(windows), dtype=torch.bool, device="cpu")
         layout = Layout.from_lengths([len(window) for window in windows])
@@ -64,8 +66,10 @@ class LanguageState:
         """Feed the next token of each row, int64 `[R]`; return the logits of the one after, `[R, V]`."""
         self._slide()
         (positions,) = send(ids.device, self.lengths)
+        longest = int(self.lengths.max()) + 1
+        self._widen(longest)
         self.window[torch.arange(ids.numel(), device=ids.device), positions] = ids
-        x = self.model.embedding(ids[:, None], positions[:, None], int(self.lengths.max()) + 1)  # [R, 1, D]
+        x = self.model.embedding(ids[:, None], positions[:, None], longest)  # [R, 1, D]
         return self.model.logits(self.model.decoder.step(x, self.cache)[:, 0])
 
     def keep(self, rows: Tensor) -> None:
@@ -73,6 +77,12 @@ class LanguageState:
         self.window = self.window.index_select(0, rows)
         self.cache.keep(rows)
         self._unread = self._unread[rows.cpu()]
+
+    def _widen(self, tokens: int) -> None:
+        """Make room for as many, and for some more: a context may be a stranger's number, and far beyond all texts."""
+        width = self.window.shape[1]
+        if tokens > width:
+            self.window = F.pad(self.window, (0, min(self.context, max(tokens, 2 * width)) - width))
 
     def _slide(self) -> None:
         """Let full rows forget, and read the rest of them again."""
@@ -93,6 +103,7 @@ class LanguageState:
         of = torch.arange(layout.batch, device=ids.device).repeat_interleave(
             layout.offsets.diff(), output_size=layout.total
         )
+        self._widen(layout.max_length)
         self.window[of, layout.positions] = ids
         x = self.model.embedding(ids, layout.positions, layout.max_length)
         return self.model.decoder.step(x, self.cache, layout)

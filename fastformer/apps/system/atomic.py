@@ -55,7 +55,7 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else usual_mode(0o666))
+        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else usual_mode(0o666))
         try:
             os.replace(temporary, path)
             return

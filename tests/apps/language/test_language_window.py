@@ -87,6 +87,17 @@ def test_a_long_text_needs_no_more_memory_than_its_context():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("context", [2**40, 2**62, 10**30])
+def test_a_long_context_takes_no_memory_before_there_is_a_text(context):
+    """It stands in a run's config.toml, which may be a stranger's; a row took 8 bytes for each token of it."""
+    state = LanguageState(random_model(1).eval(), PROMPTS, context)
+    for ids in random_tokens(len(PROMPTS), 20):
+        state.step(ids)
+    state.keep(torch.tensor([0, 2]))
+    assert state.window.shape[1] < 100
+
+
+@torch.no_grad()
 def test_the_work_of_a_token_is_bounded(monkeypatch):
     """Tokens read again for 300 new ones: no more than 300, in less than one pass for every half context."""
     model = random_model(2)

@@ -32,7 +32,7 @@ from fastformer.integrations.transformers.arguments import (
 from fastformer.integrations.transformers.caches import Shared, takes, unpacking
 from fastformer.integrations.transformers.given_masks import padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
-from fastformer.integrations.transformers.parts import chunks, is_known_hook, looks_at_no_batch, sees_batches
+from fastformer.integrations.transformers.parts import is_known_hook, looks_at_no_batch, sees_batches
 from fastformer.modes import current_node, has_values, recorded
 from fastformer.packing import Layout
 
@@ -188,7 +188,7 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
         return False  # a cache that holds something, or no padding
     if rules.mask is not None:
         return False
-    if _active_collector.get() or given.get("output_attentions") or chunks(layer) or sees_batches(layer):
+    if _active_collector.get() or given.get("output_attentions") or sees_batches(layer):
         return False
     if not all(takes(given.get(name)) for name in CACHES):
         return False

@@ -31,23 +31,36 @@ def _class_of(kind: Any) -> Any:
     return next(cls for cls in kind.__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
+@cache
+def _place(kind: Any, layer: Any) -> tuple[bool, bool]:
+    """Of a class, in layers of another: whether it is looked into, and whether it was tested with the layer."""
+    its, theirs = _class_of(kind).__module__, (_class_of(layer).__module__, "transformers.models.")
+    into = issubclass(kind, _CONTAINERS) or its.startswith(theirs)
+    return into, its.startswith((*theirs, activations.__name__))
+
+
 def parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All that a layer is made of, but for what is in parts of other libraries."""
-    theirs = (class_of(layer).__module__, "transformers.models.")
-
-    def within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        for child, part in module.named_children():
-            if isinstance(part, _CONTAINERS) or class_of(part).__module__.startswith(theirs):
-                yield from within(part, f"{path}{child}.")
-            yield f"{path}{child}", part
-
-    return ((name, part) for name, part in within(layer, "") if not isinstance(part, _CONTAINERS))
+    its: Any = type(layer)
+    around: list[tuple[str, nn.Module]] = [("", layer)]
+    seen = {layer}
+    for path, module in around:
+        for name, part in module._modules.items():
+            if part is None or part in seen:
+                continue
+            seen.add(part)
+            kind: Any = type(part)
+            if _place(kind, its)[0]:
+                around.append((f"{path}{name}.", part))
+            if not isinstance(part, _CONTAINERS):
+                yield f"{path}{name}", part
 
 
 def mixes_tokens(part: nn.Module, layer: nn.Module) -> str | None:
     """Why a part may not see tokens in place of batches; those of transformers' own were tested with their layer."""
-    theirs = (class_of(layer).__module__, "transformers.models.", activations.__name__)
-    return None if class_of(part).__module__.startswith(theirs) else mixes(part, _PARTS)
+    kind: Any = type(part)
+    its: Any = type(layer)
+    return None if _place(kind, its)[1] else mixes(part, _PARTS)
 
 
 def chunks(layer: nn.Module) -> int:
@@ -57,15 +70,19 @@ def chunks(layer: nn.Module) -> int:
 
 
 def sees_batches(layer: nn.Module) -> bool:
-    """Whether somebody has hooks or a forward of his own in a layer, or has put another part there since."""
+    """Whether a layer, or somebody within it, is not to see tokens in place of batches.
+
+    Such are hooks and forwards of one's own, parts that were put there since, and feed-forwards in pieces.
+    """
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     for part in layer.modules():
         state = part.__dict__
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            for hook in state[name].values():
-                if not is_known_hook(hook):
-                    return True
+            if state[name] and not all(map(is_known_hook, state[name].values())):
+                return True
+        if state.get("chunk_size_feed_forward"):
+            return True
         if "forward" in state and not _is_of_tokens(state["forward"]):
             return True
         kind: Any = type(part)

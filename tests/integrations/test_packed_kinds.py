@@ -350,6 +350,20 @@ class TestMasksThatAModelMade:
         assert len(seen) == 4
 
 
+def test_undoing_a_model_that_makes_biases_and_that_somebody_interrupted():
+    """Of Ctrl-C, torch tells no hook."""
+    eager, model = both("umt5")
+    hook = Mock(side_effect=KeyboardInterrupt, __module__="accelerate.hooks")  # of those that look at no batch
+    stops = model.encoder.block[0].layer[0].SelfAttention.v.register_forward_pre_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        model(**survey.batch(model, "left"))
+    stops.remove()
+    padded(model)
+    for module, other in zip(model.modules(), eager.modules(), strict=True):
+        assert module.__dict__.keys() == other.__dict__.keys()
+    assert_equal(model, eager)
+
+
 @pytest.mark.parametrize("first", ["left", "none"])
 def test_two_threads_run_one_model_that_makes_biases(first, seen):
     """One is inside of an attention, packed or padded, while the other runs a batch that is longer."""

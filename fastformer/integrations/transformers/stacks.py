@@ -104,6 +104,7 @@ def padded(model: nn.Module) -> PaddingFree:
         for kind, hooks in (("_forward_pre_hooks", (begin, enter, biases.enter)), ("_forward_hooks", _AFTER)):
             for hook in hooks:
                 _without(module, kind, hook)
+        biases.clear(module)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None and isinstance(module, PreTrainedModel):
             module.set_attn_implementation(before)

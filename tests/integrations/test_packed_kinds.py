@@ -1,9 +1,12 @@
 """Kinds of layers that differ from BERT's and Llama's: what they are given, keep for others or make by themselves."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastformer import functional
-from fastformer.integrations.transformers import padded, padding_free
+from fastformer.integrations.transformers import given_masks, padded, padding_free
 from fastformer.integrations.transformers.given_masks import padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, mask_rules
 from tests.integrations import survey
@@ -291,20 +294,41 @@ class TestMasksThatAModelMade:
             assert_close(model(**fresh).loss, eager(**inputs).loss, 2000.0)
         assert len(seen) == 4
 
-    @pytest.mark.parametrize("failed", [False, True])
-    def test_a_layer_that_somebody_calls_sees_the_batch(self, failed, seen):
+    @pytest.mark.parametrize("failed", [None, ValueError, KeyboardInterrupt])
+    def test_a_layer_that_somebody_calls_sees_the_batch(self, failed, seen, monkeypatch):
         """In a loop of his own, say, that stops before the last one; also after a call of the model that failed."""
         eager, model = tiny("bert", "eager"), tiny("bert")
         padding_free(model)
-        if failed:
-            with pytest.raises(AttributeError):
-                model.bert.encoder(None)
+        if failed:  # of Ctrl-C, torch tells no hook
+            with monkeypatch.context() as patch:
+                patch.setattr(functional, "packed_attention", Mock(side_effect=failed))
+                with pytest.raises(failed):
+                    model(**batch("bert", "right"))
         x, real = torch.randn(3, 9, 16, dtype=torch.float64), batch("bert", "right")["attention_mask"].bool()
         mask = torch.zeros(3, 1, 1, 9, dtype=torch.float64).masked_fill(~real[:, None, None], -torch.inf)
         with torch.no_grad():
             found, expected = (its.bert.encoder.layer[0](x, mask) for its in (model, eager))
         assert_close(found, expected, 2000.0)
         assert not seen
+        alive = weakref.ref(model.bert.encoder)
+        del model
+        gc.collect()
+        assert alive() is None
+
+    @pytest.mark.parametrize("why", ["full", "hooks"])
+    def test_one_by_which_no_layer_packs_is_read_once_a_pass(self, why, monkeypatch):
+        """Each time waits for the device."""
+        inputs, model, read = batch("bert", "left"), tiny("bert"), Mock(side_effect=given_masks._padding)
+        padding_free(model)
+        monkeypatch.setattr(given_masks, "_padding", read)
+        mask = torch.zeros(3, 1, 1, 9, dtype=torch.float64)
+        if why == "hooks":
+            mask[:, :, :, :2] = -torch.inf
+            for layer in model.bert.encoder.layer:
+                layer.register_forward_hook(lambda *_: None)
+        for _ in range(3):
+            model(input_ids=inputs["input_ids"], attention_mask=mask)
+        assert read.call_count == 3
 
     @pytest.mark.parametrize("change", ["inference", "data", "numpy"])
     def test_one_that_changes_without_a_trace_is_read_again(self, change, seen):
@@ -324,6 +348,20 @@ class TestMasksThatAModelMade:
             found = model(**{**inputs, "attention_mask": given}).loss
         assert_close(found, eager(**inputs).loss.detach(), 2000.0)
         assert len(seen) == 4
+
+
+def test_undoing_a_model_that_makes_biases_and_that_somebody_interrupted():
+    """Of Ctrl-C, torch tells no hook."""
+    eager, model = both("umt5")
+    hook = Mock(side_effect=KeyboardInterrupt, __module__="accelerate.hooks")  # of those that look at no batch
+    stops = model.encoder.block[0].layer[0].SelfAttention.v.register_forward_pre_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        model(**survey.batch(model, "left"))
+    stops.remove()
+    padded(model)
+    for module, other in zip(model.modules(), eager.modules(), strict=True):
+        assert module.__dict__.keys() == other.__dict__.keys()
+    assert_equal(model, eager)
 
 
 @pytest.mark.parametrize("first", ["left", "none"])

@@ -18,6 +18,7 @@ MOUNTED = (errno.EBUSY, errno.EXDEV)  # of a rename that would replace a mount
 _SHOWN = 50  # characters of the name in a hidden one, which must not become too long
 _HIDDEN = re.compile(r"\.[a-z0-9_]{8}\.tmp$")  # how such a one ends, by `tempfile`
 _OPEN = re.compile(r"/proc/\d+(/task/\d+)?/fd")
+_ACCESS = "system.posix_acl_access"  # of Linux
 _MOST_LINKS = 40  # that Linux follows
 
 
@@ -35,9 +36,9 @@ def naming(path: str | Path) -> Iterator[None]:
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Replace a file in one step: after a crash or on a full disk the old content is still there, whole.
 
-    A link stays one, and its target is replaced; who may read it stays, too. What is no file (a device such as
-    /dev/null, a pipe) is written to; so is what is open (/dev/stdout, /proc/1/fd/1), at its end, and a file that is a
-    mount (a container's), which nothing can replace, once the new content is on the disk.
+    A link stays one, and its target is replaced; whose it is and who may read it stay, too. What is no file (a device
+    such as /dev/null, a pipe) is written to; so is what is open (/dev/stdout, /proc/1/fd/1), at its end, and a file
+    that is a mount (a container's), which nothing can replace, once the new content is on the disk.
 
     Raises OSError where nothing can be written, such as IsADirectoryError, PermissionError.
     """
@@ -55,7 +56,10 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else usual_mode(0o666))
+        if path.exists():
+            _give_access(temporary, path)
+        else:
+            os.chmod(temporary, usual_mode(0o666))
         try:
             os.replace(temporary, path)
             return
@@ -69,6 +73,28 @@ def write_atomic(path: str | Path, data: bytes) -> None:
     with naming(f"{path}, of which {temporary} is what it should hold"):
         path.write_bytes(data)
     os.unlink(temporary)
+
+
+def _give_access(temporary: str, path: Path) -> None:
+    """Give a new file the owner, the group, the mode and the list of access of that which it replaces.
+
+    Whose user may not give it to that group gives its own no more than all have.
+    """
+    old, listed = path.stat(), b""
+    with suppress(OSError, AttributeError):  # Windows has neither
+        os.chown(temporary, -1, old.st_gid)
+        os.chown(temporary, old.st_uid, -1)
+    with suppress(OSError, AttributeError):
+        listed = os.getxattr(path, _ACCESS)
+    with suppress(OSError, AttributeError):
+        os.removexattr(temporary, _ACCESS)  # which the folder gave it
+    bits, same = old.st_mode & 0o777, os.stat(temporary).st_gid == old.st_gid
+    if listed or not same:  # beside a list, the group's bits are those of all who stand there
+        bits &= 0o707 | (bits & 0o007) << 3
+    os.chmod(temporary, bits)
+    if listed and same:
+        with suppress(OSError):
+            os.setxattr(temporary, _ACCESS, listed)
 
 
 def check_replaceable(path: Path) -> None:

@@ -66,8 +66,14 @@ def leave(part: nn.Module, *_: Any) -> None:
     with _lock:
         inside = part.__dict__.get(_INSIDE, {})
         inside.pop(get_ident(), None)
-        if not inside and part.__dict__.pop(_INSIDE, None) is not None and part.__dict__.pop("compute_bias", None):
-            part.__dict__["has_relative_attention_bias"] = hasattr(part, "relative_attention_bias")
+        if not inside:
+            clear(part)
+
+
+def clear(part: nn.Module) -> None:
+    """Remove what calls have left in a part; Ctrl-C within one is told to no hook."""
+    if part.__dict__.pop(_INSIDE, None) is not None and part.__dict__.pop("compute_bias", None):
+        part.__dict__["has_relative_attention_bias"] = hasattr(part, "relative_attention_bias")
 
 
 def _instead(part: Any, *sizes: int, device: torch.device, **options: Any) -> Tensor:

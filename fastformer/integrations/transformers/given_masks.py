@@ -3,6 +3,8 @@
 Letters: B batch, T queries, S keys.
 """
 
+import itertools
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -16,8 +18,24 @@ from fastformer.modes import has_values, recorded
 # What models add to scores of padding: the lowest number of a dtype, or this. Of scores within some thousands the
 # softmax gives such a key exactly 0.
 _HIDES = -1e4
-# Of each mask that is alive: how often it was written to, and what was read from it. A model's layers share one.
-_read: MutableMapping[Tensor, tuple[int, Tensor | None, dict[object, Any]]] = WeakTensorKeyDictionary()
+# Of each mask that is alive: how often it was written to and in which forward pass it was read, and what was read from
+# it. A model's layers share one.
+_read: MutableMapping[Tensor, tuple[tuple[int, int], Tensor | None, dict[object, Any]]] = WeakTensorKeyDictionary()
+_passes = itertools.count(1)
+
+
+class _Pass(threading.local):
+    """The number of the forward pass that began last in this thread."""
+
+    number = 0
+
+
+_pass = _Pass()
+
+
+def new_pass() -> None:
+    """A stack of layers begins: what its mask says is to be read again, once."""
+    _pass.number = next(_passes)
 
 
 def padding_rules(mask: Tensor, packed: bool = False) -> MaskRules | None:
@@ -28,14 +46,14 @@ def padding_rules(mask: Tensor, packed: bool = False) -> MaskRules | None:
         packed: whether a layer has packed by it in this forward pass: then it says what was read there.
 
     Returns:
-        None if it says anything else, or nobody can look. Waits for the device, once for all layers that run packed.
+        None if it says anything else, or nobody can look. Waits for the device, once for all layers.
     """
     if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.requires_grad or recorded() or not has_values(mask):
         return None
-    version = 0 if mask.is_inference() else mask._version
+    version, number = 0 if mask.is_inference() else mask._version, _pass.number
     known = _read.get(mask)
-    if known is None or known[0] != version or not packed:
-        known = _read[mask] = (version, _padding(mask[:, 0, 0]), {})
+    if known is None or known[0][0] != version or (known[0][1] != number and not packed):
+        known = _read[mask] = ((version, number), _padding(mask[:, 0, 0]), {})
     _, key_mask, layouts = known
     if key_mask is None:
         return None

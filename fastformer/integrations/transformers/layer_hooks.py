@@ -10,8 +10,9 @@ The hooks are functions of this module, so that models with them can be pickled 
 Letters: B batch, D model width, T queries, S keys, N tokens.
 """
 
-import threading
+import sys
 from collections import OrderedDict
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fastformer.integrations.transformers.arguments import (
     to_tokens,
 )
 from fastformer.integrations.transformers.caches import Shared, takes, unpacking
-from fastformer.integrations.transformers.given_masks import padding_rules
+from fastformer.integrations.transformers.given_masks import new_pass, padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
 from fastformer.integrations.transformers.parts import is_known_hook, looks_at_no_batch, sees_batches
 from fastformer.modes import current_node, has_values, recorded
@@ -51,32 +52,30 @@ OTHERS = {
     "labels",
     "logits_to_keep",
 }
+_CALL = nn.Module._call_impl.__code__
 KNOWN = {MASK, STATES, STATES_MASK, *CACHES, BIAS, CROSS_BIAS, SHARED, *BY_TOKEN, *OTHERS}
-
-
-class _Running(threading.local):
-    """The owners of packed stacks whose forwards run in this thread.
-
-    A mask of theirs says so by what it is, one `[B, 1, 1, S]` does not: somebody may call a layer with it, alone.
-    """
-
-    def __init__(self) -> None:
-        self.owners: list[nn.Module] = []
-
-
-_running = _Running()
 
 
 def begin(owner: nn.Module, *_: Any) -> None:
     """Forward pre-hook of a stack's owner."""
     if not recorded():
-        _running.owners.append(owner)
+        new_pass()
 
 
-def end(owner: nn.Module, *_: Any) -> None:
-    """Forward hook of the same, called whatever happened."""
-    if not recorded() and _running.owners and _running.owners[-1] is owner:
-        _running.owners.pop()
+def _in_a_pass() -> bool:
+    """Whether the forward of a packed stack's owner runs in this thread, or layers are computed again.
+
+    A mask of theirs says so by what it is, one `[B, 1, 1, S]` does not: somebody may call a layer with it, alone. The
+    stack of calls is asked, since nothing remembered of a call would survive Ctrl-C within it.
+    """
+    if current_node() is not None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and begin in frame.f_locals["self"]._forward_pre_hooks.values():
+            return True
+        frame = frame.f_back
+    return False
 
 
 def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -88,7 +87,7 @@ def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     rules, x = given.get(MASK), given.get(names[0])
     if len(args) > len(names) or not isinstance(x, Tensor) or x.dim() < 3:
         return None
-    if isinstance(rules, Tensor) and (_running.owners or current_node() is not None):
+    if isinstance(rules, Tensor) and rules.dim() == 4 and _in_a_pass():
         rules = padding_rules(rules, packed=x.shape[-3:-1] != (*rules.shape[:1], *rules.shape[-1:]))
     if type(rules) is not MaskRules or rules.key_mask is None or rules.layout is not None:
         return None

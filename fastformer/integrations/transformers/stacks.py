@@ -8,14 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import biases
-from fastformer.integrations.transformers.layer_hooks import begin, check_left, end, enter, leave, packs
+from fastformer.integrations.transformers.layer_hooks import begin, check_left, enter, leave, packs
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
 from fastformer.integrations.transformers.parts import is_known_hook
 from fastformer.integrations.transformers.registration import NAME
 from fastformer.nn.conversion import Entry
 from fastformer.nn.conversion.report import name_of
 
-_AFTER = leave, biases.leave, check_left, end
+_AFTER = leave, biases.leave, check_left
 _BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
 
 
@@ -90,7 +90,6 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             layer.register_forward_hook(leave, with_kwargs=True)
         owner.register_forward_pre_hook(begin)
         owner.register_forward_hook(check_left, with_kwargs=True)
-        owner.register_forward_hook(end, always_call=True)
         report.packed.append(Entry(name, its, f"{len(stack)} layers"))
     return report
 
@@ -105,6 +104,7 @@ def padded(model: nn.Module) -> PaddingFree:
         for kind, hooks in (("_forward_pre_hooks", (begin, enter, biases.enter)), ("_forward_hooks", _AFTER)):
             for hook in hooks:
                 _without(module, kind, hook)
+        biases.clear(module)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None and isinstance(module, PreTrainedModel):
             module.set_attn_implementation(before)

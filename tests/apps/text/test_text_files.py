@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -228,6 +229,59 @@ def test_a_replaced_file_is_readable_by_whom_it_was(tmp_path):
     (tmp_path / "private").touch(0o600)
     write_atomic(tmp_path / "private", b"new")
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs other users")
+@pytest.mark.parametrize(
+    ("writer", "groups", "found"),
+    [
+        (0, [], (1234, 5678, 0o664)),  # root took a file from him whose it was, who then could not read it
+        (1234, [5678], (1234, 5678, 0o664)),
+        (1234, [], (1234, 100, 0o644)),  # who may not give it to that group: another one gets no more than all
+    ],
+)
+def test_a_replaced_file_keeps_its_owner_and_group_or_that_group_loses_it(writer, groups, found):
+    before = os.getgroups()
+    with tempfile.TemporaryDirectory() as made:  # pytest's are for root alone
+        file = Path(made) / "file"
+        file.touch()
+        file.chmod(0o664)
+        os.chown(file, 1234, 5678)
+        os.chown(made, 1234, -1)
+        try:
+            os.setgroups(groups)
+            os.setegid(100 if writer else 0)
+            os.seteuid(writer)
+            write_atomic(file, b"new")
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(before)
+        status = file.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == found
+
+
+@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="needs lists of access")
+def test_a_replaced_file_keeps_its_list_of_access(tmp_path):
+    """Beside one, a mode's bits of the group say what users of the list may: not what the group may."""
+    name, nobody = "system.posix_acl_access", 2**32 - 1
+    entries = [(1, 6, nobody), (2, 6, 1234), (4, 0, nobody), (16, 6, nobody), (32, 0, nobody)]
+    listed = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    file = tmp_path / "file"
+    file.touch(0o600)
+    try:
+        os.setxattr(file, name, listed)
+    except OSError:
+        pytest.skip("this file system has none")
+    write_atomic(file, b"new")
+    assert os.getxattr(file, name) == listed
+    # What a folder gives to new files is not given to one that lacked it.
+    os.removexattr(file, name)
+    file.chmod(0o640)
+    os.setxattr(tmp_path, "system.posix_acl_default", listed)
+    write_atomic(file, b"newer")
+    assert name not in os.listxattr(file)
+    assert file.stat().st_mode & 0o777 == 0o640
 
 
 def test_parallel_drops_and_counts_empty_sides(tmp_path):

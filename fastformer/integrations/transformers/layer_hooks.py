@@ -52,8 +52,8 @@ OTHERS = {
     "labels",
     "logits_to_keep",
 }
-_CALL = nn.Module._call_impl.__code__
 KNOWN = {MASK, STATES, STATES_MASK, *CACHES, BIAS, CROSS_BIAS, SHARED, *BY_TOKEN, *OTHERS}
+_CALL = nn.Module._call_impl.__code__  # in whose frame `self` is the module that is called
 
 
 def begin(owner: nn.Module, *_: Any) -> None:

@@ -106,7 +106,7 @@ def check_output(output: Path | None) -> None:
     folder = Path(os.path.realpath(output)).parent  # where a file is replaced in one step
     if replaced and not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    if not os.access(folder if replaced else output, os.W_OK):
+    if replaced and not os.access(folder, os.W_OK):
         raise PermissionError(f"{output} cannot be written")
     check_replaceable(output)
 

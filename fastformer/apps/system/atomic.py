@@ -100,13 +100,18 @@ def _give_access(temporary: str, path: Path) -> None:
 def check_replaceable(path: Path) -> None:
     """Raise PermissionError for a file that its user may not write to, which a rename would not ask.
 
-    In a folder such as /tmp, which is everybody's, each replaces his own files alone.
+    In a folder such as /tmp, which is everybody's, each replaces his own files alone. What this process has open to be
+    written to may be written to, whosever it is: `sudo -u` leaves the pipe of who called it.
     """
-    if not path.exists():
+    opened = _opened(path)
+    if not path.exists() or (opened is not None and _is_ours(opened)):
         return
-    file, folder = path.stat(), Path(os.path.realpath(path)).parent.stat()
-    shared = folder.st_mode & stat.S_ISVTX and is_replaced(path)
-    if not os.access(path, os.W_OK) or (shared and os.geteuid() not in (0, file.st_uid, folder.st_uid)):
+    allowed = os.access(path, os.W_OK)
+    if is_replaced(path):
+        file, folder = path.stat(), Path(os.path.realpath(path)).parent.stat()
+        shared = folder.st_mode & stat.S_ISVTX
+        allowed = allowed and not (shared and os.geteuid() not in (0, file.st_uid, folder.st_uid))
+    if not allowed:
         raise PermissionError(f"{path} cannot be written")
 
 
@@ -115,7 +120,7 @@ def open_output(path: Path, buffering: int = -1) -> Any:
     opened = _opened(path)
     if opened is None:
         return path.open("wb", buffering)
-    if opened.is_relative_to(os.path.realpath("/proc/self")):  # whose place moves on with what is written
+    if _is_ours(opened):  # whose place moves on with what is written
         return open(int(opened.name), "ab", buffering, closefd=False)
     return opened.open("ab", buffering)
 
@@ -140,6 +145,10 @@ def _opened(path: Path) -> Path | None:
                 return folder / path.name if os.lstat(path).st_mode & stat.S_IWUSR else None
             path = path.parent / os.readlink(path)
     return None
+
+
+def _is_ours(opened: Path) -> bool:
+    return opened.is_relative_to(os.path.realpath("/proc/self"))
 
 
 def hidden_folder(path: Path) -> Path:

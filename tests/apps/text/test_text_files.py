@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastformer.apps.cli.console import check_output
 from fastformer.apps.text import (
     ParallelCorpus,
     TextError,
@@ -213,6 +214,28 @@ def test_what_another_process_has_open_is_written_to_at_its_end(tmp_path):
             other.communicate(b"\n")
         file.write(b"later\n")
     assert (tmp_path / "log").read_bytes() == b"earlier\n" + b"more\ntexts\n" * 3 + b"later\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs other users")
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of what is open")
+def test_what_is_open_is_written_to_by_whom_its_name_would_refuse(tmp_path):
+    """As standard output under `sudo -u`, or of a file whose folder is gone: a descriptor asks for nothing more."""
+    gone = tmp_path / "folder"
+    gone.mkdir()
+    with tempfile.TemporaryFile(dir=gone) as file, (gone / "log").open("wb+") as log:
+        reader, writer = os.pipe()
+        (gone / "log").unlink()
+        gone.rmdir()
+        try:
+            os.setresuid(1234, 1234, 0)
+            for number in (writer, file.fileno(), log.fileno()):
+                check_output(Path(f"/dev/fd/{number}"))
+                write_atomic(f"/dev/fd/{number}", b"new")
+        finally:
+            os.setresuid(0, 0, 0)
+        assert [os.read(reader, 9), os.pread(file.fileno(), 9, 0), os.pread(log.fileno(), 9, 0)] == [b"new"] * 3
+        os.close(reader)
+        os.close(writer)
 
 
 def test_links_in_a_circle_are_not_followed_for_ever(tmp_path):

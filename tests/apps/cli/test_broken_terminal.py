@@ -96,7 +96,11 @@ def test_what_is_shown_is_saved_before(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "redirected", ["2>/dev/full", ">/dev/full", ">/dev/full 2>&1", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+    "redirected",
+    [
+        *("2>/dev/full", ">/dev/full 2>&1", "<&- >&- 2>&-"),
+        *(pytest.param(x, marks=pytest.mark.long) for x in (">/dev/full", ">&-", "2>&-", ">&- 2>&-")),
+    ],
 )
 def test_a_command_without_a_terminal_trains(tmp_path, text, redirected):
     words = " ".join(command(tmp_path / "run", text, "--steps", "3", "--log-every", "1"))

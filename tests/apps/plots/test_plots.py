@@ -204,7 +204,7 @@ def test_every_layer_has_a_row_of_panels_or_one_panel(layers, heads, length):
 LENGTHS = [(1, 1), (3, 2), (5, 4), (30, 4), (4, 60)]
 
 
-@pytest.mark.parametrize("word", ["x", "Donaudampfschifffahrtsgesellschaft"])
+@pytest.mark.parametrize("word", [pytest.param("x", marks=pytest.mark.long), "Donaudampfschifffahrtsgesellschaft"])
 @pytest.mark.parametrize(("target", "source"), LENGTHS)
 @pytest.mark.parametrize("shape", [(), (1,), (8,), (3, 1), (2, 4)], ids=str)
 def test_no_text_of_an_attention_map_is_cut_off(shape, target, source, word):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.system.atomic import check_replaceable, is_replaced
+from fastformer.apps.system.outputs import check_replaceable, is_replaced
 from fastformer.apps.system.terminal import Terminal, shown
 from fastformer.apps.text import lines_of, read_lines, write_lines
 from fastformer.settings import check_value

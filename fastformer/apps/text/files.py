@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastformer.apps.system.atomic import open_output
 from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file, write_file
+from fastformer.apps.system.outputs import open_output
 from fastformer.settings import check_value
 
 _GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8

@@ -1,30 +1,25 @@
-"""What is shown is never worth a run: broken outputs, a closed terminal, signals; and no output replaces an input."""
+"""What is shown is never worth a run: broken outputs, a closed terminal, signals."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fastformer.apps import cli
-from fastformer.apps.cli.console import check_output
-from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.run_lock import check_locked
-from fastformer.apps.text import prepare
-from fastformer.apps.train import CheckpointFolder, Result, TrainConfig, read_metrics
+from fastformer.apps.train import CheckpointFolder, Result, read_metrics
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.progress import Progress
 from fastformer.apps.translation import demo
 from fastformer.apps.translation.commands import demo as demo_command
 from fastformer.apps.translation.demo import run_demo
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from tests.apps.runs.test_run_lock import ENVIRONMENT, command, train, wait_for
+from tests.apps.runs.test_run_lock import ENVIRONMENT, command, wait_for
 from tests.support.train_task import config, trainer
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, /dev/full and closed pipes")
@@ -293,217 +288,3 @@ def test_a_demo_that_was_killed_is_followed_by_the_next(tmp_path, monkeypatch, s
     (tmp_path / "new" / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match="notes is not a run's"):
         run_demo(tmp_path / "new", "fr", "cpu", Console(quiet=True))
-
-
-@pytest.mark.parametrize("way", ["symbolic", "hard"])
-def test_a_prepared_dataset_replaces_no_original(tmp_path, way):
-    origin, folder = tmp_path / "from", tmp_path / "to"
-    origin.mkdir()
-    folder.mkdir()
-    for language in ("fr", "en"):
-        lines = [f"{language} {i}" for i in range(20_000)]
-        (origin / f"europarl-v7.fr-en.{language}").write_text("\n".join(lines) + "\n")
-    original = origin / "europarl-v7.fr-en.en"
-    before = original.read_bytes()
-    (folder / "train.en").symlink_to(original) if way == "symbolic" else os.link(original, folder / "train.en")
-    with pytest.raises(ValueError, match=r"train\.en is one of the originals"):
-        prepare("europarl", origin, folder)
-    assert original.read_bytes() == before
-    assert os.listdir(folder) == ["train.en"]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A translation run, and a language run, with their text."""
-    folder = tmp_path_factory.mktemp("runs")
-    lines = "".join(f"{i} the quick brown fox {i * 7 % 11} jumps over {i * 3 % 5}\n" for i in range(200))
-    for name in ("source.txt", "target.txt"):
-        (folder / name).write_text(lines)
-    source, target = folder / "source.txt", folder / "target.txt"
-    model = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
-    data = DataConfig(
-        dataset="files", train_source=source, train_target=target, valid_source=source, valid_target=target,
-        test_source=source, test_target=target,
-        tokenizer="words", bleu_sentences=0,
-    )  # fmt: skip
-    TranslationRun.create(folder / "translation", data, model, TrainConfig(steps=2)).fit(show=False)
-    assert train(folder / "language", source, "--steps", "2").returncode == 0
-    return folder
-
-
-@pytest.fixture
-def invoke(runs, monkeypatch):
-    from typer.testing import CliRunner
-
-    from fastformer.apps.cli.console import app
-
-    monkeypatch.chdir(runs)
-
-    def run(line):
-        return CliRunner().invoke(app, line.split())
-
-    return run
-
-
-SIZES = {"train": 50, "valid": 5, "test": 5}
-OUTPUTS = {
-    "translate": "translate --run translation --input source.txt --output {}",
-    "score": "score --run translation --source source.txt --target target.txt --output {}",
-    "evaluate": "evaluate --run translation --source source.txt --target target.txt --output {}",
-    "evaluate the run's own": "evaluate --run translation --split valid --output {}",
-    "generate": "generate --run language --prompt-file source.txt --output {}",
-}
-
-
-@pytest.mark.parametrize("way", ["same", "symbolic", "hard"])
-@pytest.mark.parametrize("name", OUTPUTS)
-@pytest.mark.slow
-def test_an_output_never_replaces_its_input(runs, invoke, tmp_path, name, way):
-    before = (runs / "source.txt").read_bytes()
-    output = runs / "source.txt" if way == "same" else tmp_path / "output"
-    if way == "symbolic":
-        output.symlink_to(runs / "source.txt")
-    elif way == "hard":
-        os.link(runs / "source.txt", output)
-    ended = invoke(OUTPUTS[name].format(output))
-    assert "would be replaced" in str(ended.exception)
-    assert (runs / "source.txt").read_bytes() == before
-
-
-@pytest.mark.parametrize(("output", "message"), [("no/such", "no: no such folder"), ("translation", "is a folder")])
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(runs, invoke, monkeypatch, name, output, message):
-    def read(*arguments, **more):
-        raise AssertionError("a model was read for what cannot be written")
-
-    monkeypatch.setattr("fastformer.apps.runs.application.Application.load_weights", read)
-    ended = invoke(OUTPUTS[name].format(output))
-    assert isinstance(ended.exception, OSError), ended.exception
-    assert message in str(ended.exception)
-
-
-def test_a_file_of_somebody_elses_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
-    """In a sticky folder, such as /tmp, the rename failed when all was translated; a read-only file was replaced."""
-    (tmp_path / "file").write_bytes(b"theirs")
-    tmp_path.chmod(0o1777)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1, raising=False)
-        for refuses in (check_output, lambda path: write_atomic(path, b"new")):
-            with pytest.raises(PermissionError, match="cannot be written"):
-                refuses(tmp_path / "file")
-    check_output(tmp_path / "file")
-    (tmp_path / "file").chmod(0o444)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "file")  # for root, all is writable
-    with pytest.raises(PermissionError, match="cannot be written"):
-        write_atomic(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_bytes() == b"theirs"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="standard input has a name")
-def test_an_output_never_replaces_standard_input(runs):
-    before = (runs / "source.txt").read_bytes()
-    line = ["translate", "--run", "translation", "--output", "source.txt"]
-    with (runs / "source.txt").open("rb") as text:
-        ended = subprocess.run(
-            [sys.executable, "-m", "fastformer", *line],
-            stdin=text,
-            cwd=runs,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-        )
-    assert (ended.returncode, (runs / "source.txt").read_bytes()) == (2, before)
-    assert "would be replaced" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "export --run translation --to loop",
-        "compare loop",
-        "data multi30k --from . --to loop",
-        "translate --run translation --beam 9223372036854775807 the",
-        "translate --run translation --beam 99999999999999999999 the",
-    ],
-)
-def test_a_loop_of_links_and_a_number_beyond_all_are_a_users_mistakes(runs, invoke, line):
-    if not (runs / "loop").is_symlink():
-        (runs / "loop").symlink_to("loop")
-    assert isinstance(invoke(line).exception, ValueError | OSError)
-
-
-WRITES = {
-    **{name: line for name, line in OUTPUTS.items() if name != "evaluate the run's own"},
-    "plot history": "plot history translation --output {}",
-    "plot positions": "plot positions --run translation --output {}",
-    "plot attention": "plot attention --run translation --source the --output {}",
-    "compare": "compare translation language --plot {}",
-}
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_an_output_never_replaces_a_file_of_its_run(runs, invoke, tmp_path, name):
-    run = runs / ("language" if name == "generate" else "translation")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    (tmp_path / "run").symlink_to(run)
-    os.link(run / "data.json", tmp_path / "hard")
-    for output in (
-        run / "config.toml",
-        run / "tokenizer" / "new.png",
-        tmp_path / "run" / "metrics.csv",
-        next(run.rglob("model.safetensors")),
-        tmp_path / "hard",
-    ):
-        ended = invoke(WRITES[name].format(output))
-        assert "would be replaced" in str(ended.exception), output
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
-
-def test_an_output_beside_the_files_of_a_run_is_written(runs, invoke):
-    for name in ("history.png", "mine.png"):
-        ended = invoke(f"plot history translation --output translation/{name}")
-        assert ended.exit_code == 0, ended.exception
-        (runs / "translation" / name).unlink()
-
-
-def test_an_export_into_the_run_is_refused(runs, invoke):
-    ended = invoke("export --run translation --to translation/exported --format safetensors")
-    assert "is in the run folder" in str(ended.exception)
-    assert not (runs / "translation" / "exported").exists()
-
-
-def test_an_output_never_replaces_the_data_set_of_its_run(invoke, tmp_path):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    counts = {f"{part}.{language}": count for part, count in SIZES.items() for language in ("en", "fr")}
-    for name, count in counts.items():
-        (folder / name).write_text("".join(f"{i} the fox jumps\n" for i in range(count)))
-    report = {
-        "name": "multi30k",
-        "languages": ["en", "fr"],
-        "lines": counts,
-        "notice": "",
-        "tokens": {},
-        "warnings": [],
-    }
-    (folder / "dataset.json").write_text(json.dumps(report))
-    data = DataConfig(dataset=str(folder), tokenizer="words", bleu_sentences=0)
-    model = {"d_model": 8, "heads": 1, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 8}
-    TranslationRun.create(tmp_path / "run", data, model, TrainConfig(steps=2)).fit(show=False)
-    os.link(folder / "test.fr", tmp_path / "hard")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    for output in (folder / "test.fr", folder / "dataset.json", tmp_path / "hard"):
-        ended = invoke(f"evaluate --run {tmp_path / 'run'} --beam 1 --output {output}")
-        assert "would be replaced" in str(ended.exception), output
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert invoke(f"evaluate --run {tmp_path / 'run'} --beam 1 --output {folder / 'new'}").exit_code == 0
-
-
-def test_an_output_without_a_name_is_written_to(invoke, tmp_path):
-    with (tmp_path / "file").open("w+b") as file:
-        (tmp_path / "file").unlink()
-        ended = invoke(f"translate --run translation --input source.txt --output /proc/self/fd/{file.fileno()}")
-        assert ended.exit_code == 0, ended.exception
-        file.seek(0)
-        assert len(file.read().splitlines()) == 200
-    assert list(tmp_path.iterdir()) == []

@@ -150,12 +150,11 @@ class Trainer:
 
     def _mark_again(self, path: Path) -> None:
         """Of a checkpoint that was the best so far: who wrote it may have been killed before the index said so."""
-        value, folder = self._at.best_value, self.checkpoints
-        if value is None or self._metrics.get(self.config.metric) != value or path.parent != folder.folder:
-            return
-        if is_better(self.config.metric, value, folder.best_value()):
-            with locked(self.folder):
-                folder.mark_best(path, value)
+        value = self._at.best_value
+        if value is not None and self._metrics.get(self.config.metric) == value:
+            if path.parent == self.checkpoints.folder:
+                with locked(self.folder):
+                    self._mark_if_best(path, value)
 
     def fit(self) -> Result:
         """Train until a budget is spent, patience ends or Ctrl-C, then validate and save; gives back how it ended.
@@ -370,17 +369,16 @@ class Trainer:
         # Also where a run that ended, or was killed right here, is resumed without a longer budget.
         if self._validate is not None and not self._metrics:
             value, shown = self._evaluate("validation")
-            best = self._processes.on_main(lambda: self._mark_if_best(value))
+            best = self._processes.on_main(lambda: self._mark_if_best(self.checkpoints.last(), value))
             self._show(shown, best)
         if self.config.average > 1 and reason != "interrupted":
             self._average()
         self._progress.line(f"ended at step {self._at.step:,}: {reason}")
 
-    def _mark_if_best(self, value: float) -> bool:
-        last = self.checkpoints.last()
-        if last is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
+    def _mark_if_best(self, path: Path | None, value: float) -> bool:
+        if path is None or not is_better(self.config.metric, value, self.checkpoints.best_value()):
             return False
-        self.checkpoints.mark_best(last, value)
+        self.checkpoints.mark_best(path, value)
         return True
 
     def _average(self) -> None:

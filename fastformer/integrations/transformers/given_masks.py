@@ -20,7 +20,7 @@ from fastformer.modes import has_values, recorded
 _HIDES = -1e4
 # Of each mask that is alive: how often it was written to and in which forward pass it was read, and what was read from
 # it. A model's layers share one.
-_read: MutableMapping[Tensor, tuple[tuple[int, int], Tensor | None, dict[object, Any]]] = WeakTensorKeyDictionary()
+_read: MutableMapping[Tensor, tuple[int, int, Tensor | None, dict[object, Any]]] = WeakTensorKeyDictionary()
 _passes = itertools.count(1)
 
 
@@ -52,9 +52,9 @@ def padding_rules(mask: Tensor, packed: bool = False) -> MaskRules | None:
         return None
     version, number = 0 if mask.is_inference() else mask._version, _pass.number
     known = _read.get(mask)
-    if known is None or known[0][0] != version or (known[0][1] != number and not packed):
-        known = _read[mask] = ((version, number), _padding(mask[:, 0, 0]), {})
-    _, key_mask, layouts = known
+    if known is None or known[0] != version or (known[1] != number and not packed):
+        known = _read[mask] = (version, number, _padding(mask[:, 0, 0]), {})
+    _, _, key_mask, layouts = known
     if key_mask is None:
         return None
     B, S = key_mask.shape

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.apps.cli.test_cli import Done, fastformer
 from tests.fuzz import fuzz
+from tests.support.command_line import Done, fastformer
 
 TINY = " --max-length 4 --beam 2 --device cpu"
 PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins

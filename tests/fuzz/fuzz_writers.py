@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from tests.apps.cli.test_cli import Done, fastformer
 from tests.fuzz.fuzz_commands import cheapen
+from tests.support.command_line import Done, fastformer
 
 CALLS = ("open", "replace", "rename", "unlink", "mkdir", "rmdir", "ftruncate", "stat", "listdir")
 

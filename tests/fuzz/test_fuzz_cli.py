@@ -24,9 +24,10 @@ import typer.main
 
 from fastformer.apps.cli.console import app
 from fastformer.apps.text import read_lines
-from tests.apps.cli.test_cli import TRAIN, fastformer
+from tests.apps.cli.test_cli import TRAIN
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
 from tests.fuzz.fuzz_commands import TINY, run
+from tests.support.command_line import fastformer
 
 # A glyph that a font lacks, a model that shrinks: to a user no error.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -27,7 +27,6 @@ from fastformer.apps.cli import main
 from fastformer.apps.cli.console import console
 from fastformer.apps.train import CheckpointFolder, read_metrics
 from tests.apps.cli.test_broken_terminal import Broken
-from tests.apps.cli.test_cli import Done
 from tests.fuzz.fuzz_commands import (
     PNG,
     RESUME,
@@ -41,6 +40,7 @@ from tests.fuzz.fuzz_commands import (
     train_tiny,
     tree,
 )
+from tests.support.command_line import Done
 
 # A glyph that a font lacks, a model that shrinks: to a user no error.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

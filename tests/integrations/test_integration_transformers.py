@@ -319,7 +319,7 @@ def test_registering_twice_changes_nothing():
     assert "fastformer" in before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_build_beside_this_package():
     """`kernels/` in the repository must not shadow the distribution of that name, which transformers looks for."""
     code = (

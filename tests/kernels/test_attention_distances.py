@@ -98,7 +98,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("weights", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rules(name, weights):
     """Two query heads of one key head; weights and their gradients, too."""
     inputs = [*heads(B, 2, T, S, 16, 1), by_distance(2, S + 1), torch.randn(2, dtype=torch.float64)]

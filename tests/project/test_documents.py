@@ -20,8 +20,8 @@ from benchmarks.report.pages import BEGIN, END
 from fastformer.apps.language import run as language_run
 from fastformer.apps.text import datasets, docstring_corpora, number_corpus, write_lines
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
-from tests.apps.cli.test_cli import fastformer
 from tests.apps.pretrained.marian_folder import write_marian_folder
+from tests.support.command_line import fastformer
 from tests.support.python import python
 
 # What a page's training gets besides its own flags: a model and a budget for a test. The later of two flags counts.

@@ -29,7 +29,7 @@ from fastformer.apps.classification.commands import _labelled
 from fastformer.apps.export import load_safetensors
 from fastformer.apps.text import LabelledBatch, LabelledBatches, WordTokenizer
 from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
-from tests.apps.cli.test_cli import Done, fastformer
+from tests.support.command_line import Done, fastformer
 
 WORDS = {"animal": ("cat", "dog", "hen"), "plant": ("oak", "elm", "rose"), "tool": ("saw", "axe", "pen")}
 LINES = [

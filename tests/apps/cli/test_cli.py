@@ -1,13 +1,10 @@
 """The command line as a person uses it, with real files, right and wrong input."""
 
 import inspect
-import io
 import json
 import math
 import re
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from itertools import takewhile
 from pathlib import Path
@@ -22,10 +19,11 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 import fastformer as fastformer_package
 from fastformer import functional
 from fastformer.apps.cli import main
-from fastformer.apps.cli.console import app, console
+from fastformer.apps.cli.console import app
 from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.system.waiting import waiting
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
+from tests.support.command_line import fastformer
 from tests.support.python import python
 
 TRAIN = (
@@ -33,31 +31,6 @@ TRAIN = (
     "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --steps 4 --warmup-steps 2 "
     "--validate-every 2 --bleu-sentences 4 --threads 1 --device cpu"
 )
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def fastformer(*arguments: str, cwd: Path, stdin: bytes = b"") -> Done:
-    """Run a command in this process, which saves two seconds of imports each; its streams hold UTF-8 only."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.chdir(cwd)
-        patch.setenv("COLUMNS", "160")
-        patch.setattr(sys, "argv", ["fastformer", *arguments])
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        patch.setattr(console, "quiet", False)  # rich turns it on for good where a pipe has no reader
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    written = [stream.detach().getvalue().decode("utf-8") for stream in (out, err) if not stream.flush()]
-    return Done(code, *written)
 
 
 @pytest.fixture(scope="module")

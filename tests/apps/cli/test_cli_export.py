@@ -9,8 +9,9 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 from fastformer.apps.export import load_safetensors
 from fastformer.apps.language.run import load_generator
 from fastformer.apps.translation.run import load_translator
-from tests.apps.cli.test_cli import TRAIN, fastformer
+from tests.apps.cli.test_cli import TRAIN
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+from tests.support.command_line import fastformer
 
 
 @pytest.fixture(scope="module")

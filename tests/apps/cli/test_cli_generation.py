@@ -8,7 +8,7 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.text import WordTokenizer
-from tests.apps.cli.test_cli import Done, fastformer
+from tests.support.command_line import Done, fastformer
 from tests.support.language_task import random_model
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "slept", "."]

@@ -19,8 +19,9 @@ from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import load_translator
 from fastformer.apps.translation.search import SearchOptions
-from tests.apps.cli.test_cli import TRAIN, fastformer
+from tests.apps.cli.test_cli import TRAIN
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+from tests.support.command_line import fastformer
 
 PNG = b"\x89PNG\r\n"
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
-from tests.apps.cli.test_cli import fastformer
+from tests.support.command_line import fastformer
 
 TRAIN_LM = (
     "train lm --train-text text.txt --held-out 0.1 --tokenizer words --d-model 16 --heads 2 --layers 1 "

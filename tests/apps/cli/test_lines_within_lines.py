@@ -17,7 +17,7 @@ from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
-from tests.apps.cli.test_cli import fastformer
+from tests.support.command_line import fastformer
 
 WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", "a", "b\r\nc"]
 

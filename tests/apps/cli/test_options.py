@@ -26,7 +26,7 @@ from fastformer.apps.text import DatasetReport, docstring_corpora, number_corpus
 from fastformer.apps.train import Trainer
 from fastformer.apps.translation.run import TranslationRun
 from fastformer.settings import SET, unmet
-from tests.apps.cli.test_cli import fastformer
+from tests.support.command_line import fastformer
 
 RUNS: dict[str, type[Run]] = {"translation": TranslationRun, "language": LanguageRun}
 PACKAGE = Path(sys.modules["fastformer"].__file__ or "").parent

@@ -26,7 +26,7 @@ from fastformer.apps.train.progress import Progress
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from tests.apps.cli.test_cli import fastformer
+from tests.support.command_line import fastformer
 from tests.support.train_task import config, network, trainer
 
 PACKAGE = Path(__file__).resolve().parents[3] / "fastformer"
@@ -175,9 +175,7 @@ def test_a_warning_of_an_endless_word_is_shown_at_once(strangers: Path) -> None:
 
 @pytest.mark.parametrize(("encoding", "text"), [("ascii", "\xfc"), ("iso8859-1", "\u65e5"), ("cp1254", "\u65e5")])
 def test_a_standard_output_that_cannot_hold_a_text_is_named(strangers: Path, encoding: str, text: str) -> None:
-    command = [sys.executable, "-m", "fastformer", "generate", "--run", "language", "--device", "cpu", text]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=strangers, env=environment)
+    done = fastformer("generate", "--run", "language", "--device", "cpu", text, cwd=strangers, encoding=encoding)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         f"error: standard output is in {encoding}, which has no {text!a}: set PYTHONIOENCODING=utf-8, or give --output"

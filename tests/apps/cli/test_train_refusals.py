@@ -19,8 +19,8 @@ from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from fastformer.backend import BackendError
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
-from tests.apps.cli.test_cli import fastformer
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+from tests.support.command_line import fastformer
 
 SMALL = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 16}
 FILES = "train --run new --steps 1 --device cpu --train-source s.txt --train-target t.txt"

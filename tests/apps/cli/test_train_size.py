@@ -16,8 +16,8 @@ from fastformer.apps.text import TextError, open_dataset, prepare, read_parallel
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, read_corpora
-from tests.apps.cli.test_cli import fastformer
 from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
+from tests.support.command_line import fastformer
 
 SMALL = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 16}
 FILES = "train --run new --steps 1 --device cpu --train-source s.txt --train-target t.txt"

@@ -25,7 +25,7 @@ from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
-from tests.apps.cli.test_cli import fastformer
+from tests.support.command_line import fastformer
 
 SIZES = {"d_model": 16, "heads": 2, "feed_forward": 32}
 TRAIN = TrainConfig(steps=3, log_every=1, lr=0.05, schedule="constant", warmup_steps=0, threads=1, seed=7)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from tests.apps.cli.test_cli import TRAIN as TRAIN_TRANSLATION
-from tests.apps.cli.test_cli import fastformer
+from tests.support.command_line import fastformer
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.run_lock import LOCK, RunLock, RunLockedError, locked
 from fastformer.apps.train import TrainConfig, read_metrics
+from tests.support.command_line import fastformer
 from tests.support.python import variables
 from tests.support.train_task import config, trainer, validate
 
@@ -23,15 +24,17 @@ MODEL = ["--d-model", "8", "--heads", "1", "--feed-forward", "8", "--device", "c
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and flock")
 
 
-def command(run, text, *more):
+def words(run, text, *more):
     given = ["--train-text", str(text), "--valid-text", str(text), "--tokenizer", "words", "--layers", "1", *MODEL]
-    given = [*more] if "--resume" in more else [*given, *more]
-    return [sys.executable, "-m", "fastformer", "train", "lm", "--run", str(run), *given]
+    return ["train", "lm", "--run", str(run), *([] if "--resume" in more else given), *more]
 
 
-def train(run, text, *more, **options):
-    options = {"capture_output": True, "text": True, "timeout": 120, "env": ENVIRONMENT, **options}
-    return subprocess.run(command(run, text, *more), **options)
+def command(run, text, *more):
+    return [sys.executable, "-m", "fastformer", *words(run, text, *more)]
+
+
+def train(run, text, *more):
+    return fastformer(*words(run, text, *more), cwd=text.parent)
 
 
 def wait_for(condition, seconds=60.0):
@@ -245,7 +248,7 @@ def test_the_lock_is_no_way_out(tmp_path, kind):
 @POSIX
 def test_of_two_commands_on_a_new_folder_one_trains(tmp_path, text):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    two = [subprocess.Popen(command(tmp_path / "run", text, "--steps", "300"), **pipes) for _ in range(2)]
+    two = [subprocess.Popen(command(tmp_path / "run", text, "--steps", "50"), **pipes) for _ in range(2)]
     try:
         ended = [(process.communicate(timeout=600), process.returncode) for process in two]
     finally:
@@ -258,7 +261,6 @@ def test_of_two_commands_on_a_new_folder_one_trains(tmp_path, text):
     assert "training:" not in output
 
 
-@pytest.mark.slow
 @POSIX
 def test_resume_is_refused_while_a_run_is_written(tmp_path, text, holder):
     assert train(tmp_path / "run", text, "--steps", "2").returncode == 0
@@ -301,14 +303,13 @@ def test_the_configuration_just_typed_is_not_rewritten(tmp_path, text):
     content = "# mine\n[train]\nsteps = 2\n"
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.toml").write_text(content)
-    ended = train(".", text, "--config", "config.toml", cwd=tmp_path / "new")
+    ended = fastformer(*words(".", text, "--config", "config.toml"), cwd=tmp_path / "new")
     assert ended.returncode == 2
     assert "config.toml" in ended.stderr
     assert (tmp_path / "new" / "config.toml").read_text() == content
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.toml"]
 
 
-@pytest.mark.slow
 def test_the_configuration_typed_in_the_folder_of_a_killed_run_is_not_rewritten(tmp_path, text):
     run, content = tmp_path / "run", "# mine\n[run]\nkind = 'language'\n[train]\nsteps = 2\n"
     run.mkdir()
@@ -320,7 +321,6 @@ def test_the_configuration_typed_in_the_folder_of_a_killed_run_is_not_rewritten(
     assert (run / "config.toml").read_text() == content
 
 
-@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_is_replaced(tmp_path, text):
     run = tmp_path / "run"
     assert train(run, text, "--steps", "1").returncode == 0

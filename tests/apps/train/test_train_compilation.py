@@ -200,7 +200,7 @@ def test_batches_reach_the_model_with_layouts(packed):
     assert with_layouts("a batch of another kind") == "a batch of another kind"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_inductor_trains(tmp_path):
     """The compiler itself, on C++."""
     try:

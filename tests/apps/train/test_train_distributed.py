@@ -21,6 +21,7 @@ from fastformer.apps.train import Checkpoint, CheckpointFolder, ProcessError, Pr
 from fastformer.apps.train.processes import local_device
 from fastformer.apps.translation.run import load_translator
 from tests.apps.train.distributed_task import WORLD, double_trainer, language, resume, work
+from tests.support.command_line import fastformer
 from tests.support.processes import start_processes
 from tests.support.python import variables
 
@@ -164,7 +165,7 @@ def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_p
     assert sizes[0] == sizes[1]  # tied embeddings once
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_models_train_the_same(tmp_path):
     seen = spawn(tmp_path, "compiled", seconds=600)
     # One for all batches, and one more where a share is a single sequence; none would mean that it ran as it was.
@@ -247,9 +248,8 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     assert opened.is_sharded
     last = opened.step
     for command in ("--run run --resume --steps {}", f"{TRAIN.removeprefix('train ')} --run whole --steps {{}}"):
-        process = run("-m", "fastformer", "train", *command.format(last + 3).split(), "--device", "cpu", cwd=tmp_path)
-        _, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err
+        done = fastformer("train", *command.format(last + 3).split(), "--device", "cpu", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     ours, theirs = values(tmp_path / "run"), values(tmp_path / "whole")
     assert_close_records(ours, theirs, 1e-3)  # fp32, and Adam divides small gradients by their size
 

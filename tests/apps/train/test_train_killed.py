@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.python import python
 
-KILLS = 50
-
 # A process of its own, because it forks: its children train, and are killed at moments drawn by the clock.
 SCRIPT = """
 import os, random, shutil, signal, sys, time
@@ -58,6 +56,7 @@ print("passed", killed, rounds, resumed_late)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_runs_end_as_the_run_that_was_not_killed(tmp_path):
-    run = python("-c", SCRIPT, tmp_path, str(KILLS), OMP_NUM_THREADS="1")
+@pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.long)])
+def test_killed_runs_end_as_the_run_that_was_not_killed(tmp_path, kills):
+    run = python("-c", SCRIPT, tmp_path, str(kills), OMP_NUM_THREADS="1")
     assert run.stdout.startswith("passed"), run.stdout + run.stderr

@@ -1,13 +1,29 @@
-"""`fastformer data | info`."""
+"""`fastformer data | info`, and `fastformer --version`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import fastformer
 from fastformer.apps.cli.console import app, console
 from fastformer.apps.cli.describe import describe_run, describe_system
 from fastformer.apps.text import DATASETS, prepare
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"fastformer {fastformer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Take the options of no command."""
 
 
 @app.command()

@@ -102,6 +102,11 @@ def test_a_run_folder_describes_itself(run: Path) -> None:
     assert "backend: auto" in described.stdout
 
 
+def test_the_version_is_the_package_s(tmp_path: Path) -> None:
+    done = fastformer("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"fastformer {fastformer_package.__version__}\n")
+
+
 def ops_after(heading: str, text: str) -> dict[str, str]:
     """The indented `op: verdict` lines under a heading of `fastformer info`."""
     lines = text.split("\n")[text.split("\n").index(heading) + 1 :]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastformer.nn.modules import has_hooks, plain
+from fastformer.nn.hooks import has_hooks, plain
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.wrappers import levels, unwrap, within
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
+from fastformer.nn.hooks import has_hooks, has_own
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import has_hooks, has_own
 from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, orders_of, zero_padding
 from fastformer.nn.sublayers import Pending
 from fastformer.nn.torch_calls import causal_hint

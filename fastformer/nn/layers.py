@@ -17,18 +17,8 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
-from fastformer.nn.modules import (
-    LayerNorm,
-    activation_name,
-    drop_in,
-    has_hooks,
-    has_own,
-    is_part_of_trace,
-    plain,
-    take_over,
-    torchs_own,
-    traced_call,
-)
+from fastformer.nn.hooks import has_hooks, has_own, plain, torchs_own
+from fastformer.nn.modules import LayerNorm, activation_name, drop_in, is_part_of_trace, take_over, traced_call
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
 from fastformer.nn.plain_attention import weights_of_few

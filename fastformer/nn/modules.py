@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 from torch.nn import init
-from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer import functional
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
-from fastformer.modes import compiling
 from fastformer.nn.activations import FUSED
+from fastformer.nn.hooks import has_hooks, plain
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -113,51 +112,6 @@ def _share(module: nn.Module) -> nn.Module:
     return other
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says, so that its parameters must not be used past it.
-
-    An instance whose `forward` was replaced counts too: libraries that move weights between devices do that. So does a
-    class, as some adapters replace that of nn.Linear, and a hook that torch calls for all modules.
-    """
-    return has_own_hooks(module) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
-
-
-def has_own_hooks(module: nn.Module) -> bool:
-    """`has_hooks`, but for those of all modules: profilers and counters, which only look on."""
-    state: dict[str, Any] = module.__dict__
-    found = state.get  # written out: layers ask 50 times a step, and a generator takes 1 us each time
-    hooks = found("_forward_hooks") or found("_forward_pre_hooks") or found("_backward_hooks")
-    if hooks or found("_backward_pre_hooks") or "forward" in state:
-        return True
-    kind = type(module)
-    if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
-        return True
-    return compiling() and has_own(module, "forward")
-
-
-def has_own(module: nn.Module, *names: str) -> bool:
-    """Whether an instance has one of these itself, such as a method in the place of its class's."""
-    if compiling():  # Dynamo compiles anew where what it looked up has changed, and has not looked at a state
-        for name in names:
-            getattr(module, name, None)
-    return any(name in module.__dict__ for name in names)
-
-
-def torchs_own(kind: type[nn.Module], name: str = "forward") -> Any:
-    """The method of a class of torch's; None where it was not defined in torch, but put there."""
-    method = getattr(kind, name)
-    where = getattr(method, "__globals__", {}).get("__name__", "")
-    return method if where.startswith("torch.nn.") else None
-
-
-_FORWARDS: dict[type[nn.Module], Any] = {
-    kind: torchs_own(kind) for kind in (nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.LayerNorm, nn.RMSNorm)
-}
-
-
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:
     """Recognise the activations that `functional.feed_forward` knows."""
     if isinstance(activation, FunctionType | BuiltinFunctionType):
@@ -167,11 +121,6 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None
     if isinstance(activation, nn.GELU):
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     return "relu"
-
-
-def plain(module: nn.Module, *types: type[nn.Module]) -> bool:
-    """Whether the module does exactly what its class says, so that an op may work with its parameters."""
-    return type(module) in types and not has_hooks(module)
 
 
 def run_feed_forward(

@@ -13,8 +13,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer.modes import has_values
 from fastformer.nn.activations import DEFINED_HERE
+from fastformer.nn.hooks import has_hooks, has_own_hooks
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import LayerNorm, RMSNorm, has_hooks, has_own_hooks
+from fastformer.nn.modules import LayerNorm, RMSNorm
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.torch_calls import ahead
 from fastformer.nn.wrappers import is_gathered, is_sharded, levels, unwrap
@@ -261,10 +262,10 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
     """Set the rows of a padded output to 0 where its mask says True or -inf, as the packed way does.
 
-    It stays as it is without knowing the order of the dimensions, batch_first None, and where a mask does not fit, at
-    which layers that take it did not look.
+    It stays as it is without knowing the order of the dimensions, batch_first None, where a mask does not fit, at which
+    layers that take it did not look, and where a norm of somebody's own gave something else than a tensor.
     """
-    if padding is None or batch_first is None:
+    if padding is None or batch_first is None or not isinstance(x, Tensor):
         return x
     hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
     hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT

@@ -23,7 +23,7 @@ from fastformer.functional.checks import check_probability
 from fastformer.functional.choice import is_torchs
 from fastformer.host.devices import autocasts
 from fastformer.modes import watched
-from fastformer.nn.modules import has_own_hooks
+from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.projections import OUT_PROJECTIONS
 
 _FEW = 256  # tokens; of more, products take what there is to gain, and all scores more memory than theirs

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import compiling, dispatch_modes, functorch_level, tracing_state
+from fastformer.nn.hooks import has_global_hooks, has_own_hooks
 from fastformer.nn.inference_weights import PackedWeight
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, blocks_changed
-from fastformer.nn.modules import activation_name, has_own_hooks
+from fastformer.nn.modules import activation_name
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.places import LayerCache, Limits, Together
 from fastformer.nn.projections import OUT_PROJECTIONS, Positions
@@ -89,7 +89,7 @@ class PlainSteps:
             return False
         if compiling() or dispatch_modes() or functorch_level() is not None or tracing_state() is not None:
             return False
-        if autocasts(x) or _has_any_global_hook() or has_own_hooks(stack):  # type: ignore[no-untyped-call]
+        if autocasts(x) or has_global_hooks() or has_own_hooks(stack):
             return False
         if runs_fused("attention", x) or any(part.training for part in self._dropping):
             return False

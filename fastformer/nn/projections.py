@@ -18,7 +18,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
 from fastformer.host.devices import in_autocast
-from fastformer.nn.modules import RMSNorm, has_own_hooks
+from fastformer.nn.hooks import has_own_hooks
+from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
 from fastformer.nn.rotary import Rotary
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.host.devices import autocasts
-from fastformer.nn.modules import LayerNorm, RMSNorm, activation_name, plain, run_feed_forward
+from fastformer.nn.hooks import plain
+from fastformer.nn.modules import LayerNorm, RMSNorm, activation_name, run_feed_forward
 from fastformer.nn.multihead_attention import MultiheadAttention
 
 NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # those that an op may take with the sum before them

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
+from fastformer.nn.hooks import has_hooks, has_own_hooks
 from fastformer.nn.layer_stack import as_torch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import drop_in, has_hooks, has_own_hooks, is_part_of_trace, take_over, traced_call
+from fastformer.nn.modules import drop_in, is_part_of_trace, take_over, traced_call
 from fastformer.nn.options import LayerOptions, check_options, make_norm
 from fastformer.nn.padding_free import PackedInput, read_side, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder

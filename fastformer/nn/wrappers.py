@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.nn.modules import HOOKS
+from fastformer.nn.hooks import HOOKS
 
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 # Classes that call what they wrap with what they are given, by the attribute that holds it.

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers import AttentionInterface, DynamicCache, MoonshineConfig, MoonshineModel, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 import fastformer
@@ -310,6 +310,23 @@ def test_with_the_kernels(name):
         found.append([result.logits[inputs["labels"] != -100], result.loss, *(x.grad for x in model.parameters())])
     for actual, expected in zip(found[1], found[0], strict=True):
         assert_close(actual, expected, ROUNDINGS)
+
+
+def test_a_model_that_says_itself_whether_it_is_causal():
+    """Moonshine's attention states False where it has a mask, which says it."""
+    found, generator = [], torch.Generator().manual_seed(1)
+    speech, ids = torch.randn(2, 4000, generator=generator), torch.randint(3, 60, (2, 7), generator=generator)
+    for attention in ("eager", "fastformer"):
+        config = MoonshineConfig(
+            vocab_size=60, hidden_size=32, intermediate_size=48, encoder_num_hidden_layers=1,
+            decoder_num_hidden_layers=2, encoder_num_attention_heads=4, decoder_num_attention_heads=4, pad_token_id=0,
+            initializer_range=0.2,
+        )  # fmt: skip
+        torch.manual_seed(2)
+        model = MoonshineModel._from_config(config, attn_implementation=attention).eval()
+        mask = torch.arange(4000) < torch.tensor([[4000], [2500]])
+        found.append(model(speech, mask.long(), decoder_input_ids=ids).last_hidden_state)
+    assert_close(found[1], found[0], ROUNDINGS)
 
 
 def test_registering_twice_changes_nothing():

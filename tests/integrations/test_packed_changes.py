@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastformer.integrations.transformers import padded, padding_free
@@ -166,3 +168,97 @@ def test_many_parameters_of_one_layer_at_once(which, seen):
         found.append(torch.func.vmap(run)(two)[:, inputs["attention_mask"].bool()])
     assert_close(found[1], found[0], ROUNDINGS)
     assert seen
+
+
+class Changing(nn.Module):
+    """Something to call, whose forward changes the first position of each row."""
+
+    forward = staticmethod(with_first_position_changed(lambda x, *_: x))
+
+
+def with_hook_of_accelerate(layer):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Hook(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return with_first_position_changed(lambda: output)()
+
+    hooks.add_hook_to_module(layer.mlp, hooks.SequentialHook(Hook()))
+
+
+def with_torchs_function_around(layer):
+    own = with_first_position_changed(layer.mlp.forward)
+    layer.mlp.forward = functools.partial(torch.utils.checkpoint.checkpoint, own, use_reentrant=False)
+
+
+def with_closure_of_torch(layer):
+    layer.mlp.forward = torch.no_grad()(functools.partial(with_first_position_changed(layer.mlp.forward)))
+
+
+def with_called_instance(layer):
+    layer.mlp.forward = Changing()
+
+
+def with_another_method(layer):
+    its = layer.input_layernorm
+    its._call_impl = with_first_position_changed(its._call_impl)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_hook_of_accelerate,
+        with_torchs_function_around,
+        with_closure_of_torch,
+        with_called_instance,
+        with_another_method,
+    ],
+)
+def test_forwards_that_hold_what_is_somebodys(change, seen):
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        model = tiny("llama", "eager")
+        if pack:
+            padding_free(model)
+        change(model.model.layers[1])
+        found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert len(seen) == 1
+
+
+def with_first_row_doubled(function):
+    """A function whose outputs are others in the first row, which packed tokens have alone."""
+    return lambda *args, **options: tuple(torch.cat([2 * x[:1], x[1:]]) for x in function(*args, **options))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change"),
+    [
+        *(
+            (kind, name, with_first_position_changed)
+            for kind in (nn.Linear, LlamaMLP)
+            for name in ("forward", "__call__")
+        ),
+        (type(ACT2FN["silu"]), "forward", with_first_position_changed),
+        (modeling_llama.LlamaRMSNorm, "forward", with_first_position_changed),
+        (modeling_llama, "apply_rotary_pos_emb", with_first_row_doubled),
+        (nn.functional, "silu", with_first_position_changed),
+    ],
+)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_is_put_into_a_class_or_a_file(owner, name, change, order, monkeypatch, seen):
+    found, inputs = [], batch("llama", "right")
+    for pack in (False, True):
+        with monkeypatch.context() as patch:
+            model = tiny("llama", "eager")
+            if pack and order == "after":
+                padding_free(model)
+                outcome(model, inputs)
+                assert len(seen) == 2
+                model.zero_grad()
+            patch.setattr(owner, name, change(getattr(owner, name)))
+            if pack and order == "before":
+                padding_free(model)
+            found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert len(seen) == (2 if order == "after" else 0)

@@ -8,20 +8,16 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import fastformer
 from fastformer.integrations.transformers import padded, padding_free
 from tests.integrations.tiny_transformers import (
-    CAUSAL,
     GENERATING,
-    LENGTH,
     MODELS,
     PAIRS,
     ROUNDINGS,
     VOCABULARY,
     batch,
-    both_ways,
     count_packed,
     pairs,
     tiny,
@@ -114,72 +110,6 @@ def test_generation_packs_the_prompt(name, beams, seen):
         found.append(model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings))
     assert torch.equal(*found)
     assert len(seen) == 2  # the layers of the prompt; steps have nothing to leave out
-
-
-@pytest.mark.parametrize("name", GENERATING)
-def test_the_first_step_of_one_row_with_a_static_cache_is_no_packed_batch(name):
-    ids = torch.tensor([[5, 7, 9] if MODELS[name][0] is PAIRS else [5]])  # the decoder begins with one token
-    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
-    assert torch.equal(*(model.generate(ids, **settings) for model in both_ways(name)))
-
-
-@pytest.mark.parametrize("name", GENERATING)
-def test_a_cache_holds_what_eager_gives_it(name, seen):
-    inputs = pairs(name, "left")
-    labels = inputs.pop("labels")
-    if MODELS[name][0] is PAIRS:
-        inputs["decoder_input_ids"] = labels.clamp(min=0)
-    caches = []
-    for pack in (False, True):
-        model = tiny(name, "eager")
-        if pack:
-            padding_free(model)
-        caches.append(model(**inputs, use_cache=True).past_key_values)
-    assert len(seen) == attentions(name)
-    real = inputs["decoder_attention_mask" if MODELS[name][0] is PAIRS else "attention_mask"].bool()
-    assert type(caches[1]) is (EncoderDecoderCache if MODELS[name][0] is PAIRS else DynamicCache)
-    parts = [caches]
-    if MODELS[name][0] is PAIRS:
-        parts = [[each.self_attention_cache for each in caches], [each.cross_attention_cache for each in caches]]
-        assert caches[1].is_updated == {0: True, 1: True}
-    for (wanted, found), its in zip(parts, [real, inputs["attention_mask"].bool()], strict=False):
-        assert [layer.get_seq_length() for layer in found.layers] == [layer.get_seq_length() for layer in wanted.layers]
-        for one, other in zip(found.layers, wanted.layers, strict=True):
-            kept = its[:, -one.keys.shape[2] :]  # a window keeps the last ones
-            for x, y in ((one.keys, other.keys), (one.values, other.values)):
-                assert_close(x.transpose(1, 2)[kept], y.transpose(1, 2)[kept], ROUNDINGS)
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_sequence_in_pieces_runs_padded_after_the_first(name, seen):
-    inputs = batch(name, "left")
-    results = []
-    for pack in (False, True):
-        model = tiny(name, "eager")
-        if pack:
-            padding_free(model)
-        cache, logits = DynamicCache(config=model.config), []
-        with torch.no_grad():
-            for start, end in ((0, 6), (6, 8), (8, 9)):
-                result = model(
-                    inputs["input_ids"][:, start:end], attention_mask=inputs["attention_mask"][:, :end],
-                    past_key_values=cache, position_ids=torch.arange(start, end).expand(3, -1),
-                )  # fmt: skip
-                logits.append(result.logits)
-        results.append(torch.cat(logits, 1)[inputs["attention_mask"].bool()])
-    assert_close(results[1], results[0], ROUNDINGS)
-    assert len(seen) == 2
-
-
-def test_a_static_cache_runs_padded(seen):
-    inputs = batch("llama", "left")
-    found = []
-    for model in both_ways("llama"):
-        cache = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
-        found.append(model(inputs["input_ids"], attention_mask=inputs["attention_mask"], past_key_values=cache).logits)
-    real = inputs["attention_mask"].bool()
-    assert_close(found[1][real], found[0][real], ROUNDINGS)
-    assert not seen
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])

@@ -93,6 +93,22 @@ def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
     assert stack.obstacle() == "norm normalises over 2 dimensions"
 
 
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+def test_a_norm_that_gives_more_than_a_tensor(kind):
+    class WithSum(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x), x.sum()
+
+    found, inputs = [], (random(B, T, D),) * (1 if kind == "TransformerEncoder" else 2)
+    masks = {("src" if kind == "TransformerEncoder" else "tgt") + "_key_padding_mask": PADDING["right"][0]}
+    for stack in stacks(kind):
+        stack.norm.__class__ = WithSum
+        found.append(stack(*inputs, **masks))
+    real = ~PADDING["right"][0]
+    assert_close(found[0][0][real], found[1][0][real])
+    assert_close(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("where", ["encoder", "decoder", "encoder.layers.0", "decoder.layers.1"])
 def test_hooks_inside_a_transformer_see_padded_batches(where):
     ours, torchs = stacks("Transformer")

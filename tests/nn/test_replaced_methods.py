@@ -27,21 +27,42 @@ def twice(function):
 
 @pytest.fixture
 def doubled(monkeypatch):
-    """Put a forward that doubles into a class, as adapters of image generators put one into nn.Linear."""
-    return lambda kind: monkeypatch.setattr(kind, "forward", twice(kind.forward))
+    """Put a method that doubles into a class, as adapters of image generators put one into nn.Linear."""
+    return lambda kind, name="forward": monkeypatch.setattr(kind, name, twice(getattr(kind, name)))
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, nn.Dropout, nn.ReLU])
+@pytest.mark.parametrize(("kind", "name"), [
+    *((kind, name) for kind in (nn.Linear, nn.Dropout, nn.ReLU) for name in ("forward", "__call__")),
+    *((kind, "__call__") for kind in (nn.LayerNorm, nn.TransformerEncoderLayer, nn.TransformerEncoder)),
+])  # fmt: skip
 @pytest.mark.parametrize("make", [encoder, block])
-def test_a_forward_put_into_a_class_of_parts_is_called(make, kind, doubled):
+def test_a_method_put_into_a_class_of_parts_is_called(make, kind, name, doubled):
     theirs = make()
     ours = copy.deepcopy(theirs)
     fastformer.convert(ours)
     x = torch.randn(2, 3, 8)
-    doubled(kind)
+    doubled(kind, name)
     assert_close(ours(x), theirs(x))
     if make is encoder:
         found, expected = (model(x, src_key_padding_mask=HIDDEN) for model in (ours, theirs))
+        assert_close(found[~HIDDEN], expected[~HIDDEN])
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.Module])
+def test_a_call_put_into_a_class_of_many_is_called(kind, monkeypatch):
+    call = kind.__call__
+
+    def tripled(*args, **options):
+        found = call(*args, **options)
+        return 3 * found if isinstance(found, torch.Tensor) else (3 * found[0], *found[1:])
+
+    theirs = encoder().eval()
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    x = torch.randn(2, 3, 8)
+    monkeypatch.setattr(kind, "__call__", tripled)
+    for masks in ({}, {"src_key_padding_mask": HIDDEN}):
+        found, expected = (model(x.requires_grad_(), **masks) for model in (ours, theirs))
         assert_close(found[~HIDDEN], expected[~HIDDEN])
 
 

@@ -19,7 +19,7 @@ FLOORS = (
     {"host", "apps.system"},
     {"packing", "backend"},
     {"functional"},
-    {"nn.activations", "nn.rotary", "nn.position_bias", "nn.torch_calls"},
+    {"nn.activations", "nn.hooks", "nn.rotary", "nn.position_bias", "nn.torch_calls"},
     {"nn.modules"},
     {"nn.wrappers", "nn.options"},
     {"nn.projections"},

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fastformer.nn.modules import HOOKS
+from fastformer.nn.hooks import HOOKS
 from fastformer.nn.rotary import Rotary
 
 _PLAIN = bool, int, float, str, tuple, type(None), Rotary, FunctionType, BuiltinFunctionType

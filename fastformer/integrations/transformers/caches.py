@@ -6,11 +6,13 @@ Letters: B batch, H heads, L padded length, K head size, N tokens.
 import copy
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 
 from fastformer.integrations.transformers.arguments import HEADS, once, to_batch
 from fastformer.integrations.transformers.masks import MaskRules
+from fastformer.integrations.transformers.own_code import is_as_written
 from fastformer.packing import Layout
 
 
@@ -31,10 +33,28 @@ class Unpacking(DynamicCache):  # type: ignore[misc]
 
 
 def takes(cache: Any) -> bool:
-    """Whether a packed layer can fill a cache; whether it holds something already says the mask."""
+    """Whether a packed layer can fill a cache: one that keeps what it is given, and returns it as it came.
+
+    Whether it holds something already says the mask, but of a memory's keys and values.
+    """
     if type(cache) is EncoderDecoderCache:
         return takes(cache.self_attention_cache) and takes(cache.cross_attention_cache)
-    return cache is None or type(cache) is DynamicCache
+    if cache is None:
+        return True
+    if type(cache) is not DynamicCache or "update" in cache.__dict__:
+        return False
+    kinds = {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
+    known = all(kind.__module__ == DynamicLayer.__module__ for kind in kinds)
+    return (
+        known and not any("update" in vars(layer) for layer in cache.layers) and is_as_written({DynamicCache, *kinds})
+    )
+
+
+def holds_memory(cache: Any, layer: nn.Module) -> bool:
+    """Whether a cache has the keys and values that a layer would make of the memory: it takes them, padded."""
+    if not isinstance(cache, EncoderDecoderCache):
+        return False
+    return any(cache.is_updated.get(part.__dict__.get("layer_idx")) for part in layer.modules())
 
 
 def unpacking(cache: Any, layout: Layout, key_layout: Layout) -> Any:

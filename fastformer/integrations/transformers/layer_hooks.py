@@ -30,7 +30,7 @@ from fastformer.integrations.transformers.arguments import (
     to_batch,
     to_tokens,
 )
-from fastformer.integrations.transformers.caches import Shared, takes, unpacking
+from fastformer.integrations.transformers.caches import Shared, holds_memory, takes, unpacking
 from fastformer.integrations.transformers.given_masks import new_pass, padding_rules
 from fastformer.integrations.transformers.masks import MaskRules, PackedRules, packed_rules
 from fastformer.integrations.transformers.parts import is_known_hook, looks_at_no_batch, sees_batches
@@ -189,7 +189,7 @@ def _may_pack(layer: nn.Module, first: str, given: dict[str, Any], rules: MaskRu
         return False
     if _active_collector.get() or given.get("output_attentions") or sees_batches(layer):
         return False
-    if not all(takes(given.get(name)) for name in CACHES):
+    if not all(takes(given.get(name)) and not holds_memory(given.get(name), layer) for name in CACHES):
         return False
     for name, value in given.items():
         if name in BY_TOKEN:

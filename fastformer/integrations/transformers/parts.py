@@ -5,10 +5,11 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from fastformer.integrations.transformers.own_code import is_as_written, is_of_libraries, replaced
+from fastformer.nn.hooks import HOOKS, has_global_hooks
 from fastformer.nn.padding_free import TOKEN_WISE, mixes
 
 _PARTS = (*TOKEN_WISE, nn.Embedding, Conv1D)  # Conv1D is GPT-2's linear map
@@ -72,23 +73,30 @@ def chunks(layer: nn.Module) -> int:
 def sees_batches(layer: nn.Module) -> bool:
     """Whether a layer, or somebody within it, is not to see tokens in place of batches.
 
-    Such are hooks and forwards of one's own, parts that were put there since, and feed-forwards in pieces.
+    Such are hooks and methods of one's own, parts that were put there since, and feed-forwards in pieces.
     """
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if has_global_hooks():
         return True
+    kinds = set()
     for part in layer.modules():
+        kinds.add(type(part))
         state = part.__dict__
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for name in HOOKS:
             if state[name] and not all(map(is_known_hook, state[name].values())):
                 return True
+        its = replaced(part)
+        if its and not (all(map(is_of_libraries, its)) and _is_accelerates(state.get("_hf_hook"))):
+            return True
         if state.get("chunk_size_feed_forward"):
             return True
-        if "forward" in state and not _is_of_tokens(state["forward"]):
-            return True
-        kind: Any = type(part)
-        if kind.__module__.startswith("transformers.") and not _methods_are_of_tokens(kind.forward):
-            return True
+    if not is_as_written(kinds):
+        return True
     return any(mixes_tokens(part, layer) is not None for _, part in parts(layer))
+
+
+def _is_accelerates(hook: Any) -> bool:
+    """Whether what accelerate does around a forward is its own: it moves parameters."""
+    return all(map(_is_accelerates, getattr(hook, "hooks", ()))) and (hook is None or is_known_hook(type(hook)))
 
 
 def is_known_hook(hook: Any) -> bool:
@@ -99,19 +107,3 @@ def is_known_hook(hook: Any) -> bool:
 def looks_at_no_batch(kind: type[nn.Module]) -> bool:
     """Whether modules of a class, put around layers, only do something around the call."""
     return kind.__module__.startswith(_OF_TOKENS)
-
-
-def _is_of_tokens(forward: Any) -> bool:
-    """Whether a forward, and all that it was wrapped in, is of those that treat each token alone."""
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        inner = getattr(forward, "func", None) or getattr(forward, "__wrapped__", None)
-        names = getattr(forward, "__globals__", None)
-        where = names["__name__"] if names is not None else type(forward).__module__
-        if not where.startswith((*_OF_TOKENS, "functools")):
-            return False
-        forward = inner
-    return True
-
-
-_methods_are_of_tokens = cache(_is_of_tokens)  # those of classes, which live on

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastformer.host.autograd_function import NAMESPACE
+from fastformer.nn.hooks import torchs_own
 from fastformer.nn.layers import BLOCKS
-from fastformer.nn.modules import OURS, FeedForward, SequentialFeedForward, torchs_own
+from fastformer.nn.modules import OURS, FeedForward, SequentialFeedForward
 
 Kind = Literal["norm", "attention", "feed-forward"]
 

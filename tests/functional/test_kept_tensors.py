@@ -1,5 +1,7 @@
 """Nothing keeps a view of what the caller may change: it is copied, or its change is noticed, as autograd does."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -107,3 +109,37 @@ def test_a_layer_that_is_computed_again_notices_a_change_of_its_mask(way):
     mask.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_calls_leave_nothing_behind():
+    """However many they are, and whatever their sizes: what is remembered goes with what it was made of."""
+    layer = fastformer.TransformerEncoderLayer(K, H, K, 0.1, batch_first=True)
+    model = fastformer.TransformerEncoder(layer, 1)
+    weight = torch.randn(9, K, requires_grad=True)
+
+    def call(length: int) -> None:
+        padding = torch.arange(length) >= torch.tensor([[length], [length - 1]])
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(length)
+        out = model(torch.randn(B, length, K), causal, padding, is_causal=None)
+        layout = Layout.from_mask(padding)
+        tokens = model.packed(torch.randn(layout.total, K), layout, causal=True)
+        loss = functional.linear_cross_entropy(tokens, weight, torch.zeros(layout.total, dtype=torch.int64))
+        (out.sum() + loss).backward()
+        model.eval()
+        model.step(torch.randn(B, 1, K), model.new_cache(B, longest=length))
+        model.train()
+
+    def held() -> tuple[int, int]:
+        for _ in range(3):  # tuples in tuples stop being tracked one after another
+            gc.collect()
+        found = gc.get_objects()
+        return sum(isinstance(each, Tensor) for each in found), len(found)
+
+    for length in range(2, 32):
+        call(length)
+    tensors, objects = held()
+    for length in range(32, 132):
+        call(length)
+    more_tensors, more_objects = held()
+    assert more_tensors <= tensors
+    assert more_objects - objects < 50  # half of what one object a call would be

@@ -61,6 +61,24 @@ def test_what_is_forgotten_is_watched_anew(monkeypatch):
         plan.forget()
 
 
+def test_plans_of_sizes_that_never_repeat_do_not_add_up(monkeypatch):
+    plan = pytest.importorskip("fastformer_kernels.host.plan")
+    kept = []
+
+    def watch(launcher, args, plans, key):
+        plans[key] = plan._NEVER
+        kept.append(len(plans))
+
+    monkeypatch.setattr(plan.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(plan, "_watched", watch)
+    monkeypatch.setattr(plan, "_MOST", 4)
+    run = plan.planned(lambda x: x)
+    for size in range(1, 20):
+        run(torch.ones(size))
+    assert len(kept) == 19
+    assert max(kept) == 4
+
+
 def test_tensors_of_a_class_of_somebodys_own_have_no_plan(monkeypatch):
     """They have no description, and as part of a key they would stay alive."""
     plan = pytest.importorskip("fastformer_kernels.host.plan")

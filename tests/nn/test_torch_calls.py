@@ -214,6 +214,50 @@ def test_replaced_attention(kind, at, form):
     check(model, form, lambda model, calls: collected(Attention, calls))
 
 
+class AddsItsMasks(nn.TransformerEncoderLayer):
+    """A layer with attention of its own, which adds the masks that it is given to its scores."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        scores = src @ src.mT + src_mask
+        return src + (scores + src_key_padding_mask[:, None]).softmax(-1) @ src
+
+
+@pytest.mark.parametrize("mask", [ahead(S), ahead(S).mT.triu(-1)], ids=["causal", "window"])
+@pytest.mark.parametrize("way", ["converted", "built"])
+def test_bool_masks_are_additive_where_a_layer_adds_them(way, mask):
+    theirs = nn.TransformerEncoder(AddsItsMasks(D, H, **layer_options()), 2, enable_nested_tensor=False)
+    if way == "converted":
+        ours = copy.deepcopy(theirs)
+        assert fastformer.convert(ours).changed
+    else:
+        ours = fastformer.TransformerEncoder(AddsItsMasks(D, H, **layer_options()), 2)
+    x, hidden = torch.randn(B, S, D), torch.arange(S) >= torch.tensor([[S], [3], [2]])
+    expected = theirs(x, mask, hidden)
+    torch.testing.assert_close(ours(x, mask, hidden)[~hidden], expected[~hidden])
+
+
+@pytest.mark.parametrize("way", ["converted", "built"])
+def test_a_layer_by_itself_gives_a_replaced_attention_torchs_masks(way):
+    theirs = nn.TransformerEncoderLayer(D, H, **layer_options())
+    ours = copy.deepcopy(theirs) if way == "converted" else fastformer.TransformerEncoderLayer(D, H, **layer_options())
+    ours.load_state_dict(theirs.state_dict())
+    calls = []
+    for layer in (theirs, ours):
+        layer.self_attn = Attention(H)
+    if way == "converted":
+        assert fastformer.convert(ours).changed
+    x, hidden = torch.randn(B, S, D), torch.arange(S) >= torch.tensor([[S], [3], [2]])
+    outs = []
+    for layer in (theirs, ours):
+        found = Calls(widths=(D, F))
+        with collected(Attention, found):
+            outs.append(layer(x, ahead(S), hidden))
+        calls.append(found)
+    assert calls[1] == calls[0]
+    assert calls[0]
+    torch.testing.assert_close(outs[1], outs[0])
+
+
 class OnlyTheHint(nn.TransformerEncoderLayer):
     """As rotary variants do: a mask of its own making, from the hint alone."""
 

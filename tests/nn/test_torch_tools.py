@@ -23,9 +23,10 @@ def test_dropout_is_traced(length: int) -> None:
         assert out.shape == (other,)
 
 
+@pytest.mark.parametrize("length", [100, 20_000])
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_dropout_under_vmap_is_torchs(randomness: str) -> None:
-    x = torch.ones(64, 100)
+def test_dropout_under_vmap_is_torchs(randomness: str, length: int) -> None:
+    x = torch.ones(4, length)
     found = []
     for dropout in (functional.dropout, F.dropout):
         torch.manual_seed(0)

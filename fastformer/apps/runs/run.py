@@ -21,6 +21,7 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.runs.held_out import NAMES, checksum
 from fastformer.apps.runs.new_folder import check_new, new_folder, whole_or_empty
 from fastformer.apps.runs.own_files import refuse_links
 from fastformer.apps.system.foreign_files import write_file
@@ -93,8 +94,8 @@ class Run(ABC):
         """The encoded training data, which a resumed run must meet again."""
 
     @abstractmethod
-    def validated(self) -> list[Any]:
-        """The validation text as it is read, which a resumed run must meet again: lists, strings and numbers."""
+    def held_out(self, part: str) -> list[Any]:
+        """The validation or test text ("valid", "test") as it is read, which must be met again; see `held_out.py`."""
 
     @abstractmethod
     def training(self) -> str:
@@ -305,7 +306,7 @@ class Run(ABC):
         return run
 
     def data_report(self) -> dict[str, Any]:
-        """Counts of what was read, and fingerprints of the encoded training data and of the validation's text."""
+        """Counts of what was read, and fingerprints of the encoded training data and of the texts held out."""
         digest = hashlib.sha256()
         for part in self.fingerprinted():
             digest.update(part)
@@ -314,7 +315,7 @@ class Run(ABC):
             "training": self.training(),
             "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
             "fingerprint": digest.hexdigest(),
-            "validation": hashlib.sha256(json.dumps(self.validated()).encode()).hexdigest(),
+            **{name: checksum(self.held_out(part)) for part, name in NAMES.items()},
         }
 
     def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:

@@ -6,9 +6,11 @@ Commands register with `common.app` when their modules are imported; those of an
 
 import os
 
+from fastformer.apps.system.terminal import sizes
 from fastformer.apps.system.waiting import waiting
 
 os.environ.update(waiting(os.environ))  # before torch is imported
+os.environ.update(sizes(os.environ))  # before rich is
 
 import logging
 import sys

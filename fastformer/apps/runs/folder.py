@@ -3,7 +3,7 @@
 A run folder describes itself, so that nothing but its path is needed to resume, evaluate or use it:
 
     config.toml      [run] its kind, [data] [model] [train]: every setting, defaults included
-    data.json        what was read: counts, and fingerprints that a resumed run must meet again
+    data.json        what was read: counts, settings and fingerprints that a resumed run, and evaluate, must meet again
     tokenizer/       one tokenizer, or one in a folder for each side
     checkpoints/     weights as safetensors, resumable state
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same

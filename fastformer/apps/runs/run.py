@@ -21,8 +21,10 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.runs.held_out import NAMES, checksum
+from fastformer.apps.runs.kept_settings import check_kept, kept_settings
 from fastformer.apps.runs.new_folder import check_new, new_folder, whole_or_empty
-from fastformer.apps.runs.own_files import refuse_links
+from fastformer.apps.runs.own_files import CONFIG, refuse_links
 from fastformer.apps.system.foreign_files import write_file
 from fastformer.apps.system.run_lock import RunLock, check_locked, locked
 from fastformer.apps.text import Tokenizer, read_json
@@ -93,8 +95,8 @@ class Run(ABC):
         """The encoded training data, which a resumed run must meet again."""
 
     @abstractmethod
-    def validated(self) -> list[Any]:
-        """The validation text as it is read, which a resumed run must meet again: lists, strings and numbers."""
+    def held_out(self, part: str) -> list[Any]:
+        """The validation or test text ("valid", "test") as it is read, which must be met again; see `held_out.py`."""
 
     @abstractmethod
     def training(self) -> str:
@@ -295,6 +297,7 @@ class Run(ABC):
         if not isinstance(before, dict) or "fingerprint" not in before:
             raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")
         now = run.data_report()
+        check_kept(folder / CONFIG, before.get("settings"), now["settings"])
         if before["fingerprint"] != now["fingerprint"]:
             raise ValueError(f"{folder}: the training data differs from what this run was started with")
         if before.get("validation", now["validation"]) != now["validation"]:  # older runs do not say
@@ -305,7 +308,7 @@ class Run(ABC):
         return run
 
     def data_report(self) -> dict[str, Any]:
-        """Counts of what was read, and fingerprints of the encoded training data and of the validation's text."""
+        """Counts of what was read, settings that stay, and fingerprints of training data and texts held out."""
         digest = hashlib.sha256()
         for part in self.fingerprinted():
             digest.update(part)
@@ -314,7 +317,8 @@ class Run(ABC):
             "training": self.training(),
             "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
             "fingerprint": digest.hexdigest(),
-            "validation": hashlib.sha256(json.dumps(self.validated()).encode()).hexdigest(),
+            "settings": kept_settings(self.data, self.train_config),
+            **{name: checksum(self.held_out(part)) for part, name in NAMES.items()},
         }
 
     def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:

@@ -57,7 +57,7 @@ def write_atomic(path: str | Path, data: bytes) -> None:
         if path.exists():
             _give_access(temporary, path)
         else:
-            os.chmod(temporary, usual_mode(0o666))
+            set_mode(temporary, usual_mode(0o666))
         try:
             os.replace(temporary, path)
             return
@@ -89,7 +89,7 @@ def _give_access(temporary: str, path: Path) -> None:
     bits, same = old.st_mode & 0o777, os.stat(temporary).st_gid == old.st_gid
     if listed or not same:  # beside a list, the group's bits are those of all who stand there
         bits &= 0o707 | (bits & 0o007) << 3
-    os.chmod(temporary, bits)
+    set_mode(temporary, bits)
     if listed and same:
         with suppress(OSError):
             os.setxattr(temporary, _ACCESS, listed)
@@ -99,7 +99,7 @@ def hidden_folder(path: Path) -> Path:
     """Make a folder beside `path`, to be renamed to it once it is whole."""
     with naming(path):
         made = tempfile.mkdtemp(".tmp", f".{path.name[:_SHOWN]}.", path.parent)
-    os.chmod(made, usual_mode(0o777))
+    set_mode(made, usual_mode(0o777))
     return Path(made)
 
 
@@ -107,6 +107,15 @@ def hidden_folders(path: Path) -> list[Path]:
     """The folders from `hidden_folder` beside `path` that have not been renamed: of somebody killed, or at work."""
     begin = f".{path.name[:_SHOWN]}."
     return sorted(each for each in path.parent.iterdir() if each.name.startswith(begin) and _HIDDEN.search(each.name))
+
+
+def set_mode(path: str | Path, bits: int) -> None:
+    """Say who may do what with what was made just now; where the file system says so itself, it is as it is.
+
+    One that is mounted as somebody else's (FAT, SMB) lets its maker change nothing of that, but write and read it.
+    """
+    with suppress(OSError):
+        os.chmod(path, bits)
 
 
 def usual_mode(bits: int) -> int:

@@ -30,7 +30,7 @@ def read_file(path: Path, within: Path | None = None) -> bytes:
         IrregularFileError: it is none, reached through a link, or out of `within` (..), or larger.
         OSError: as `open` does.
     """
-    with open_regular(path, within) as file:
+    with open_regular(path, within) as file, naming(path):
         if (size := os.fstat(file.fileno()).st_size) > LARGEST:
             raise IrregularFileError(errno.EFBIG, f"holds {size:,} bytes, more than {LARGEST:,}", str(path))
         return file.read()

@@ -8,7 +8,9 @@ marks of Arabic and Hebrew texts, which turn nothing else, stay).
 
 import os
 import re
+import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TextIO
 
@@ -23,6 +25,12 @@ def escaped(text: str) -> str:
 def shown(text: str) -> str:
     """A text for standard output: `escaped` on a terminal; files and pipes get it as it is."""
     return escaped(text) if Terminal(sys.stdout).isatty() else text
+
+
+def sizes(environment: Mapping[str, str]) -> dict[str, str]:
+    """The settings to add where a shell exports that its terminal has no size: rich would lay out nothing in it."""
+    found = zip(("COLUMNS", "LINES"), shutil.get_terminal_size(), strict=True)
+    return {name: str(size) for name, size in found if not environment.get(name, "1").strip("0")}
 
 
 class Terminal:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.apps.system.atomic import naming
 from fastformer.apps.system.foreign_files import check_path, open_new, open_regular, read_file, write_file
 from fastformer.apps.system.foreign_folders import is_folder, names_in
 from fastformer.apps.system.places import place_of
@@ -275,7 +276,8 @@ def synchronise(path: Path) -> None:
     with place_of(path, path.parent) as (name, above):
         descriptor = os.open(name, os.O_RDONLY if folder else os.O_RDWR, dir_fd=above)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

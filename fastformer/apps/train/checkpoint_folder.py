@@ -30,7 +30,6 @@ from fastformer.apps.system.foreign_folders import (
     remove,
     rename_folder,
 )
-from fastformer.apps.system.places import IrregularFileError
 from fastformer.apps.train.checkpoint import (
     META,
     STATE,
@@ -217,9 +216,7 @@ class CheckpointFolder:
         try:
             index = {**empty, **json.loads(read_file(self.folder / INDEX, self.folder.parent))}
             return index if _is_index(index) else empty
-        except IrregularFileError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return empty
 
     def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.system.atomic import usual_mode
+from fastformer.apps.system.atomic import set_mode, usual_mode
 from fastformer.apps.system.places import reachable
 from fastformer.apps.train.parallel import part_of
 
@@ -47,7 +47,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     try:
         with reachable(path) as way:
             save_file(kept, way, metadata={_FORMAT: "pt", **copies})
-            way.chmod(usual_mode(0o666))  # safetensors writes files that nobody else may read
+            set_mode(way, usual_mode(0o666))  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
     except KeyError as error:

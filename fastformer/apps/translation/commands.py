@@ -33,7 +33,7 @@ from fastformer.apps.translation.run import (
     TranslationRun,
     evaluate,
     load_translator,
-    read_corpora,
+    read_held_out,
 )
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translation
@@ -142,7 +142,7 @@ def evaluate_run(
     refuse_output(output, source, target, *data.files(), runs=(run,))
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
-    corpus = read_parallel(source, target) if source is not None and target is not None else read_corpora(data)[part]
+    corpus = read_parallel(source, target) if source and target else read_held_out(run, data, part)
     translator = load_translator(run, checkpoint, device, weights)
     pack_weights(translator.model)
     scores, translations = evaluate(translator, corpus, options, lowercase)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+import fastformer
 from fastformer.apps import cli
 from fastformer.apps.system.run_lock import check_locked
 from fastformer.apps.train import CheckpointFolder, Result, read_metrics
@@ -20,6 +21,7 @@ from fastformer.apps.translation.commands import demo as demo_command
 from fastformer.apps.translation.demo import run_demo
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.apps.runs.test_run_lock import ENVIRONMENT, command, wait_for
+from tests.support.python import python
 from tests.support.train_task import config, trainer
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, /dev/full and closed pipes")
@@ -87,6 +89,13 @@ def test_what_is_shown_is_saved_before(tmp_path, monkeypatch):
     step = {"step-7": tmp_path / "checkpoints" / "step-7", "step-14": tmp_path / "checkpoints" / "step-14"}
     told = [(kind, path) for kind, path in shown if kind in ("mean of training", "validation")]
     assert sorted(told) == sorted((kind, path) for path in step.values() for kind in ("mean of training", "validation"))
+
+
+@pytest.mark.slow
+def test_results_are_shown_in_a_terminal_without_a_size():
+    """Serial lines and containers have such, and a shell exports 0; rich lays out nothing in no columns."""
+    done = python("-m", "fastformer", "--version", COLUMNS="0", LINES="0")
+    assert (done.returncode, done.stdout) == (0, f"fastformer {fastformer.__version__}\n")
 
 
 @pytest.mark.slow

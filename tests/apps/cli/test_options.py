@@ -230,7 +230,7 @@ def observed(kind: type[Run], stated: Settings, folder: Path) -> list[Any]:
     run = kind(folder, data, stated["model"], train)
     torch.manual_seed(0)
     trainer = Trainer(run.new_model(), run.loss, run.batches, train, folder, show=False)
-    report = {k: v for k, v in run.data_report().items() if k != "corpora"}
+    report = {k: v for k, v in run.data_report().items() if k not in ("corpora", "settings")}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer._update.optimizer.param_groups]
     rates = [trainer._schedule.rate(step, step / 9) for step in range(1, 9)]
     return [

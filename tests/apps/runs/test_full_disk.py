@@ -1,5 +1,6 @@
 """What a full disk says: which file could not be written. A limit of a file's size fails in the same call."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.foreign_files import append_file, write_file
 from fastformer.apps.system.run_lock import LOCK, RunLock
+from fastformer.apps.train.checkpoint import synchronise
 
 if sys.platform == "win32":
     pytest.skip("needs a limit of a file's size", allow_module_level=True)
@@ -43,3 +45,17 @@ def test_the_file_is_named_and_nothing_is_left_of_it(name: str, tmp_path: Path) 
     assert caught.value.filename == os.fspath(tmp_path / name)
     assert name == "line" or not list(tmp_path.iterdir())
     WAYS[name](tmp_path / name)  # and there is no lock left in this process
+
+
+def test_a_file_that_does_not_reach_the_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network file systems say of a full disk what they have written down since: at the end."""
+    (tmp_path / "weights").write_bytes(b"x")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for path in (tmp_path / "weights", tmp_path):
+        with pytest.raises(OSError, match="No space left") as caught:
+            synchronise(path)
+        assert caught.value.filename == os.fspath(path)

@@ -242,3 +242,21 @@ def test_real_mounts(tmp_path):
     words = ["unshare", "-rm", sys.executable, "-c", MOUNTS, str(tmp_path / "top")]
     run = subprocess.run(words, cwd=ROOT, env=variables(), capture_output=True, text=True)
     assert run.stdout.endswith("passed\n"), run.stdout + run.stderr
+
+
+def test_what_a_file_system_says_of_its_files_rights_is_worth_no_work(tmp_path, monkeypatch):
+    """Of one that is mounted as somebody else's (FAT, SMB), who may write a file is not its owner."""
+
+    def refuse(path, mode, **how):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    for content in (b"new", b"and again"):
+        write_atomic(tmp_path / "output", content)
+        assert (tmp_path / "output").read_bytes() == content
+    path = CheckpointFolder(tmp_path / "checkpoints").save(1, {"w": torch.ones(3)}, {"step": 1})
+    assert torch.equal(CheckpointFolder(tmp_path / "checkpoints").open(path).weights()["w"], torch.ones(3))
+    model = LanguageModel(MODEL)
+    export_safetensors(tmp_path / "exported", model, (TOKENIZER,))
+    assert torch.equal(load_safetensors(tmp_path / "exported").embedding.tokens.weight, model.embedding.tokens.weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported", "output"]

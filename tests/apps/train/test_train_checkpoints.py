@@ -1,5 +1,6 @@
 """Checkpoints: what is saved comes back, and no crash, full disk or damaged file costs more than the newest one."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from fastformer.apps.train import (
     CheckpointError,
     CheckpointFolder,
     average_checkpoints,
+    checkpoint_folder,
     find_checkpoint,
     read_weights,
     write_weights,
@@ -122,6 +124,26 @@ def test_without_an_index_the_folders_are_found(tmp_path):
         assert names(checkpoints) == ["step-9", "step-10"]
     (tmp_path / "index.json").unlink()
     assert checkpoints.open().step == 10
+
+
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_an_index_that_cannot_be_read_is_named_and_not_taken_for_none(tmp_path, monkeypatch, reason):
+    """Else the last checkpoint would pass for the best, and the best would be removed as one of many."""
+    checkpoints = saved(tmp_path / "checkpoints", 1, 2, keep=1)
+    checkpoints.mark_best(checkpoints.last(), 0.5)
+    read = checkpoint_folder.read_file
+
+    def failing(path, within):
+        if path.name == checkpoint_folder.INDEX:
+            raise OSError(reason, os.strerror(reason), str(path))
+        return read(path, within)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "read_file", failing)
+        for ask in (checkpoints.best, lambda: find_checkpoint(tmp_path), lambda: saved(checkpoints.folder, 3, keep=1)):
+            with pytest.raises(OSError, match=r"index\.json"):
+                ask()
+    assert (checkpoints.best().name, checkpoints.best_value()) == ("step-2", 0.5)
 
 
 @pytest.mark.parametrize("which", ["best", "last", "average"])

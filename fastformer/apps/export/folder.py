@@ -11,7 +11,7 @@ from typing import Any
 from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.system.atomic import MOUNTED, hidden_folder, hidden_folders
+from fastformer.apps.system.atomic import MOUNTED, hidden_folder, hidden_folders, naming
 from fastformer.apps.system.foreign_folders import remove
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.checkpoint import synchronise
@@ -39,7 +39,8 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
         logger.warning("%s is of an export that was killed, unless one is running; nothing reads it", left)
     temporary = hidden_folder(folder / folder.name if os.path.ismount(folder) else folder)
     try:
-        yield temporary
+        with naming(folder):
+            yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             synchronise(path)
         _give_name(temporary, folder)

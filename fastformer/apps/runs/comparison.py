@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fastformer.apps.runs.folder import BY_HAND, config_of
+from fastformer.apps.runs.own_files import DATA
 from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.system.foreign_files import check_path
+from fastformer.apps.text import read_json
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.apps.train.metrics import LOWER_IS_BETTER
 
@@ -20,6 +22,7 @@ __all__ = ["Comparison", "RunSummary", "compare_runs", "summarise"]
 
 VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
 _COUNTS = ("kind", "step", "epoch", "seconds")
+_CHECKSUMS = ("fingerprint", "validation")  # in data.json
 _SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bucket")  # settings of data that change no token
 
 
@@ -38,6 +41,7 @@ class RunSummary:
         clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
         best_step: where validation was best by the run's own metric.
         best: all values of that validation.
+        text: checksums of the encoded training text and of the validation text, as far as the folder says.
     """
 
     name: str
@@ -50,6 +54,7 @@ class RunSummary:
     clock: str
     best_step: int | None
     best: dict[str, float]
+    text: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,12 @@ class Comparison:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether losses and perplexities per token can be compared: no setting of text or vocabulary differs."""
+        """Whether losses and perplexities per token can be compared: no text and no setting of it or of words differs.
+
+        Settings name files, which may have changed between two runs, and be others in another folder.
+        """
+        if any(len({run.text[name] for run in self.runs if name in run.text}) > 1 for name in _CHECKSUMS):
+            return False
         if any(run.settings.get("data.dataset") == BY_HAND for run in self.runs):
             return False  # nobody knows
         telling = [key for key in self.differing if key.startswith(("run.", "data.")) or "vocabulary" in key]
@@ -113,6 +123,7 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
         clock=str(settings.get("train.clock", "wall")),
         best_step=best.get("step"),
         best={k: v for k, v in best.items() if k not in _COUNTS and _is_number(v)},
+        text=_read_checksums(folder),
     )
 
 
@@ -148,6 +159,15 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
         if not _is_number(record.get("seconds", 0)):
             raise ValueError(f"{about}: seconds must be a number, not {record['seconds']!r}")
     return records
+
+
+def _read_checksums(folder: Path) -> dict[str, str]:
+    path = folder / DATA
+    report = read_json(path, folder) if check_path(path, folder) else {}
+    found = {name: report.get(name, "") for name in _CHECKSUMS} if isinstance(report, dict) else {"": None}
+    if not all(isinstance(each, str) for each in found.values()):
+        raise ValueError(f"{path}: damaged; it is no report of a run's data")
+    return {name: each for name, each in found.items() if each}
 
 
 def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ def naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # else its text is all that it says
             error.filename = str(path)
         raise
 

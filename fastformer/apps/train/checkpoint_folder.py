@@ -75,6 +75,18 @@ class CheckpointFolder:
         best = self._index()["best"]
         return self.folder / best["name"] if best and best["name"] in self._names() else None
 
+    def best_or_last(self) -> Path | None:
+        """The best checkpoint; before the first validation the last.
+
+        Raises CheckpointError where the best is gone: the last is another model.
+        """
+        named, best, last = self._index()["best"], self.best(), self.last()
+        if named and best is None and last is not None:
+            raise CheckpointError(
+                f"{self.folder}: the best checkpoint, {named['name']}, is gone; the last one is {last.name}"
+            )
+        return best or last
+
     def marks(self) -> dict[str, tuple[int, int]]:
         """What another writer to this folder would change: of each complete checkpoint, which folder it is and when."""
         found = {path.name: path.stat() for path in self.paths()}
@@ -311,8 +323,7 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     if check_path(path / META, path):
         return path
     folder = CheckpointFolder(path / "checkpoints" if check_path(path / "checkpoints", path) else path)
-    found = {"last": folder.last(), "average": folder.average()}.get(which)
-    found = (folder.best() or folder.last()) if which == "best" else found
+    found = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}[which]()
     if found is None:
         raise CheckpointError(f"{path}: holds no {which} checkpoint")
     return found

@@ -212,7 +212,7 @@ class Trainer:
 
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
-        checkpoint = self.checkpoints.open(self.checkpoints.best() or self.checkpoints.last())
+        checkpoint = self.checkpoints.open(self.checkpoints.best_or_last())
         checkpoint.load_into(self.model, self._architecture)
         return checkpoint
 

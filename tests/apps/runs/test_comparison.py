@@ -1,6 +1,7 @@
 """Runs side by side: what their folders say, whatever they train, complete or not."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ def test_losses_compare_where_text_and_vocabulary_are_the_same(tmp_path: Path, c
     assert compare_runs(runs).same_tokens is same
 
 
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        ({"fingerprint": "a", "validation": "b"}, {"fingerprint": "a", "validation": "b", "test": "c"}, True),
+        ({"fingerprint": "a", "validation": "b"}, {"fingerprint": "a", "validation": "c"}, False),
+        ({"fingerprint": "a", "validation": "b"}, {"fingerprint": "b", "validation": "b"}, False),
+        ({"fingerprint": "a", "validation": "b"}, {"fingerprint": "a"}, True),  # of an earlier version
+        ({"fingerprint": "a", "validation": "b"}, None, True),
+    ],
+)
+def test_text_of_the_same_name_need_not_be_the_same(tmp_path: Path, one: dict, two: dict | None, same: bool) -> None:
+    """A file may have changed between two runs, and a path that is relative lead to another one."""
+    runs = [make_run(tmp_path / name, RECORDS, data={"train_text": "text"}) for name in ("one", "two")]
+    for run, report in zip(runs, (one, two), strict=True):
+        if report is not None:
+            (run / "data.json").write_text(json.dumps(report))
+    assert compare_runs(runs).same_tokens is same
+
+
 def test_seconds_may_be_the_processors(tmp_path: Path) -> None:
     assert summarise(make_run(tmp_path / "run", RECORDS, train={"clock": "cpu"})).clock == "cpu"
 
@@ -148,6 +168,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     for damage in (b"", b"\xff" * 64, weights.read_bytes()[:20]):
         weights.write_bytes(damage)
         with pytest.raises(ValueError, match=r"model\.safetensors: not a readable safetensors file"):
+            compare_runs([folder])
+    shutil.rmtree(folder / "checkpoints")
+    for damage in ("[]", "{", '{"validation": 3}'):
+        (folder / "data.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"data\.json: "):
             compare_runs([folder])
     (folder / "config.toml").write_text("[model\n")
     with pytest.raises(ValueError, match=r"config\.toml: not a TOML file"):

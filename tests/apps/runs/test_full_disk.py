@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fastformer.apps.export.folder import new_folder
 from fastformer.apps.system.atomic import write_atomic
 from fastformer.apps.system.foreign_files import append_file, write_file
 from fastformer.apps.system.run_lock import LOCK, RunLock
@@ -59,3 +60,19 @@ def test_a_file_that_does_not_reach_the_disk_is_named(tmp_path: Path, monkeypatc
         with pytest.raises(OSError, match="No space left") as caught:
             synchronise(path)
         assert caught.value.filename == os.fspath(path)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device: '{}'"),
+        (OSError(errno.ENOSPC, "No space left on device", "weights"), "[Errno 28] No space left on device: 'weights'"),
+        (OSError("model.safetensors: No space left on device"), "model.safetensors: No space left on device"),
+    ],
+)
+def test_an_export_names_its_folder_where_nobody_names_a_file(tmp_path: Path, error: OSError, said: str) -> None:
+    """CTranslate2 writes its files itself."""
+    with pytest.raises(OSError, match="No space left") as caught, new_folder(tmp_path / "exported"):
+        raise error
+    assert str(caught.value) == said.format(tmp_path / "exported")
+    assert not list(tmp_path.iterdir())

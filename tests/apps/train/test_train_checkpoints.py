@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,19 @@ def test_find_checkpoint_takes_run_folder_checkpoints_folder_or_checkpoint(tmp_p
     assert find_checkpoint(tmp_path / "run", which).name == name
     assert find_checkpoint(tmp_path / "run" / "checkpoints", which).name == name
     assert find_checkpoint(checkpoints.folder / name, which).name == name
+
+
+def test_a_best_checkpoint_that_is_gone_is_named_and_the_last_not_taken_for_it(tmp_path):
+    """A copy of a run may lack it, and somebody may have made room on the disk."""
+    checkpoints = saved(tmp_path / "run" / "checkpoints", 1, 2)
+    checkpoints.mark_best(checkpoints.folder / "step-1", 0.5)
+    shutil.rmtree(checkpoints.folder / "step-1")
+    with pytest.raises(CheckpointError, match="the best checkpoint, step-1, is gone; the last one is step-2"):
+        find_checkpoint(tmp_path / "run")
+    assert find_checkpoint(tmp_path / "run", "last").name == "step-2"
+    saved(checkpoints.folder, 3)  # training goes on
+    checkpoints.mark_best(checkpoints.last(), 0.4)
+    assert find_checkpoint(tmp_path / "run").name == "step-3"
 
 
 def test_find_checkpoint_names_what_is_missing(tmp_path):

@@ -77,15 +77,15 @@ def sees_batches(layer: nn.Module) -> bool:
     """
     if has_global_hooks():
         return True
-    kinds = set()
-    for part in layer.modules():
+    kinds, within = set(), list(layer.modules())
+    for part in within:
         kinds.add(type(part))
         state = part.__dict__
         for name in HOOKS:
             if state[name] and not all(map(is_known_hook, state[name].values())):
                 return True
         its = replaced(part)
-        if its and not (all(map(is_of_libraries, its)) and _is_accelerates(state.get("_hf_hook"))):
+        if its and not (all(is_of_libraries(x, within) for x in its) and _is_accelerates(state.get("_hf_hook"))):
             return True
         if state.get("chunk_size_feed_forward"):
             return True

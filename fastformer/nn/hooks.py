@@ -24,13 +24,24 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether a call of any module does more: hooks of all, or somebody's `__call__` in torch's base class."""
-    return bool(_has_any_global_hook()) or not _is_torchs(nn.Module.__call__)  # type: ignore[no-untyped-call]
+    """Whether a call of any module does more: hooks of all, or somebody's methods in torch's base class."""
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return True
+    return not (_is_torchs(nn.Module.__call__) and _is_torchs(nn.Module._call_impl))
 
 
 def _is_torchs(method: Any) -> bool:
-    """Whether a method was defined in torch, by whose tracers others are put into its classes for a while."""
-    return method is _CALL or str(getattr(method, "__globals__", {}).get("__name__", "")).startswith("torch.")
+    """Whether a method was defined in torch, by whose tracers others are put into its classes for a while.
+
+    What it was wrapped in does not count, so that somebody's function in one of torch's is his.
+    """
+    while not (method is _CALL or method is _CALL_IMPL):
+        if not str(getattr(method, "__globals__", {}).get("__name__", "")).startswith("torch."):
+            return False
+        method = getattr(method, "__wrapped__", None)
+        if method is None:
+            return True
+    return True
 
 
 def has_own_hooks(module: nn.Module) -> bool:
@@ -38,12 +49,14 @@ def has_own_hooks(module: nn.Module) -> bool:
     state: dict[str, Any] = module.__dict__
     found = state.get  # written out: layers ask 50 times a step, and a generator takes 1 us each time
     hooks = found("_forward_hooks") or found("_forward_pre_hooks") or found("_backward_hooks")
-    if hooks or found("_backward_pre_hooks") or "forward" in state:
+    if hooks or found("_backward_pre_hooks") or "forward" in state or "_call_impl" in state:
         return True
-    kind = type(module)
-    call = kind.__call__
+    kind, base = type(module), nn.Module
     # Of an out_proj torch reads the weight; what was put into nn.Linear, its base, is not called there.
-    if call is not nn.Module.__call__ and kind is not NonDynamicallyQuantizableLinear and not _is_torchs(call):
+    if kind is not NonDynamicallyQuantizableLinear and not (
+        (kind.__call__ is base.__call__ or _is_torchs(kind.__call__))
+        and (kind._call_impl is base._call_impl or _is_torchs(kind._call_impl))
+    ):
         return True
     if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
         return True
@@ -65,7 +78,7 @@ def torchs_own(kind: type[nn.Module], name: str = "forward") -> Any:
     return method if where.startswith("torch.nn.") else None
 
 
-_CALL = torchs_own(nn.Module, "__call__")
+_CALL, _CALL_IMPL = (torchs_own(nn.Module, name) for name in ("__call__", "_call_impl"))
 _FORWARDS: dict[type[nn.Module], Any] = {
     kind: torchs_own(kind) for kind in (nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.LayerNorm, nn.RMSNorm)
 }

@@ -31,9 +31,12 @@ def doubled(monkeypatch):
     return lambda kind, name="forward": monkeypatch.setattr(kind, name, twice(getattr(kind, name)))
 
 
+CALLS = ("__call__", "_call_impl")  # torch's classes call one, which calls the other
+
+
 @pytest.mark.parametrize(("kind", "name"), [
-    *((kind, name) for kind in (nn.Linear, nn.Dropout, nn.ReLU) for name in ("forward", "__call__")),
-    *((kind, "__call__") for kind in (nn.LayerNorm, nn.TransformerEncoderLayer, nn.TransformerEncoder)),
+    *((kind, name) for kind in (nn.Linear, nn.Dropout, nn.ReLU) for name in ("forward", *CALLS)),
+    *((kind, name) for kind in (nn.LayerNorm, nn.TransformerEncoderLayer, nn.TransformerEncoder) for name in CALLS),
 ])  # fmt: skip
 @pytest.mark.parametrize("make", [encoder, block])
 def test_a_method_put_into_a_class_of_parts_is_called(make, kind, name, doubled):
@@ -48,9 +51,11 @@ def test_a_method_put_into_a_class_of_parts_is_called(make, kind, name, doubled)
         assert_close(found[~HIDDEN], expected[~HIDDEN])
 
 
+@pytest.mark.parametrize("around", [lambda method: method, torch.enable_grad(), torch.compiler.disable])
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.Module])
-def test_a_call_put_into_a_class_of_many_is_called(kind, monkeypatch):
-    call = kind.__call__
+def test_a_call_put_into_a_class_of_many_is_called(kind, name, around, monkeypatch):
+    call = getattr(kind, name)
 
     def tripled(*args, **options):
         found = call(*args, **options)
@@ -60,9 +65,28 @@ def test_a_call_put_into_a_class_of_many_is_called(kind, monkeypatch):
     ours = copy.deepcopy(theirs)
     fastformer.convert(ours)
     x = torch.randn(2, 3, 8)
-    monkeypatch.setattr(kind, "__call__", tripled)
+    monkeypatch.setattr(kind, name, around(tripled))
     for masks in ({}, {"src_key_padding_mask": HIDDEN}):
         found, expected = (model(x.requires_grad_(), **masks) for model in (ours, theirs))
+        assert_close(found[~HIDDEN], expected[~HIDDEN])
+
+
+@pytest.mark.parametrize("path", ["layers.0", "layers.1.self_attn", "layers.1.linear1", "layers.0.norm1", "norm"])
+def test_the_call_of_an_instance_is_called(path):
+    theirs = nn.TransformerEncoder(encoder().layers[0], 2, nn.LayerNorm(8), enable_nested_tensor=False).eval()
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    x = torch.randn(2, 3, 8).requires_grad_()
+    for model in (theirs, ours):
+        part = model.get_submodule(path)
+        call = part._call_impl
+        part._call_impl = (
+            twice(call)
+            if path[-4:] != "attn"
+            else lambda *args, _call=call, **options: (_call(*args, **options)[0] * 2, None)
+        )
+    for masks in ({}, {"src_key_padding_mask": HIDDEN}):
+        found, expected = (model(x, **masks) for model in (ours, theirs))
         assert_close(found[~HIDDEN], expected[~HIDDEN])
 
 

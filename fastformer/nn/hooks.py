@@ -25,9 +25,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_global_hooks() -> bool:
     """Whether a call of any module does more: hooks of all, or somebody's methods in torch's base class."""
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return True
-    return not (_is_torchs(nn.Module.__call__) and _is_torchs(nn.Module._call_impl))
+    base = nn.Module
+    if base.__call__ is not _CALL or base._call_impl is not _CALL_IMPL:
+        if not (_is_torchs(base.__call__) and _is_torchs(base._call_impl)):
+            return True
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def _is_torchs(method: Any) -> bool:
@@ -51,16 +53,20 @@ def has_own_hooks(module: nn.Module) -> bool:
     hooks = found("_forward_hooks") or found("_forward_pre_hooks") or found("_backward_hooks")
     if hooks or found("_backward_pre_hooks") or "forward" in state or "_call_impl" in state:
         return True
-    kind, base = type(module), nn.Module
-    # Of an out_proj torch reads the weight; what was put into nn.Linear, its base, is not called there.
-    if kind is not NonDynamicallyQuantizableLinear and not (
-        (kind.__call__ is base.__call__ or _is_torchs(kind.__call__))
-        and (kind._call_impl is base._call_impl or _is_torchs(kind._call_impl))
-    ):
+    kind = type(module)
+    if (kind.__call__ is not _CALL or kind._call_impl is not _CALL_IMPL) and _has_own_call(kind):
         return True
     if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
         return True
     return compiling() and has_own(module, "forward")
+
+
+def _has_own_call(kind: type[nn.Module]) -> bool:
+    """Whether somebody's `__call__` is in a class, or in a base but nn.Module."""
+    if kind is NonDynamicallyQuantizableLinear:  # whose weight torch reads: it does not call what nn.Linear has got
+        return False
+    both = ((getattr(kind, name), getattr(nn.Module, name)) for name in ("__call__", "_call_impl"))
+    return any(its is not base and not _is_torchs(its) for its, base in both)
 
 
 def has_own(module: nn.Module, *names: str) -> bool:

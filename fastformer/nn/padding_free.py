@@ -267,7 +267,8 @@ def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) ->
     """
     if padding is None or batch_first is None or not isinstance(x, Tensor):
         return x
-    hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
+    # The caller's mask may change before backward, which reads this one.
+    hidden = padding.clone() if padding.dtype == torch.bool else padding == float("-inf")
     hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT
     return x.masked_fill(hidden[..., None], 0.0) if hidden.shape == x.shape[:-1] else x
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,20 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _fault_of_interpreter() -> str | None:
+    """Return why Triton's interpreter cannot run here: that of 3.6 makes a number of an array, as NumPy 2.4 forbids."""
+    try:
+        triton, numpy = ([int(n) for n in metadata.version(name).split(".")[:2]] for name in ("triton", "numpy"))
+    except (metadata.PackageNotFoundError, ValueError):  # builds of somebody's own
+        return None
+    if triton > [3, 6] or numpy < [2, 4]:
+        return None
+    return "needs NumPy below 2.4 in the interpreter of Triton 3.6 (or Triton 3.7)"
+
+
+_FAULT_OF_INTERPRETER = _fault_of_interpreter() if _TRITON and _INTERPRETED else None
+
+
 def unsupported(op: str, x: Tensor) -> str | None:
     """Return why no fused kernel can run `op` on a tensor like `x`, or None if one can.
 
@@ -58,6 +73,8 @@ def unsupported(op: str, x: Tensor) -> str | None:
             return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
         if _asked() != "triton":
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
+        if _FAULT_OF_INTERPRETER is not None:
+            return f"{op} {_FAULT_OF_INTERPRETER}"
     elif not x.is_cuda or torch.version.hip is not None:
         return f"{op} needs an NVIDIA GPU, and the tensor is on {x.device.type}"
     elif (found := _capability(x.get_device())) < _SMALLEST_CAPABILITY:

@@ -27,8 +27,8 @@ Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
-    DEVICE == "cpu" and not (choice._TRITON and choice._INTERPRETED),
-    reason="needs a GPU, or Triton and its interpreter",
+    DEVICE == "cpu" and not (choice._TRITON and choice._INTERPRETED and not choice._FAULT_OF_INTERPRETER),
+    reason=choice._FAULT_OF_INTERPRETER or "needs a GPU, or Triton and its interpreter",
 )
 # On a CPU kernels run in Triton's interpreter, or with --compiled as PTX, executed (tests/compiled).
 INTERPRETED = DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

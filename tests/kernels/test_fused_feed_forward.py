@@ -384,3 +384,5 @@ def test_the_ops_pass_opcheck(wants, seeded):
         torch.ops.fastformer.feed_forward_activate_backward.default, (h, h, seed, "gelu", p, wants, not wants)
     )
     torch.library.opcheck(torch.ops.fastformer.feed_forward_relu_backward.default, (h, h, p, wants))
+    given = h, torch.randn(7, 6, device=DEVICE), torch.randn(7, device=DEVICE) if seeded else None, da
+    torch.library.opcheck(torch.ops.fastformer.feed_forward_hidden_again.default, given)

@@ -182,7 +182,7 @@ def test_autocast_on_a_gpu_gives_fp32_as_in_torch(dtype):
 def test_autocast_on_a_cpu_leaves_it_alone():
     x, weight = random(2, 8).bfloat16().cpu(), random(8).float().cpu()
     with torch.autocast("cpu", torch.bfloat16):
-        assert fused.output_dtype(x) == F.layer_norm(x, (8,), weight).dtype == torch.bfloat16
+        assert fused.output_dtype("layer_norm", x) == F.layer_norm(x, (8,), weight).dtype == torch.bfloat16
 
 
 def test_half_precision_in_and_fp32_out():

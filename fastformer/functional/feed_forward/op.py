@@ -36,7 +36,6 @@ from fastformer.host.autograd_function import (
     twice,
 )
 from fastformer.host.devices import check_tensors, in_autocast, to_autocast
-from fastformer.modes import compiling
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -149,6 +148,10 @@ def _activate_fake(h: Tensor, activation: str) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2 if activation in GATED else h.shape[1])
 
 
+def _hidden_again_fake(x: Tensor, weight1: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight1.shape[0])
+
+
 def _activate_backward_fake(da: Tensor, h: Tensor, wants_a: bool, wants_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     a = h.new_empty(da.shape if wants_a else 0)
     return h.new_empty(h.shape), a, h.new_empty(h.shape[1] if wants_bias else 0)
@@ -162,6 +165,11 @@ _activate = define(
     "feed_forward_activate(Tensor h, Tensor? seed, str activation, float dropout_p) -> Tensor",
     "feed_forward.kernels.activate",
     _activate_fake,
+)
+_hidden_again = define(
+    "feed_forward_hidden_again(Tensor x, Tensor weight1, Tensor? bias1, Tensor dy) -> Tensor",
+    "feed_forward.kernels.hidden_again",
+    _hidden_again_fake,
 )
 _activate_backward = define(
     "feed_forward_activate_backward(Tensor da, Tensor h, Tensor? seed, str activation, float dropout_p, "
@@ -213,7 +221,7 @@ class _FeedForward(torch.autograd.Function):
         h: Any = None if activation == "relu" else kept
         a: Any = kept if activation == "relu" else None
         if kept is None:
-            h = F.linear(x, weight1, bias1)
+            h = _hidden_again(x, weight1, bias1, dy)
         dx, dweight1, dbias1 = None, None, None
         if needs_x or needs_weight1 or needs_bias1:
             da = torch.mm(dy, weight2)  # [M, F]
@@ -244,12 +252,6 @@ def _fused(
     seed = dropout_seed(x) if dropout_p > 0.0 else None
     shape = x.shape
     x = x.reshape(math.prod(shape[:-1]), shape[-1])
-    compiles = compiling()
-    keeps = torch.is_grad_enabled() and (compiles or not recompute)
-    inputs = (x, *parameters, seed, activation, dropout_p, keeps, formula)
-    if recompute and compiles:
-        # The compiler would take the second h for the first one, and keep that; this forbids it.
-        y, _ = checkpoint(partial(call, _FeedForward), *inputs, use_reentrant=False)
-    else:
-        y, _ = call(_FeedForward, *inputs)
+    keeps = torch.is_grad_enabled() and not recompute
+    y, _ = call(_FeedForward, x, *parameters, seed, activation, dropout_p, keeps, formula)
     return y.view(*shape[:-1], y.shape[1])  # type: ignore[no-any-return]

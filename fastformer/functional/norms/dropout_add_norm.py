@@ -30,7 +30,8 @@ from fastformer.functional.norms.rms_norm import epsilon
 from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, twice
 from fastformer.host.devices import check_tensors
 
-_OPS = ("dropout_add_rms_norm", "dropout_add_layer_norm")  # by whether the norm is centred
+# By whether the norm is centred. No tuple: torch.compile of 2.11 takes no bool as its index.
+_OPS = {False: "dropout_add_rms_norm", True: "dropout_add_layer_norm"}
 
 
 def dropout_add_layer_norm(
@@ -127,7 +128,7 @@ def _step(
     formula = eager_formula(lambda s, *parameters: plain(s, s.shape[-1:], *parameters))
     tensors = as_rows(x, shape), as_rows(residual, shape), *as_row(*parameters)
     seed = dropout_seed(x) if dropout_p > 0.0 else None
-    dtype = dtype or output_dtype(x, residual)
+    dtype = dtype or output_dtype(op.removeprefix("dropout_add_"), x, residual)
     y, s, _, _ = call(_DropoutAddNorm, *tensors, seed, eps, dropout_p, centred, dtype, formula)
     return (y, s) if y.shape == x.shape else (y.view(x.shape), s.view(x.shape))
 

@@ -16,7 +16,11 @@ from fastformer.functional.choice import DTYPES, is_torchs, runs_fused
 from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
 from fastformer.host.devices import check_tensors
 
-IN_FLOAT32 = {"cuda"}  # devices whose autocast gives norms in float32
+# Devices whose autocast gives a norm in float32. Whether that is so of RMS norm depends on torch: not in 2.11, in 2.13.
+IN_FLOAT32 = {
+    op: {"cuda"} if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA") else set()
+    for op in ("layer_norm", "rms_norm")
+}
 
 
 def layer_norm(
@@ -53,7 +57,9 @@ def layer_norm(
         return y if dtype is None else y.to(dtype)
     plain: Any = partial(F.layer_norm, eps=eps)
     formula = eager_formula(lambda rows, *parameters: plain(rows, rows.shape[-1:], *parameters))
-    y, _, _ = call(_LayerNorm, as_rows(x, shape), *as_row(*parameters), eps, dtype or output_dtype(x), formula)
+    y, _, _ = call(
+        _LayerNorm, as_rows(x, shape), *as_row(*parameters), eps, dtype or output_dtype("layer_norm", x), formula
+    )
     return y if y.shape == x.shape else y.view(x.shape)  # type: ignore[no-any-return]
 
 
@@ -131,13 +137,13 @@ def norm_limit(op: str, *others: Tensor | None) -> str | None:
     return None
 
 
-def output_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
-    """Return the dtype of a norm of x, or of its sum with others: float32 under autocast on a GPU, as in torch.
+def output_dtype(op: str, x: Tensor, *others: Tensor) -> torch.dtype:
+    """Return the dtype of a norm of x, or of its sum with others: float32 where autocast on a GPU gives it so in torch.
 
     Autocast on a CPU leaves norms alone in torch.
     """
     device = x.device.type
-    if device in IN_FLOAT32 and torch.is_autocast_enabled(device):
+    if device in IN_FLOAT32[op] and torch.is_autocast_enabled(device):
         return torch.float32
     dtype = x.dtype
     for other in others:

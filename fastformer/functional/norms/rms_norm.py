@@ -52,7 +52,9 @@ def rms_norm(
         y = F.rms_norm(x, shape, as_wide(x, weight, None)[0], eps)
         return y if dtype is None else y.to(dtype)
     formula = eager_formula(lambda rows, weight: F.rms_norm(rows, rows.shape[-1:], weight, eps))
-    y, _ = call(_RMSNorm, as_rows(x, shape), *as_row(weight), epsilon(eps), dtype or output_dtype(x), formula)
+    y, _ = call(
+        _RMSNorm, as_rows(x, shape), *as_row(weight), epsilon(eps), dtype or output_dtype("rms_norm", x), formula
+    )
     return y.view(x.shape)  # type: ignore[no-any-return]
 
 

@@ -264,6 +264,23 @@ def activate(h: Tensor, seed: Tensor | None, activation: str, dropout_p: float) 
     return a
 
 
+def hidden_again(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> Tensor:
+    """Compute h = x weight^T + bias in backward, where it was not kept.
+
+    An op of its own, which needs dy: a compiler takes the same product for the one of forward, and keeps that.
+
+    Args:
+        x: `[M, D]`.
+        weight: `[F, D]`, or `[2F, D]`.
+        bias: `[F]`, or `[2F]`; None: none.
+        dy: the gradient that backward begins with; nothing of it is read.
+
+    Returns:
+        `[M, F]`, or `[M, 2F]`.
+    """
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def activate_backward(
     da: Tensor,
     h: Tensor,

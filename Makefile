@@ -82,6 +82,13 @@ ptxas-%:  ## every launch configuration with another ptxas of the package index,
 	$(PYTHON) -m pip install -q --no-deps --target .ptxas/$* nvidia-cuda-nvcc==$*
 	$(PYTHON) -m benchmarks.codegen --ptxas .ptxas/$*/nvidia/cu*/bin/ptxas --jobs $(JOBS) | tail -n 60
 
+# With 2.11, the oldest that is supported, 17 tests failed on 2026-11-25 that CI's 2.13 passed. 6 GB where CUDA comes with it.
+torch-%:  ## every test with another torch and the Triton that it brings, such as torch-2.11.0, in an environment of its own
+	$(PYTHON) -m venv .torch/$*
+	grep -vE '^(torch|triton)==' constraints.txt > .torch/$*/constraints.txt
+	.torch/$*/bin/pip install -q -c .torch/$*/constraints.txt torch==$* -e '.[dev]'
+	.torch/$*/bin/python -m pytest -n $(JOBS) --dist worksteal
+
 lowest:  ## what depends on the numbers of torch, oneDNN and MKL, with the oldest code that each has, and another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(PYTHON) -m pytest --seed 1 \
 	  tests/ground/test_noise.py tests/kernels/test_fused_*.py tests/nn/test_fused_*.py tests/nn/test_layers.py tests/nn/test_stacks.py tests/nn/test_multihead_attention.py \

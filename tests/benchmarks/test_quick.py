@@ -122,6 +122,21 @@ def test_what_a_competitor_raises_is_its_result(side, monkeypatch, race):
     assert row.theirs is None
 
 
+def test_a_model_of_transformers_whose_attention_has_other_gradients_is_not_timed(monkeypatch, race):
+    transformers = pytest.importorskip("transformers")
+    attention = transformers.models.bert.modeling_bert.ALL_ATTENTION_FUNCTIONS
+    sdpa = attention["sdpa"]
+
+    def turned_around(module, *tensors, **options):
+        q, k, v = (2 * x.detach() - x for x in tensors[:3])
+        return sdpa(module, q, k, v, *tensors[3:], **options)
+
+    monkeypatch.setitem(attention._global_mapping, "sdpa", turned_around)
+    with pytest.raises(pytest.fail.Exception, match="wrong, not timed: gradients differs"):
+        bench_integrations.bench_transformers(race, "quick", "BERT", "layers", 0.45, "training step", "sdpa")
+    assert race.record.rows == []
+
+
 def test_an_export_of_ours_that_fails_is_no_result_of_ctranslate2(monkeypatch, race):
     monkeypatch.setattr(bench_decoding, "export_ctranslate2", broken)
     with pytest.raises(RuntimeError, match="no kernel image"):

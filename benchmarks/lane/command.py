@@ -153,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commit = environment.commit()
             asked = chosen(options.only, options.dry_run)
             out = (options.out or Path(tempfile.mkdtemp(prefix="lane-"))) / _name(options)
-            seconds = 60 * options.minutes if options.minutes else sum(asked.values()) + _SUMMARY_SECONDS
+            # The grace is there beside, else the first step would have that much less than is kept for it.
+            seconds = 60 * options.minutes if options.minutes else sum(asked.values()) + GRACE + _SUMMARY_SECONDS
             wanted = [step_of(name, kept, out, part, options.dry_run) for name, kept in asked.items()]
             steps = fitting(wanted, _without_summary(seconds))
             out.mkdir(parents=True, exist_ok=True)

@@ -156,6 +156,19 @@ def test_every_benchmark_is_in_a_run_and_every_run_fits_into_its_time(tmp_path):
         assert sum(asked.values()) <= lane._without_summary(60 * minutes)
 
 
+def test_every_step_has_the_seconds_that_are_kept_for_it(tmp_path, monkeypatch):
+    limits = {}
+
+    def note(step, limit, *further):
+        limits[step.name] = limit
+        return Outcome(step.name, "done")
+
+    monkeypatch.setattr(lane, "run_step", note)
+    assert lane.main(["--only", "positions", "--out", str(tmp_path)]) == 0
+    for name, kept in plan.chosen("positions", dry=False).items():
+        assert limits[name] > kept - 1
+
+
 def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_path, monkeypatch):
     steps = [python(name, "", seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 2.0), ("d", 1.0))]
     assert [step.name for step in plan.fitting(steps, 5.0)] == ["a", "c"]

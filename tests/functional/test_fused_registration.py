@@ -61,7 +61,6 @@ def test_a_mode_sees_the_op(dispatched):
     assert torch.equal(found, normalise())
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_the_profiler_names_the_op(dispatched):
     with torch.profiler.profile() as profile:
         normalise()

@@ -16,7 +16,7 @@ from fastformer.host.cuda_graphs import capture
 
 _FLUSHED_BYTES = 1 << 28  # several times the 50 to 60 MB of a Hopper GPU's L2
 _FLUSHES = 4  # takes the GPU a quarter of a millisecond, longer than the host needs to queue a short call
-_WALL_CALLS = 10
+_WALL_CALLS, _WALL_SECONDS = 10, 0.5  # at most; of the host, so that a search, which waits for each token, runs once
 
 Call = Callable[[], object]
 
@@ -61,11 +61,12 @@ class Stopwatch:
         if not self.on_gpu:
             return None
         torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(_WALL_CALLS):
+        start, calls = time.perf_counter(), 0
+        while calls == 0 or (calls < _WALL_CALLS and time.perf_counter() - start < _WALL_SECONDS):
             run()
+            calls += 1
         torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - start) / _WALL_CALLS
+        return (time.perf_counter() - start) / calls
 
     def replay(self, run: Call) -> Call:
         """Capture a call as a CUDA graph, whose replay does its device work with one launch.

@@ -133,6 +133,7 @@ def _race(name: str, dry: bool) -> tuple[str, ...]:
     what, _, compiled = name.partition("-")
     files = [f"benchmarks/bench_{each}.py" for each in PLAN.get(what, [what]) if "-" not in each]
     if has("pytest_benchmark"):
-        files += ["--benchmark-only", "--benchmark-columns=median", "--benchmark-disable-gc"]
+        # Not --benchmark-disable-gc: it looks after what the plugin times, ours, while theirs would be collected for.
+        files += ["--benchmark-only", "--benchmark-columns=median"]
     chosen = ("--competitor", "eager") if dry else ("-k", _COMPILED if compiled else f"not ({_COMPILED})")
     return *files, *chosen

@@ -49,7 +49,7 @@ PLAN: dict[str, dict[str, float]] = {
     },
     "models": {  # 8.8 minutes
         "multihead_attention": _kept(18, 0.5, kernels=4),
-        "modules": _kept(12, 1.0),
+        "modules": _kept(12, 1.0, kernels=20),
         "integrations": _kept(3, 10.0, kernels=6),
         "language": _kept(1, 10.0),
         "generation": _kept(3, 15.0),  # a thousand words from the whole prefix

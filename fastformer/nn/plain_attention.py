@@ -38,6 +38,8 @@ Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 def plain_weights(attention: Any, x: Tensor) -> Weights | None:
     """The parameters of a `MultiheadAttention`, where x meets torch's ops alone, which nobody watches; else None."""
+    if watched():  # asked first: Dynamo of torch 2.11 cannot compare what follows
+        return None
     state = attention.__dict__
     own, parts = state["_parameters"], state["_modules"]
     if not (own.keys() <= _PARAMETERS and _CHANGES.isdisjoint(state)) or len(parts) != 1 or state["_buffers"]:
@@ -59,7 +61,7 @@ def plain_weights(attention: Any, x: Tensor) -> Weights | None:
         return None
     if not all(is_torchs(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)):
         return None
-    return None if watched() or autocasts(x) else (weights[0], biases[0], weights[1], biases[1])
+    return None if autocasts(x) else (weights[0], biases[0], weights[1], biases[1])
 
 
 def weights_of_few(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -42,6 +42,7 @@ class Projections(nn.MultiheadAttention):
     """
 
     _kv_heads: int | None = None
+    _head_dim: int  # where there are options of ours
     rotary: Rotary | None = None
 
     def _build(
@@ -94,7 +95,7 @@ class Projections(nn.MultiheadAttention):
     def head_dim(self) -> int:
         """K; without options of ours told by num_heads in each call, which may have been set since, as in torch."""
         if self._kv_heads is not None:
-            return self.__dict__["head_dim"]  # type: ignore[no-any-return]
+            return self._head_dim  # under a name of its own: Dynamo of torch 2.11 takes a dict's item for this property
         if self.embed_dim % self.num_heads:
             raise AssertionError(f"embed_dim {self.embed_dim} must be divisible by num_heads, {self.num_heads}")
         return self.embed_dim // self.num_heads  # type: ignore[no-any-return]
@@ -102,6 +103,8 @@ class Projections(nn.MultiheadAttention):
     @head_dim.setter
     def head_dim(self, size: int) -> None:
         self.__dict__["head_dim"] = size
+        if self._kv_heads is not None:
+            self._head_dim = size
 
     @property
     def kv_heads(self) -> int:

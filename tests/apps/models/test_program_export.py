@@ -175,7 +175,7 @@ def _reference() -> Any:
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_torch_export(name: str, request: pytest.FixtureRequest) -> None:
     if torch.__version__.startswith("2.11.") and name in ("LanguageModel, rotary", "LanguageModel, relative"):
-        # Even of torch.stack([x, x], 2).flatten(1, 2), x a transposed view: a constraint of strides that it cannot prove.
+        # Even of torch.stack([x, x], 2).flatten(1, 2) of a transposed x: a constraint of strides that it cannot prove.
         request.applymarker(pytest.mark.xfail(reason="torch 2.11 exports no shared keys of dynamic lengths"))
     case = {**CASES, **MORE}[name]
     program = programmed(case, model_of(case)).module()

@@ -21,8 +21,10 @@ from fastformer.apps.classification.model import (
     token_classification_loss,
 )
 from fastformer.apps.language.model import language_model_loss
+from fastformer.apps.language.sampling import SamplingOptions, choose_ids
 from fastformer.apps.text import LabelledBatch
 from fastformer.apps.translation.model import translation_loss
+from fastformer.apps.translation.search import SearchOptions, _forbid
 from fastformer.functional.attention import packed_reference
 from fastformer.host.devices import send
 from fastformer.packing import Layout
@@ -167,6 +169,24 @@ def test_what_travels_is_a_copy():
         send("meta", ids)
     (source,) = transfers.sources
     assert source.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr()
+
+
+class Indexed(TorchDispatchMode):
+    """Counts the writes to a list of indices, which is copied from the CPU, as is the number that is written."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.index_put_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_sent_to_rule_out_tokens():
+    """At each step of a search: the host would wait for the copies."""
+    with Indexed() as indexed:
+        _forbid(torch.zeros(3, 17), torch.zeros(3, 4, dtype=torch.int64), random_model().config, SearchOptions())
+        choose_ids(torch.zeros(3, 17), SamplingOptions(), torch.zeros(3, dtype=torch.float64), forbidden=[1, 2])
+    assert not indexed.count
 
 
 def test_on_a_cpu_nothing_changes(case):

@@ -96,7 +96,8 @@ def choose_ids(
     """
     limits = torch.finfo(torch.float32)
     logits = logits.float().clone()
-    logits[:, list(forbidden)] = -math.inf
+    for i in forbidden:  # a list of indices would be copied to the device, for which the host waits
+        logits[:, i] = -math.inf
     if seen is not None and options.repetition_penalty != 1:
         penalty = min(max(options.repetition_penalty, limits.tiny), limits.max)
         changed = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)

@@ -107,6 +107,7 @@ def facts(cache: Path) -> dict[str, dict]:
     return found
 
 
+@pytest.mark.slow  # two processes, of which one compiles 34 kernels: others run meanwhile
 def test_compilations(tmp_path):
     """Few for all numbers of tokens, each in seconds, and none in a second process, which finds them in the cache."""
     first = facts(tmp_path)

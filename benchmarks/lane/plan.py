@@ -9,7 +9,8 @@ from pathlib import Path
 from benchmarks.harness.processes import ROOT
 from benchmarks.lane.step import LaneStep
 
-_TESTS = ("test_gpu*.py", "test_fused_*.py")  # those that need a GPU, and values with every backend
+# Those that need a GPU, and values with every backend.
+_TESTS = {"gpu-tests": ("test_gpu*.py", "test_transfers.py"), "fused-tests": ("test_fused_*.py",)}
 _MOST_WORKERS = 16  # each has a CUDA context of its own, and a container may name its host's cores
 _COMPILED = "compile or flex"  # competitors that torch.compile makes, for pytest's -k
 _PROCESS = 15.0  # seconds that a process takes to begin and to end
@@ -122,8 +123,8 @@ def _tests(name: str, dry: bool) -> tuple[str, ...]:
     """Files of tests, on all cores."""
     if name == "fused-tests" and dry:
         return "tests/kernels/test_fused_layer_norm.py", "-k", "value"
-    pattern = _TESTS[name == "fused-tests"]
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob(pattern))
+    found = [path for pattern in _TESTS[name] for path in (ROOT / "tests").rglob(pattern)]
+    files = sorted(str(path.relative_to(ROOT)) for path in found)
     jobs = ("-n", str(min(os.cpu_count() or 1, _MOST_WORKERS))) if has("xdist") and not dry else ()
     return *jobs, *(("-m", "gpu") if name == "gpu-tests" else ()), *files
 

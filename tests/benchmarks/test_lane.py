@@ -169,6 +169,13 @@ def test_every_step_has_the_seconds_that_are_kept_for_it(tmp_path, monkeypatch):
         assert limits[name] > kept - 1
 
 
+def test_every_test_that_needs_a_gpu_is_run(tmp_path):
+    files = (ROOT / "tests").rglob("test_*.py")
+    marked = [path for path in files if re.search(r"^ *pytestmark = MARKS$", path.read_text("utf-8"), re.MULTILINE)]
+    chosen = plan.step_of("gpu-tests", 0.0, tmp_path, tmp_path / "part", False).arguments
+    assert {str(path.relative_to(ROOT)) for path in marked} == {part for part in chosen if part.endswith(".py")}
+
+
 def test_what_does_not_fit_leaves_its_time_to_others_and_the_run_incomplete(tmp_path, monkeypatch):
     steps = [python(name, "", seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 2.0), ("d", 1.0))]
     assert [step.name for step in plan.fitting(steps, 5.0)] == ["a", "c"]

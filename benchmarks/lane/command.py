@@ -41,6 +41,7 @@ _SUMMARY_SECONDS = 8.0  # kept for the end
 NO_GPU = 3  # exit code of benchmarks.lane.steps
 # Variables of a dry run: no GPU, and the interpreter.
 _DRY = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+_ON_GPU = {"TRITON_INTERPRET": "0"}  # else tests take a machine without /dev/nvidiactl for one without a GPU
 _OPTIONAL = ("pytest", "pytest_benchmark", "xdist", "matplotlib", "rich", "typer", "liger_kernel", "transformers")
 
 
@@ -167,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"not installed here, so left out where needed: {', '.join(missing)}")
             gathered = Gathered(out / "benchmarks.jsonl", part)
             outcomes = (
-                run_all(steps, seconds, out, processes.variables(**(_DRY if options.dry_run else {})), gathered) + late
+                run_all(steps, seconds, out, processes.variables(**(_DRY if options.dry_run else _ON_GPU)), gathered)
+                + late
             )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

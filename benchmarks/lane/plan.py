@@ -9,8 +9,12 @@ from pathlib import Path
 from benchmarks.harness.processes import ROOT
 from benchmarks.lane.step import LaneStep
 
-# Those that need a GPU, and values with every backend.
-_TESTS = {"gpu-tests": ("test_gpu*.py", "test_transfers.py"), "fused-tests": ("test_fused_*.py",)}
+# Those that need a GPU, values with every backend, and of what is rarely used.
+_TESTS = {
+    "gpu-tests": ("test_gpu*.py", "test_transfers.py"),
+    "fused-tests": ("test_fused_*.py",),
+    "further-tests": ("test_attention_distances.py", "test_value_head_size.py", "test_tf32.py"),
+}
 _MOST_WORKERS = 16  # each has a CUDA context of its own, and a container may name its host's cores
 _COMPILED = "compile or flex"  # competitors that torch.compile makes, for pytest's -k
 _PROCESS = 15.0  # seconds that a process takes to begin and to end
@@ -26,29 +30,30 @@ def _kept(cases: int, each: float, kernels: int = 0) -> float:
 # Run -> step -> seconds. Estimates, none measured on a GPU. A case of an op takes 0.4 s: 30 rounds of both sides, each
 # after 0.25 ms of flushes, products in fp64 for the gate, one in fp32 to know the clock by; more if calls take long.
 PLAN: dict[str, dict[str, float]] = {
-    "tests": {  # 4.9 minutes with the facts and the end; on all cores
-        "gpu-tests": 120.0,  # 170 of them, some of a hundred training steps
-        "fused-tests": 150.0,  # 1,000
+    "tests": {  # 7.5 minutes with the facts and the end; on all cores
+        "gpu-tests": 120.0,  # 200 of them, some of a hundred training steps
+        "fused-tests": 240.0,  # 1,100; 1,500 compilations, a third of them attention's, 1,500 to 2,100 s of a core
+        "further-tests": 60.0,  # 180
     },
-    "ops": {  # 8.2 minutes
+    "ops": {  # 8.7 minutes
         "layer_norm": _kept(54, 0.4, kernels=36),  # 9 shapes, forward and backward, ours and Liger-Kernel's
         "dropout_add_layer_norm": _kept(13, 0.4, kernels=16),  # of layer norm and RMS norm, and Liger-Kernel's
         "feed_forward": _kept(23, 1.5, kernels=6),  # up to 13 TFLOP in fp64
         "cross_entropy": _kept(31, 1.5, kernels=6),  # up to 5 TFLOP in fp64, and calls of up to 50 ms
         "ops-compiled": _kept(43, 5.0),
     },
-    "positions": {  # 1.5 minutes
+    "positions": {  # 1.6 minutes
         "embedding": _kept(6, 0.4, kernels=2),
         "rotary": _kept(6, 0.4, kernels=3),
         "positions-compiled": _kept(2, 5.0),
     },
-    "training": {  # 8.7 minutes
+    "training": {  # 8.8 minutes
         "attention": _kept(320, 0.5, kernels=40),  # up to 16k tokens, forward, backward, both
         "training_step": _kept(20, 4.0, kernels=10),  # steps of 20 to 60 ms of host time, and captures
         "packing": _kept(30, 2.0),
         "decoding": _kept(16, 4.0, kernels=2),  # three searches of both sides, and captures
     },
-    "models": {  # 8.8 minutes
+    "models": {  # 9.4 minutes
         "multihead_attention": _kept(18, 0.5, kernels=4),
         "modules": _kept(12, 1.0, kernels=20),
         "integrations": _kept(3, 10.0, kernels=6),
@@ -59,7 +64,7 @@ PLAN: dict[str, dict[str, float]] = {
         "profile": _kept(2, 7.0),
         "tuning": _PROCESS + _TUNING,
     },
-    "compiled": {  # 8.7 minutes
+    "compiled": {  # 9.1 minutes
         "attention-compiled": _kept(14, 9.0),  # flex_attention with backward
         "training_step-compiled": _kept(6, 60.0),  # a model of 6+6 layers with backward
     },

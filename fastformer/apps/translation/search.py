@@ -289,7 +289,7 @@ def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: 
 
     Padding and bos never may, eos not before the minimum length, except where nothing else is left.
     """
-    for i in {config.pad_id, config.bos_id} - {config.eos_id}:  # a list of indices would be copied to the device: a wait
+    for i in {config.pad_id, config.bos_id} - {config.eos_id}:  # a list would be copied to the device: a wait
         scores[:, i] = -math.inf
     early = tokens.shape[1] < options.min_length
     eos = scores[:, config.eos_id].clone()

@@ -15,7 +15,9 @@ _TESTS = {
     "fused-tests": ("test_fused_*.py",),
     "further-tests": ("test_attention_distances.py", "test_value_head_size.py", "test_tf32.py"),
 }
-_MOST_WORKERS = 16  # each has a CUDA context of its own, and a container may name its host's cores
+# A container may name its host's cores; and of a GPU's 84 GB each worker takes 0.5 for its context and up to 4.5 for
+# tensors, one of them 11 (tests of one `xdist_group` are one worker's): 77 in all.
+_MOST_WORKERS = 14
 _COMPILED = "compile or flex"  # competitors that torch.compile makes, for pytest's -k
 _PROCESS = 15.0  # seconds that a process takes to begin and to end
 _TUNING = 150.0
@@ -130,7 +132,8 @@ def _tests(name: str, dry: bool) -> tuple[str, ...]:
         return "tests/kernels/test_fused_layer_norm.py", "-k", "value"
     found = [path for pattern in _TESTS[name] for path in (ROOT / "tests").rglob(pattern)]
     files = sorted(str(path.relative_to(ROOT)) for path in found)
-    jobs = ("-n", str(min(os.cpu_count() or 1, _MOST_WORKERS))) if has("xdist") and not dry else ()
+    workers = str(min(os.cpu_count() or 1, _MOST_WORKERS))
+    jobs = ("-n", workers, "--dist", "loadgroup") if has("xdist") and not dry else ()
     return *jobs, *(("-m", "gpu") if name == "gpu-tests" else ()), *files
 
 

@@ -26,6 +26,11 @@ current_node = torch._C._current_autograd_node  # of autograd, that is run or wh
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None where saved tensors are kept as such
 
 
+def autocast_on_gpu_has(op: str) -> bool:
+    """Whether autocast on a GPU has a rule for `aten::OP`, which is another thing than to leave it alone."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
+
+
 def watched() -> bool:
     """Whether anybody sees the single ops that run, or needs a rule for each: one op for several is another then."""
     return (

@@ -15,12 +15,10 @@ from torch import Tensor
 from fastformer.functional.choice import DTYPES, is_torchs, runs_fused
 from fastformer.host.autograd_function import Formula, call, define, eager_formula, plain_gradients, twice
 from fastformer.host.devices import check_tensors
+from fastformer.modes import autocast_on_gpu_has
 
 # Devices whose autocast gives a norm in float32. Whether that is so of RMS norm depends on torch: not in 2.11, in 2.13.
-IN_FLOAT32 = {
-    op: {"cuda"} if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA") else set()
-    for op in ("layer_norm", "rms_norm")
-}
+IN_FLOAT32 = {op: {"cuda"} if autocast_on_gpu_has(op) else set() for op in ("layer_norm", "rms_norm")}
 
 
 def layer_norm(

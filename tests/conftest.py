@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if torch.cuda.is_available():
             raise pytest.UsageError("--compiled is for machines without a GPU")
         os.environ["TRITON_INTERPRET"] = "0"
-        choice._FAULT_OF_INTERPRETER = None  # which is not asked
+        choice._FAULT_OF_INTERPRETER = None  # nothing is interpreted
         from tests.compiled.ptx import driver
 
         driver.install(int(arch.removeprefix("sm_")))

@@ -34,7 +34,7 @@ def _kept(cases: int, each: float, kernels: int = 0) -> float:
 PLAN: dict[str, dict[str, float]] = {
     "tests": {  # 7.5 minutes with the facts and the end; on all cores
         "gpu-tests": 120.0,  # 200 of them, some of a hundred training steps
-        "fused-tests": 240.0,  # 1,100; 1,500 compilations, a third of them attention's, 1,500 to 2,100 s of a core
+        "fused-tests": 240.0,  # 1,300; 1,500 compilations, a third of them attention's, 1,500 to 2,100 s of a core
         "further-tests": 60.0,  # 180
     },
     "ops": {  # 8.7 minutes

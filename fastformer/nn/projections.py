@@ -102,8 +102,9 @@ class Projections(nn.MultiheadAttention):
 
     @head_dim.setter
     def head_dim(self, size: int) -> None:
-        self.__dict__["head_dim"] = size
-        if self._kv_heads is not None:
+        if self._kv_heads is None:
+            self.__dict__["head_dim"] = size  # where torch keeps it
+        else:
             self._head_dim = size
 
     @property

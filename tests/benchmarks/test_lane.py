@@ -164,9 +164,10 @@ def test_every_step_has_the_seconds_that_are_kept_for_it(tmp_path, monkeypatch):
         return Outcome(step.name, "done")
 
     monkeypatch.setattr(lane, "run_step", note)
+    monkeypatch.setattr("benchmarks.lane.command.time.monotonic", lambda: 0.0)  # however busy the machine is
     assert lane.main(["--only", "positions", "--out", str(tmp_path)]) == 0
     for name, kept in plan.chosen("positions", dry=False).items():
-        assert limits[name] > kept - 1
+        assert limits[name] >= kept - 1e-6
 
 
 def test_every_test_that_needs_a_gpu_is_run(tmp_path):

@@ -9,7 +9,7 @@ would move values across ReLU's kink. Here is one pass over the hidden activatio
   so that h alone has to be kept.
 - `relu_backward` makes dh from da and a, where the activation is ReLU: a zero in a says "off or dropped", so that
   neither h, nor the mask, nor its random numbers are needed.
-- `hidden_again` makes h in backward where nothing was kept: torch's product, as an op that is like no other to a compiler.
+- `hidden_again` makes h in backward where nothing was kept: torch's product, as an op that compilers do not merge.
 
 The gradient of the bias comes with dh: each program adds up its rows in fp32, and a second kernel adds up the programs
 in a fixed order. No atomics: the same numbers every time.

@@ -58,6 +58,13 @@ def check_types(names: tuple[str, ...], *tensors: object) -> None:
             raise TypeError(f"{name} must be a Tensor, not {type(x).__name__}")
 
 
+def check_masks(names: tuple[str, ...], *masks: object) -> None:
+    """Raise TypeError unless each mask is a tensor or None, on whatever device."""
+    for name, mask in zip(names, masks, strict=True):
+        if mask is not None:
+            check_types((name,), mask)
+
+
 def _refuse(names: tuple[str, ...], found: Sequence[object], required: int) -> NoReturn:
     """Say which is no tensor, or else which is on another device than the first."""
     given = {name: x for i, (name, x) in enumerate(zip(names, found, strict=True)) if i < required or x is not None}

@@ -14,6 +14,7 @@ K head size, D model width.
 """
 
 import copy
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ class KVCache:
         longest: the most tokens that a row may read; None: no limit.
         memory_lengths: int64 `[B]`, on the device; None where all memories are equally long, or there are none.
         layers: a `LayerCache` for each layer.
+        stack_id: names the stack that made the cache; copies of a stack that has made one share its name.
         plain: a shorter way for one token a row, where there is one.
     """
 
@@ -91,6 +93,8 @@ class KVCache:
         check_value("hypotheses", hypotheses, int, at_least=1)
         check_value("longest", longest, int | None, at_least=1)
         check_cached(stack)
+        state: dict[str, Any] = stack.__dict__
+        self.stack_id: str = state.setdefault("_stack_id", uuid.uuid4().hex)
         self.hypotheses, self.longest, self.capacity = hypotheses, longest, 0
         order: Any = stack.layers_batch_first
         self.batch_first = order is not False

@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.host.devices import autocasts
-from fastformer.modes import forward_ad, readable, transformed, watched
+from fastformer.modes import forward_ad, readable, tracing_state, transformed, watched
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.settings import check_value
 
@@ -100,6 +100,12 @@ def _weights_of(module: nn.Module) -> tuple[str, ...]:
 
 def _refuse_script() -> NoReturn:
     raise TypeError("packed weights cannot be compiled by torch.jit.script: do so before pack_weights")
+
+
+def _check_untraced() -> None:
+    """Refuse torch.jit.trace, which has no constants for packed memory."""
+    if tracing_state() is not None:
+        raise TypeError("packed weights cannot be traced by torch.jit.trace: do so before pack_weights")
 
 
 class PackedWeight(Tensor):
@@ -186,7 +192,8 @@ class PackedWeight(Tensor):
             # `module.float()` sets a parameter's data to itself.
             if function in _OF_MEMORY or (function == _SET_DATA and args[1] is not self):
                 raise TypeError("packed weights cannot be saved, shared or set: do so before pack_weights")
-        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        # Tensor's own would make packed weights of results: under torch.jit.trace the sizes of a shape are tensors.
+        return nn.Parameter.__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -213,6 +220,7 @@ class _Float32(PackedWeight):
         looked_at = watched()  # what is made here would be the watcher's, and torch.func has no rule for oneDNN's op
         if self.blocks is None or (looked_at and (self.by_columns is not None or transformed())):
             return F.linear(x, self._values(), bias)
+        _check_untraced()
         D, K = self.outputs, self.columns
         M = x.numel() // K
         if M == 1 and D > K and not looked_at:
@@ -291,6 +299,7 @@ class _Int8(PackedWeight):
         return made
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        _check_untraced()
         # 7 bits: where a CPU has no dot products of int8, sums of two products saturate at 16 bits. The kernels
         # pass NaN by where they look for the range, which makes a number of it (a look: 2.4 us for a row of 512).
         multiply = torch.ops.quantized.linear_dynamic

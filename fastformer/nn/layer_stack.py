@@ -108,7 +108,8 @@ class Stack(nn.Module):
     def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Whether there is padding to skip, and nothing against skipping it."""
         given = [mask for mask in masks if mask is not None]
-        return self._wanted(padding_free) and len(given) > 0 and all(map(has_values, given)) and self.obstacle() is None
+        known = all(isinstance(mask, Tensor) and has_values(mask) for mask in given)
+        return self._wanted(padding_free) and len(given) > 0 and known and self.obstacle() is None
 
     def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer as `checkpoint_activations` says."""
@@ -182,7 +183,8 @@ class Stack(nn.Module):
 
         Args:
             x: `[R, t, D]`, or `[t, R, D]` where the layers are not batch_first; packed `[T, D]` with a layout.
-            cache: from `new_cache` of this stack; holds the tokens too, afterwards.
+            cache: from `new_cache` of this stack, or of the stack that this one was copied from afterwards; holds the
+                tokens too, afterwards.
             lengths: int64 `[R]`, on the CPU: how many of the t tokens of each row are real, the others being padding
                 behind them, whose outputs are 0; 0 is allowed. Or the layout of packed tokens. None: all t.
 
@@ -199,6 +201,8 @@ class Stack(nn.Module):
             raise ValueError(f"the cache is of another stack: it has {len(cache.layers)} layers")
         if (cache.layers[0].memory is None) != isinstance(self, nn.TransformerEncoder):
             raise ValueError(f"the cache is of another stack: not of a {type(self).__name__}")
+        if cache.stack_id != self.__dict__.get("_stack_id"):
+            raise ValueError("the cache is of another stack: make one with new_cache of this stack")
         plain = cache.plain is not None and cache.plain.apply(self, x, cache.layers)
         if not plain and may_do_more(self):
             check_apart(self, "decoding with a cache")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.host.devices import check_types
+from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
 from fastformer.nn.hooks import has_hooks, has_own, plain, torchs_own
@@ -192,6 +192,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if is_part_of_trace(self, src):
             return traced_call(self, src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[no-any-return]
         check_types(("src",), src)
+        check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         if self.has_own_blocks or src.is_nested:  # as torch's encoder hands it over in inference
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and not is_causal and self._is_torchs(src):
@@ -330,6 +331,9 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
                 memory_is_causal,
             )
         check_types(("tgt", "memory"), tgt, memory)
+        check_masks(("tgt_mask", "memory_mask"), tgt_mask, memory_mask)
+        padding_masks = "tgt_key_padding_mask", "memory_key_padding_mask"
+        check_masks(padding_masks, tgt_key_padding_mask, memory_key_padding_mask)
 
         return self.compose(
             tgt,

@@ -16,7 +16,7 @@ from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_masks, check_tensors, check_types
 from fastformer.modes import compiling
 from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call
 from fastformer.nn.options import AttentionOptions, check_options
@@ -133,6 +133,7 @@ class MultiheadAttention(Projections):
             if plainly is not None:
                 return plainly
         check_tensors(("query", "key", "value"), query, (key, value))
+        check_masks(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:
                 raise ValueError("query and key must not be nested where attention has options that torch's has not")
@@ -397,5 +398,6 @@ class MultiheadAttention(Projections):
 
 
 def _check_mask_dtype(name: str, mask: Tensor) -> None:
+    check_types((name,), mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")

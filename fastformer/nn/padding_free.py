@@ -151,13 +151,9 @@ def _layer_obstacle(layer: Any) -> str | None:
 
 
 def _has_hooks_within(part: Any) -> bool:
-    """Whether a part has hooks, or one that it is made of and hands over what it sees."""
-    kind = type(part)
-    if kind in TOKEN_WISE:
-        return has_hooks(part)
-    if kind is MultiheadAttention:
-        return has_hooks(part) or any(map(_has_hooks_within, part.children()))
-    return any(map(has_hooks, part.modules()))
+    """Return whether a part has hooks, or a module inside it that it calls."""
+    # `children` and not `modules`: PEFT's attention detaches merged weights from its adapters in `named_modules`.
+    return has_hooks(part) or (type(part) not in TOKEN_WISE and any(map(_has_hooks_within, part.children())))
 
 
 class PackedInput(NamedTuple):
@@ -219,7 +215,7 @@ def read_side(
     B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if padding is None:
         return PackedInput(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
-    if padding.shape != ((B, L) if batched else (L,)):
+    if not isinstance(padding, Tensor) or padding.shape != ((B, L) if batched else (L,)):
         return None
     hidden = hidden_keys(padding)
     if hidden is None:
@@ -232,7 +228,7 @@ def read_side(
 
 def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two key padding masks are given and hide the same keys."""
-    if one is None or other is None or one is other:
+    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return alike and has_values(one) and has_values(other) and torch.equal(one, other)
@@ -245,7 +241,7 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
     """
     if mask is None:
         return stated
-    if mask.shape != (length, length) or mask.requires_grad:
+    if not isinstance(mask, Tensor) or mask.shape != (length, length) or mask.requires_grad:
         return False
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return False
@@ -265,7 +261,7 @@ def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) ->
     It stays as it is without knowing the order of the dimensions, batch_first None, where a mask does not fit, at which
     layers that take it did not look, and where a norm of somebody's own gave something else than a tensor.
     """
-    if padding is None or batch_first is None or not isinstance(x, Tensor):
+    if not isinstance(padding, Tensor) or batch_first is None or not isinstance(x, Tensor):
         return x
     # The caller's mask may change before backward, which reads this one.
     hidden = padding.clone() if padding.dtype == torch.bool else padding == float("-inf")

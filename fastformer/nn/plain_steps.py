@@ -120,12 +120,13 @@ class PlainSteps:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is ours, with nothing but torch's parts, and attention that `_LayerStep` knows."""
-    if type(layer) not in _LAYERS or layer.has_own_blocks or not all(map(_is_as_made, layer.modules())):
+    if type(layer) not in _LAYERS or layer.has_own_blocks:
         return False
     for name, part in layer.named_children():
         if name != "activation" and type(part) not in _PARTS.get(name, ()):
             return False
-    return all(map(_is_plain_attention, layer.attentions))
+    # `modules` behind the loop above: PEFT's attention changes its weights when it is asked for its modules.
+    return all(map(_is_as_made, layer.modules())) and all(map(_is_plain_attention, layer.attentions))
 
 
 def _is_as_made(part: nn.Module) -> bool:

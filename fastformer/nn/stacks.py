@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastformer.host.devices import check_types
+from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.attends import padded_attention
 from fastformer.nn.cache import KVCache, without_gaps
 from fastformer.nn.layer_stack import Stack
@@ -54,7 +54,6 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
-        *,
         padding_free: bool | None = None,
         need_weights: bool = False,
     ) -> Any:
@@ -78,6 +77,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             options = _given(padding_free, need_weights)
             return traced_call(self, src, mask, src_key_padding_mask, is_causal, **options)
         check_types(("src",), src)
+        check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
         if need_weights:
             out, weights = self._weigh(
                 src,
@@ -168,7 +168,6 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
-        *,
         padding_free: bool | None = None,
         need_weights: bool = False,
     ) -> Any:
@@ -225,6 +224,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
         output, hint = tgt, tgt_is_causal is True
         if self.watched:
+            check_masks(("tgt_mask",), tgt_mask)
             hint = self._hint(tgt_mask, tgt_is_causal, tgt)
         for layer in self.layers:
             output = self.run_layer(
@@ -323,6 +323,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             ValueError: the memory and its mask or layout do not fit together; longest and capacity as there.
             RuntimeError: as in the encoder.
         """
+        check_masks(("memory_key_padding_mask",), memory_key_padding_mask)
         if memory.is_nested:
             _refuse("memory", memory_key_padding_mask)
             memory, memory_layout = from_nested(memory)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 import fastformer
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
@@ -55,8 +56,57 @@ def test_it_is_told_by_name(call, name, wrong):
         function(**given | {name: wrong}, **more)
 
 
+hidden = torch.zeros(3, T).bool()
+heads = torch.randn(3, H, T, D)
+DECODER_MASKS = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+TRANSFORMER_MASKS = ("src_mask", "src_key_padding_mask", *DECODER_MASKS)
+BOTH_PADDINGS = {"tgt_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
+# Each call with its masks, and with masks that have the batch run packed.
+MASKED = {
+    "MultiheadAttention": (
+        attention,
+        {"query": batch, "key": batch, "value": batch},
+        ("key_padding_mask", "attn_mask"),
+    ),
+    "MultiheadAttention.packed": (attention.packed, {"query": tokens, "layout": layout}, ("attn_mask",)),
+    "TransformerEncoderLayer": (encoder_layer, {"src": batch}, ("src_mask", "src_key_padding_mask")),
+    "TransformerDecoderLayer": (decoder_layer, {"tgt": batch, "memory": batch}, DECODER_MASKS),
+    "TransformerEncoder": (encoder, {"src": batch}, ("mask", "src_key_padding_mask")),
+    "TransformerEncoder, packed": (encoder, {"src": batch, "src_key_padding_mask": hidden}, ("mask",)),
+    "TransformerEncoder.packed": (encoder.packed, PACKED, ("mask",)),
+    "TransformerDecoder": (decoder, {"tgt": batch, "memory": batch}, DECODER_MASKS),
+    "TransformerDecoder, packed": (decoder, {"tgt": batch, "memory": batch, **BOTH_PADDINGS}, DECODER_MASKS),
+    "TransformerDecoder.packed": (decoder.packed, PACKED | MEMORY | {"causal": False}, ("tgt_mask", "memory_mask")),
+    "TransformerDecoder.new_cache": (decoder.new_cache, {"memory": batch}, ("memory_key_padding_mask",)),
+    "Transformer": (transformer, {"src": batch, "tgt": batch}, TRANSFORMER_MASKS),
+    "Transformer, packed": (
+        transformer,
+        {"src": batch, "tgt": batch, "src_key_padding_mask": hidden, **BOTH_PADDINGS},
+        TRANSFORMER_MASKS,
+    ),
+    "Transformer.new_cache": (
+        transformer.new_cache,
+        {"src": batch},
+        ("src_mask", "src_key_padding_mask", "memory_key_padding_mask"),
+    ),
+    "attention": (fastformer.functional.attention, {"q": heads, "k": heads, "v": heads}, ("mask", "key_mask")),
+    "from_mask": (Layout.from_mask, {"padding": hidden}, ("padding",)),
+}
+block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 128, 128, device="cpu")
+
+
+@pytest.mark.parametrize("wrong", [[[False] * T] * 3, hidden.numpy(), block_mask], ids=["list", "ndarray", "BlockMask"])
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call in MASKED for name in MASKED[call][2]])
+def test_masks_that_are_no_tensors_are_told_by_name(call, name, wrong):
+    """A stack hands a mask on to its layers and attention, whose name of it may be the one that is told."""
+    function, given, _ = MASKED[call]
+    function(**given)
+    kind = name.removeprefix("src_").removeprefix("tgt_").removeprefix("memory_")  # mask or key_padding_mask
+    with pytest.raises(TypeError, match=rf"^\w*{kind} must be a Tensor, not {type(wrong).__name__}$"):
+        function(**given | {name: wrong})
+
+
 def test_padding_masks_do_not_hide_it():
-    hidden = torch.zeros(3, T).bool()
     with pytest.raises(TypeError, match=r"^memory must be a Tensor, not NoneType$"):
         decoder(batch, None, tgt_key_padding_mask=hidden, memory_key_padding_mask=hidden)
 

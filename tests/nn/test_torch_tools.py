@@ -1,5 +1,7 @@
 """What torch's own tools make of our modules and ops: what they could do before, they can or are told how."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastformer
 from fastformer import functional
 from fastformer.nn import multihead_attention
+from fastformer.nn.modules import OURS
 from fastformer.packing import Layout
+
+
+@pytest.mark.parametrize("ours", OURS.values())
+def test_forward_takes_torchs_arguments_in_torchs_order_and_every_argument_by_position(ours: type[nn.Module]) -> None:
+    """torch.onnx's exporter of traces passes every argument of a signature by position."""
+    given, expected = (inspect.signature(cls.forward).parameters for cls in (ours, getattr(nn, ours.__name__)))
+    assert [*given][: len(expected)] == [*expected]
+    assert all(given[name].default is its.default for name, its in expected.items())
+    assert {its.kind for its in given.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")

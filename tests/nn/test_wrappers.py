@@ -293,6 +293,26 @@ def test_lora(targets: str, order: str, packed: list[int]) -> None:
             assert_close(*steps, roundings=1e3)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("convert", [False, True], ids=["torch", "fastformer"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_merged_adapters_of_attention_learn(kind: str, convert: bool) -> None:
+    """PEFT detaches merged weights when the modules of its attention are listed: neither packing nor a cache may."""
+    peft = pytest.importorskip("peft")
+    model = Model(kind)
+    if convert:
+        fastformer.convert(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["self_attn"], r=2, init_lora_weights=False))
+    adapted.to(torch.float64).merge_adapter()
+    memory = random(B, S, D)
+    if convert:
+        adapted.base_model.model.stack.new_cache(*((B,) if kind == "encoder" else (memory,)))
+    adapted(random(B, L, D), memory)[~HIDDEN].pow(3).sum().backward()
+    learned = [x.grad for name, x in adapted.named_parameters() if "lora" in name]
+    assert learned
+    assert all(grad is not None and bool(grad.any()) for grad in learned)
+
+
 def test_hooks_on_the_last_projection_of_attention_are_called() -> None:
     """torch reads its weight and calls no hook."""
     attention = fastformer.MultiheadAttention(D, 2, batch_first=True)

@@ -225,7 +225,7 @@ def test_the_cache_of_another_stack_or_dtype_is_refused(capacity: int | None) ->
     narrow = fastformer.TransformerEncoder(
         fastformer.TransformerEncoderLayer(D // HEADS, 1, 24, batch_first=True), 2
     ).eval()
-    with pytest.raises(ValueError, match=r"it holds 2 heads of 8, torch\.float32, not 1 of 8, torch\.float32"):
+    with pytest.raises(ValueError, match="the cache is of another stack: make one with new_cache of this stack"):
         narrow.step(torch.randn(2, 1, D // HEADS), of_encoder)
     wrong = r"the cache must be of this stack, its dtype and its autocast: it holds 2 heads of 8, torch\."
     with torch.autocast("cpu", torch.bfloat16):
@@ -237,3 +237,21 @@ def test_the_cache_of_another_stack_or_dtype_is_refused(capacity: int | None) ->
     encoder.step(x, of_encoder)
     with pytest.raises(ValueError, match=wrong + "float32, not 2 of 8, torch.bfloat16"):
         encoder.bfloat16().step(x.bfloat16(), of_encoder)
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_the_cache_of_another_stack_of_the_same_shape_is_refused(kind: str, capacity: int | None) -> None:
+    """Its keys and values are of other weights; refused by a stack without a cache and by one with a cache."""
+    memory = torch.randn(2, 3, D, dtype=torch.float64)
+    given = (2,) if kind == "encoder" else (memory,)
+    _, stack = both(kind)
+    _, other = both(kind)
+    cache = stack.new_cache(*given, capacity=capacity)
+    x = torch.randn(2, 1, D, dtype=torch.float64)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the cache is of another stack: make one with new_cache of this stack"):
+            other.step(x, cache)
+        other.new_cache(*given, capacity=capacity)
+    assert cache.lengths.tolist() == [0, 0]
+    stack.step(x, cache)

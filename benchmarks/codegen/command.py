@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import triton
     except ImportError:
-        stop("it needs Triton: pip install 'fastformer[triton]' on Linux")
+        stop("it needs Triton: pip install 'fastformer[triton]'")
     version = triton.__version__.split("+")[0]
     if options.ptxas:
         version += f" with ptxas {triton.knobs.nvidia.ptxas.version}"

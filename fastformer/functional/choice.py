@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
@@ -28,6 +29,9 @@ OPS = (
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON = importlib.util.find_spec("triton") is not None
+INSTALL_TRITON = (
+    "pip install 'fastformer[triton]'" if sys.platform in ("linux", "win32") else "there is none for this system"
+)
 # Triton's own switch, which it reads when kernels are defined: they then run on CPU tensors, and very slowly.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _SMALLEST_CAPABILITY = (8, 0)
@@ -65,7 +69,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
     Triton's interpreter counts only where backend "triton" is asked for: "auto" never takes it.
     """
     if not _TRITON:
-        return f"{op} needs Triton, which is not installed (on Linux: pip install 'fastformer[triton]')"
+        return f"{op} needs Triton, which is not installed ({INSTALL_TRITON})"
     if x.dtype not in DTYPES:
         return f"{op} takes float32, float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     if x.is_cpu:

@@ -69,7 +69,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = number_corpus("fr", 1100, 1, 1)[0]
     if importlib.util.find_spec("transformers"):
         write_marian_folder(folder / "opus-mt-en-fr", pairs.take(range(300), "train"))
-    for language, lines in (("en", pairs.source), ("fr", pairs.target)):
+    characters = ["".join(chr(0x4E00 + ord(letter) % 32) for letter in line) for line in pairs.target]
+    for language, lines in (("en", pairs.source), ("fr", pairs.target), ("zh", characters)):
         (folder / f"corpus.{language}.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
         write_lines(folder / f"news.{language}", lines[:3])
     write_lines(folder / "prompts.txt", ["Return the", "A number"])

@@ -1,11 +1,12 @@
 """Labelled text: one text a line, `label<TAB>text`, in UTF-8.
 
-The label is what stands before the first tab; spaces around label and text are dropped. What has no text is left out
-and counted. The labels of the training text are the classes, in alphabetical order, unless the settings name them: a
-label that is none of them is refused with file and line, in held-out text too.
+The label is what stands before the first tab, in Unicode's composed form (NFC); spaces around label and text are
+dropped. What has no text is left out and counted. The labels of the training text are the classes, in alphabetical
+order, unless the settings name them: a label that is none of them is refused with file and line, in held-out text too.
 """
 
 import random
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +62,7 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             text, or only one label.
     """
     found: list[tuple[str, str]] = []
-    known = None if labels is None else frozenset(labels)
+    known = {} if labels is None else {_composed(label): label for label in labels} | {label: label for label in labels}
     dropped = 0
     for number, line in enumerate(iterate_lines(path), start=1):
         if not line.strip():
@@ -72,7 +73,12 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
             raise TextError(f"{path}:{number}: no tab; a line is a label, a tab and a text")
         if not label:
             raise TextError(f"{path}:{number}: no label before the tab")
-        if labels is not None and known is not None and label not in known:
+        composed = _composed(label)
+        if labels is None:
+            label = composed
+        elif label in known or composed in known:  # older runs have labels in other forms
+            label = known[label if label in known else composed]
+        else:
             raise TextError(f"{path}:{number}: label {label!r} is not among those of training: {_listed(labels)}")
         if text:
             found.append((label, text))
@@ -141,6 +147,10 @@ def _corpus(found: Sequence[tuple[str, str]], labels: tuple[str, ...], name: str
     numbers = {label: number for number, label in enumerate(labels)}
     classes = np.array([numbers[label] for label, _ in found], np.int64)
     return LabelledCorpus([text for _, text in found], classes, labels, name, dropped)
+
+
+def _composed(label: str) -> str:
+    return unicodedata.normalize("NFC", label)
 
 
 def _listed(labels: Sequence[str]) -> str:

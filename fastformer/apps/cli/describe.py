@@ -13,6 +13,7 @@ from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.train import CheckpointFolder
 from fastformer.backend import Backend
 from fastformer.functional import explain
+from fastformer.functional.choice import INSTALL_TRITON
 
 _ABSENT = "not installed"
 
@@ -28,7 +29,7 @@ def _triton() -> str:
     found = [_version(name) for name in ("triton", "triton-windows")]
     version = next((x for x in found if x != _ABSENT), None)
     if version is None:
-        return "Triton: not installed (pip install 'fastformer[triton]')"
+        return f"Triton: not installed ({INSTALL_TRITON})"
     interpreter = os.environ.get("TRITON_INTERPRET")
     return f"Triton: {version}" + (f", TRITON_INTERPRET={interpreter}" if interpreter else "")
 

@@ -128,6 +128,8 @@ def compare(
         console.print(f"and {len(rows) - _MOST_ROWS:,} more")
     if any(name in ("loss", "perplexity") for name in comparison.values) and not comparison.same_tokens:
         console.print("The runs differ in text or vocabulary: their losses and perplexities per token do not compare.")
+    if not comparison.same_bleu:
+        console.print("The runs have different BLEU signatures: their BLEU does not compare.")
     silent = [str(run.folder) for run in comparison.runs if not run.records]
     if silent:
         console.print(f"No metrics yet: {', '.join(silent)}")
@@ -139,12 +141,15 @@ def _rows(comparison: Comparison) -> list[list[str]]:
     def row(name: str, of: Any) -> list[str]:
         return [name, *(of(run) for run in comparison.runs)]
 
+    scores = [row(f"  {name}", lambda run, name=name: _shown(run.best.get(name))) for name in comparison.values]
+    if any(run.bleu_signature for run in comparison.runs):
+        scores.append(row("  bleu signature", lambda run: _shown(run.bleu_signature)))
     rows = [
         row("parameters", lambda run: _shown(run.parameters)),
         row("steps", lambda run: _shown(run.steps)),
         row("time", _time),
         row("best validation at step", lambda run: _shown(run.best_step)),
-        *(row(f"  {name}", lambda run, name=name: _shown(run.best.get(name))) for name in comparison.values),
+        *scores,
     ]
     return rows + [[key, *map(_shown, values)] for key, values in comparison.differing.items()]
 

@@ -23,7 +23,8 @@ __all__ = ["Comparison", "RunSummary", "compare_runs", "summarise"]
 VALUES = ("loss", "perplexity", "bleu", "chrf")  # of a validation, in this order; others follow
 _COUNTS = ("kind", "step", "epoch", "seconds")
 _CHECKSUMS = ("fingerprint", "validation")  # in data.json
-_SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bucket")  # settings of data that change no token
+# Settings of data that change no token.
+_SAME_TEXT = ("run.version", "data.bleu_sentences", "data.bleu_tokenizer", "data.bucket", "data.target_language")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RunSummary:
         clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
         best_step: where validation was best by the run's own metric.
         best: all values of that validation.
+        bleu_signature: of the BLEU in that validation, as sacrebleu states it.
         text: checksums of the encoded training text and of the validation text, as far as the folder says.
     """
 
@@ -54,6 +56,7 @@ class RunSummary:
     clock: str
     best_step: int | None
     best: dict[str, float]
+    bleu_signature: str | None = None
     text: dict[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -69,6 +72,11 @@ class Comparison:
         """The names of the validation values that any of the runs has."""
         found = {name for run in self.runs for name in run.best}
         return [*(name for name in VALUES if name in found), *sorted(found.difference(VALUES))]
+
+    @property
+    def same_bleu(self) -> bool:
+        """Whether no two runs state different signatures of BLEU, so that their BLEU can be compared."""
+        return len({run.bleu_signature for run in self.runs} - {None}) <= 1
 
     @property
     def same_tokens(self) -> bool:
@@ -123,6 +131,7 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
         clock=str(settings.get("train.clock", "wall")),
         best_step=best.get("step"),
         best={k: v for k, v in best.items() if k not in _COUNTS and _is_number(v)},
+        bleu_signature=str(best["bleu_signature"]) if "bleu_signature" in best else None,
         text=_read_checksums(folder),
     )
 

@@ -114,7 +114,7 @@ class Run(ABC):
         """Sum of the loss over a batch's real tokens."""
 
     @abstractmethod
-    def validation(self) -> Callable[[Any], dict[str, float]]:
+    def validation(self) -> Callable[[Any], Mapping[str, float | str]]:
         """The function that scores a model on the validation data."""
 
     @classmethod

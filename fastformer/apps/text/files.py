@@ -1,7 +1,8 @@
 r"""Lines of text from files, and line-aligned pairs of them.
 
 A line ends at ``\n`` or ``\r\n`` and nowhere else. ``str.splitlines`` would also split at U+0085, U+2028 and a form
-feed, which do occur inside sentences, and then two aligned files no longer have the same number of lines. A file is
+feed, which do occur inside sentences, and then two aligned files no longer have the same number of lines. A ``\r``
+alone occurs there too; a file in which it is the only line end is refused, because it would be one line. A file is
 decoded strictly, a part at a time: one wrong byte is an error that names its line, because a replaced character would
 end up in the vocabulary. Pairs beyond a limit are read, too, and not kept: files that are not aligned show it.
 """
@@ -100,11 +101,13 @@ def decode_lines(data: bytes, name: str, first: int = 1) -> list[str]:
 
     name, first: for errors, where they are from, and the number of the first line there.
 
-    Raises ``TextError`` for a line that is not UTF-8 or holds a NUL.
+    Raises ``TextError`` for a line that is not UTF-8 or holds a NUL, and where all lines end with CR alone.
     """
     data = data.removeprefix(_BYTE_ORDER_MARK) if first == 1 else data
     if not data:
         return []
+    if first == 1 and b"\n" not in data and b"\r" in data.rstrip(b"\r"):
+        raise TextError(f"{name}: its lines end with CR alone; convert it, for example with: tr '\\r' '\\n' <OLD >NEW")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

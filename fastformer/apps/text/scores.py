@@ -1,11 +1,36 @@
 """Scores of translations: sacreBLEU, chrF and exact match, of real decoded text and nothing else.
 
-The signatures say what was compared (Post 2018, "A call for clarity in reporting BLEU scores"): cased, tokenised by
-sacrebleu itself (13a), so that the figures stand beside published ones.
+BLEU counts words, so it depends on where words end, which differs by language. `bleu_tokenizer` chooses as sacrebleu
+does: `zh`, `ja-mecab`, `ko-mecab`, and `13a` for all other languages; `char` for those without spaces that sacrebleu
+has no word tokenizer for. Figures compare only if their signatures are equal (Post 2018, "A call for clarity in
+reporting BLEU scores").
 """
 
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from fastformer.settings import check_value
+
+# Those of sacrebleu that need no download.
+BLEU_TOKENIZERS = ("13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none")
+# By the first part of a language's name, in ISO 639-1 and 639-3.
+_BY_LANGUAGE = {
+    "zh": ("zh", "zho", "cmn", "yue"),
+    "ja-mecab": ("ja", "jpn"),
+    "ko-mecab": ("ko", "kor"),
+    "char": ("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"),
+}
+_NEEDS_SPACES = ("13a", "intl", "none")
+_LETTER = re.compile(r"[^\W\d_]")
+# Thai, Lao, Tibetan, Myanmar, Khmer, kana, Chinese characters.
+_LETTER_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+
+logger = logging.getLogger("fastformer")
 
 
 @dataclass(frozen=True)
@@ -27,20 +52,57 @@ class Scores:
         )
 
 
-def score_translations(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Scores:
-    """Compare detokenised translations with one reference each.
+def bleu_tokenizer(language: str) -> str:
+    """Return the name of sacrebleu's tokenizer for a target language such as `de`, `zh-CN` or `jpn_Jpan`."""
+    code = re.split("[-_]", language.lower())[0]
+    return next((name for name, codes in _BY_LANGUAGE.items() if code in codes), "13a")
+
+
+def check_bleu_tokenizer(tokenizer: str) -> None:
+    """Check that a BLEU tokenizer exists and that the packages it needs are installed.
 
     Raises:
-        ValueError: the numbers of sentences differ, or there is none.
-        ModuleNotFoundError: sacrebleu is not installed; it comes with the extra `apps`.
+        ValueError: there is no such tokenizer.
+        ImportError: it needs a package that is not installed.
     """
-    from sacrebleu.metrics import BLEU, CHRF
+    _bleu(tokenizer)
+
+
+def warn_without_spaces(tokenizer: str, references: Sequence[str]) -> None:
+    """Log a warning if a tokenizer splits at spaces and most letters of the references are of scripts without them."""
+    text = "".join(references[:1000])
+    letters = len(_LETTER_WITHOUT_SPACES.findall(text))
+    if tokenizer in _NEEDS_SPACES and 2 * letters > len(_LETTER.findall(text)):
+        logger.warning(
+            "BLEU says nothing of these references: its tokenizer %s splits words at spaces, and their script has "
+            "none; choose another, such as bleu_tokenizer zh or char, or state the target_language",
+            tokenizer,
+        )
+
+
+def score_translations(
+    translations: Sequence[str], references: Sequence[str], lowercase: bool = False, tokenizer: str = "13a"
+) -> Scores:
+    """Compare detokenised translations with one reference each.
+
+    Args:
+        translations: one a sentence.
+        references: one a sentence.
+        lowercase: compare lower-cased.
+        tokenizer: sacrebleu's, for BLEU: one of `BLEU_TOKENIZERS`; see `bleu_tokenizer`.
+
+    Raises:
+        ValueError: the numbers of sentences differ, there is none, or there is no such tokenizer.
+        ImportError: sacrebleu is not installed (it comes with the extra `apps`), or a package that the tokenizer needs.
+    """
+    from sacrebleu.metrics import CHRF
 
     if len(translations) != len(references):
         raise ValueError(f"{len(translations)} translations and {len(references)} references")
     if not references:
         raise ValueError("there is nothing to score")
-    bleu, chrf = BLEU(lowercase=lowercase), CHRF(lowercase=lowercase)
+    bleu, chrf = _bleu(tokenizer, lowercase), CHRF(lowercase=lowercase)
+    warn_without_spaces(tokenizer, references)
     same = sum(ours == theirs for ours, theirs in zip(translations, references, strict=True))
     return Scores(
         bleu.corpus_score(list(translations), [list(references)]).score,
@@ -50,3 +112,17 @@ def score_translations(translations: Sequence[str], references: Sequence[str], l
         str(bleu.get_signature()),
         str(chrf.get_signature()),
     )
+
+
+def _bleu(tokenizer: str, lowercase: bool = False) -> Any:
+    from sacrebleu.metrics import BLEU
+
+    check_value("bleu_tokenizer", tokenizer, str, choices=BLEU_TOKENIZERS)
+    try:
+        return BLEU(lowercase=lowercase, tokenize=tokenizer)
+    except RuntimeError:  # MeCab or its dictionary is missing
+        extra = tokenizer.partition("-")[0]
+        raise ImportError(
+            f"BLEU with tokenizer {tokenizer} needs MeCab: pip install 'sacrebleu[{extra}]'; or choose bleu_tokenizer "
+            "char"
+        ) from None

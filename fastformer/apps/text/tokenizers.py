@@ -160,7 +160,7 @@ def learn_tokenizer(
     Args:
         lines: the training text, and nothing else.
         settings: `tokenizer` ("words" or a type of sentencepiece's models), `vocabulary`, `lowercase`; `splitting` and
-            `minimum_frequency` of words, `character_coverage` of pieces.
+            `minimum_frequency` of words, `character_coverage` and, of translation, `symbols` of pieces.
         special_ids: None: the usual ones.
         pieces: entries of sentencepiece's vocabulary where the settings do not say.
 
@@ -180,8 +180,25 @@ def learn_tokenizer(
         settings.vocabulary or pieces,
         model_type=settings.tokenizer,
         character_coverage=settings.character_coverage,
+        symbols=split_symbols(getattr(settings, "symbols", None)),
         **common,
     )
+
+
+def split_symbols(symbols: str | None) -> list[str]:
+    """Return the symbols of a setting such as `<2de>,<2fr>`.
+
+    Raises:
+        ValueError: one is empty, holds a space, is there twice or is a special token.
+    """
+    found = [] if symbols is None else [symbol.strip() for symbol in symbols.split(",")]
+    wrong = [each for each in found if each in ("", UNK, PAD, BOS, EOS) or len(each.split()) != 1]
+    if wrong or len(set(found)) < len(found):
+        raise ValueError(
+            "symbols must be different texts without spaces, separated by commas, and no special tokens, "
+            f"not {symbols!r}"
+        )
+    return found
 
 
 def train_sentencepiece(
@@ -193,12 +210,13 @@ def train_sentencepiece(
     special_ids: SpecialIds | None = None,
     lowercase: bool = False,
     threads: int = 2,
+    symbols: Sequence[str] = (),
 ) -> SentencePieceTokenizer:
     """Train sentencepiece in memory on the given lines: give it the training split only, or both sides for a joint one.
 
     A vocabulary larger than the lines allow is clamped to the largest possible one, with a warning on the logger
     ``fastformer`` that gives both sizes. The result depends on nothing but the arguments. A word of more than 1,000
-    characters counts as several.
+    characters counts as several. Each of the `symbols`, such as `<2de>`, is always one piece.
 
     Raises ``ValueError`` for a wrong argument, and ``TextError`` when there is no text or `vocabulary_size` is too
     small for the characters that must be covered.
@@ -208,6 +226,8 @@ def train_sentencepiece(
     check_value("vocabulary_size", vocabulary_size, int, at_least=5)  # four special symbols and a piece
     check_value("character_coverage", character_coverage, float, at_least=0.98, at_most=1)
     check_value("lowercase", lowercase, bool)
+    if symbols and model_type == "word":
+        raise ValueError("symbols are for model_type unigram, bpe and char; in a word model, every word is one piece")
     special_ids = (special_ids or SpecialIds()).distinct()
     if (highest := max(special_ids.names())) >= vocabulary_size:
         raise ValueError(f"special id {highest} is beyond vocabulary_size {vocabulary_size}")
@@ -221,6 +241,7 @@ def train_sentencepiece(
         # The default, 4,192 bytes, silently leaves longer lines out.
         "max_sentence_length": max(4192, max(map(len, _encoded(texts))) + 1),
         "minloglevel": _SILENT,
+        "user_defined_symbols": [symbol.lower() if lowercase else symbol for symbol in symbols],
         "unk_piece": UNK,
         "pad_piece": PAD,
         "bos_piece": BOS,

@@ -66,7 +66,9 @@ def describe(record: dict[str, Any]) -> str:
         elif name == "lr":
             parts.append(f"lr {value:.2e}")
         elif name not in ("kind", "step", "epoch", "seconds", "tokens", "gradient_norm") and isinstance(value, float):
+            signature = record.get(f"{name}_signature")
             parts.append(f"{name} {value:.4g}" if abs(value) < 1 else f"{name} {value:.2f}")
+            parts[-1] += f" ({signature})" if signature else ""
     return "  ".join(parts)
 
 

@@ -61,7 +61,8 @@ class Trainer:
 
     loss(model, batch): the loss summed over the batch's real tokens, a scalar tensor with gradient.
     batches: a `BatchSource`. validate(model): {"loss": mean per token, "bleu": …} in eval mode without gradients;
-    "perplexity" is added from "loss" when absent. config: `TrainConfig`. architecture: the model's configuration
+    "perplexity" is added from "loss" when absent, and a text "bleu_signature" is logged beside "bleu".
+    config: `TrainConfig`. architecture: the model's configuration
     (dataclass or mapping), stored in each checkpoint and compared on resuming; None: `model.config`, where that is a
     dataclass. The device is that of the parameters.
     clock: seconds for budget and speed, instead of the clock that the configuration names.
@@ -77,7 +78,7 @@ class Trainer:
         config: TrainConfig,
         folder: Path | str,
         *,
-        validate: Callable[[Any], Mapping[str, float]] | None = None,
+        validate: Callable[[Any], Mapping[str, float | str]] | None = None,
         architecture: Any = None,
         show: bool = True,
         clock: Callable[[], float] | None = None,

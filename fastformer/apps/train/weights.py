@@ -6,6 +6,7 @@ Parameters that share memory (tied embeddings) are written once; the file's head
 `safetensors.torch.load_model` reads too. No pickle is involved: a weights file of a stranger can be opened safely.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,11 +48,24 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     try:
         with reachable(path) as way:
             save_file(kept, way, metadata={_FORMAT: "pt", **copies})
+            _sort_metadata(way)
             set_mode(way, usual_mode(0o666))  # safetensors writes files that nobody else may read
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
     except KeyError as error:
         raise TypeError(f"{path.name}: safetensors holds no numbers of {error.args[0]}") from None
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a safetensors file by key: safetensors writes them in another order each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        if len(encoded) <= size:
+            file.seek(8)
+            file.write(encoded.ljust(size))  # the format allows spaces at the end
 
 
 def check_storable(tensors: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import read_lines, read_parallel
+from fastformer.apps.text.scores import BLEU_TOKENIZERS, check_bleu_tokenizer
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import (
     APPLICATION,
@@ -130,6 +131,9 @@ def evaluate_run(
     target: Annotated[Path | None, typer.Option(help="file of their reference translations")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the translations")] = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="compare lower-cased")] = False,
+    bleu_tokenizer: Annotated[
+        str | None, typer.Option(help=f"for BLEU: {', '.join(BLEU_TOKENIZERS)}; default: the run's")
+    ] = None,
     *,
     search: dict[str, Any],
 ) -> None:
@@ -139,13 +143,15 @@ def evaluate_run(
         check_output(output)
     options = made(SearchOptions, search)
     data = DataConfig(**APPLICATION.read_config(run)["data"])
+    tokenizer = bleu_tokenizer or data.tokenizer_for_bleu
+    check_bleu_tokenizer(tokenizer)
     refuse_output(output, source, target, *data.files(), runs=(run,))
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target) if source and target else read_held_out(run, data, part)
     translator = load_translator(run, checkpoint, device, weights)
     pack_weights(translator.model)
-    scores, translations = evaluate(translator, corpus, options, lowercase)
+    scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)
     if output is not None:
         put_lines(translations, output)
     console.print(f"{corpus}; beam {options.beam}, length penalty {options.length_penalty}")

@@ -89,7 +89,11 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         translator = load_translator(folder, device=device)
         scores, translations = evaluate(translator, test, SearchOptions())
         console.print(f"{len(test)} numbers that never occurred in training, beam search:")
-        bleu = f"BLEU {scores.bleu:.1f}" if target == "fr" else "BLEU says nothing of single words"
+        bleu = (
+            f"BLEU {scores.bleu:.1f} ({scores.bleu_signature})"
+            if target == "fr"
+            else "BLEU says nothing of single words"
+        )
         console.print(f"  {100 * scores.exact:.1f} % translated exactly, chrF {scores.chrf:.1f}, {bleu}\n")
         for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
             console.print(f"  {source}\n    -> {translation}")

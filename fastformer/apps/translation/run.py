@@ -29,7 +29,15 @@ from fastformer.apps.text import (
     read_parallel,
     split,
 )
-from fastformer.apps.text.scores import Scores, score_translations
+from fastformer.apps.text.scores import (
+    BLEU_TOKENIZERS,
+    Scores,
+    bleu_tokenizer,
+    check_bleu_tokenizer,
+    score_translations,
+    warn_without_spaces,
+)
+from fastformer.apps.text.tokenizers import split_symbols
 from fastformer.apps.train import Processes, TrainConfig, Trainer
 from fastformer.apps.translation.export import ctranslate2_spec
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
@@ -90,6 +98,9 @@ class DataConfig(Settings):
     character_coverage: float = setting(
         1.0, "share of characters sentencepiece must cover", at_least=0.98, at_most=1, only=_PIECEWISE
     )
+    symbols: str | None = setting(
+        None, "tags such as <2de>,<2fr> that are one piece each, separated by commas", only={"tokenizer": _LEARNED[:3]}
+    )
     splitting: str = setting("punctuation", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
     minimum_frequency: int = setting(2, "rarer words become <unk>", at_least=1, only={"tokenizer": "words"})
     lowercase: bool = setting(False, "lower-case both sides", only=_OURS)
@@ -101,6 +112,12 @@ class DataConfig(Settings):
     too_long: str = setting("drop", "what happens to longer training pairs", choices=("drop", "truncate"))
     bucket: bool = setting(False, "batches of similar lengths (only padded execution needs them)")
     bleu_sentences: int = setting(500, "validation sentences translated greedily for BLEU; 0: none", at_least=0)
+    target_language: str | None = setting(
+        None, "language of the target files, such as zh, which chooses bleu_tokenizer", only={"train_source": SET}
+    )
+    bleu_tokenizer: str | None = setting(
+        None, "sacrebleu's tokenizer for BLEU; unset: by the target language", choices=BLEU_TOKENIZERS
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,6 +129,7 @@ class DataConfig(Settings):
         if self.dataset is None and self.train_source is None:
             raise ValueError("no data: give dataset, or train_source and train_target")
         self.special_ids.distinct()
+        split_symbols(self.symbols)
 
     @property
     def corpus(self) -> str:
@@ -119,6 +137,12 @@ class DataConfig(Settings):
         if self.train_source is not None:
             return "sentence files"
         return "number words" if self.dataset == "numbers" else "a dataset folder"
+
+    @property
+    def tokenizer_for_bleu(self) -> str:
+        """The tokenizer that BLEU is computed with: the setting, or the one for the target language."""
+        language = self.target if self.train_source is None else self.target_language or ""
+        return self.bleu_tokenizer or bleu_tokenizer(language)
 
     def files(self) -> list[Path]:
         """What stands where the text comes from."""
@@ -270,6 +294,8 @@ class TranslationRun(Run):
         super().check(data, model, train, device)
         if model.get("embeddings") == "shared" and not data.joint:
             raise ValueError("embeddings 'shared' needs one joint vocabulary, but joint=False")
+        if data.bleu_sentences:
+            check_bleu_tokenizer(data.tokenizer_for_bleu)
 
     def fingerprinted(self) -> Iterable[bytes]:
         for side in (self.pairs.source, self.pairs.target):
@@ -284,18 +310,21 @@ class TranslationRun(Run):
     def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
         return translation_loss(model, batch, self.train_config.label_smoothing)
 
-    def validation(self) -> Callable[[TranslationModel], dict[str, float]]:
+    def validation(self) -> Callable[[TranslationModel], dict[str, float | str]]:
         corpus, data = self.corpora["valid"], self.data
         source, target = self.tokenizers
         pairs = encode_pairs(corpus, source, target, data.max_length, too_long="truncate")
         shown = corpus.take(range(min(data.bleu_sentences, len(corpus))), "valid")
+        tokenizer = data.tokenizer_for_bleu
+        warn_without_spaces(tokenizer, shown.target)  # before hours of training
 
-        def validate(model: TranslationModel) -> dict[str, float]:
-            values = {"loss": corpus_loss(model, pairs)}
+        def validate(model: TranslationModel) -> dict[str, float | str]:
+            values: dict[str, float | str] = {"loss": corpus_loss(model, pairs)}
             if len(shown):
                 translator = Translator(model, source, target, data.max_length)
-                scores = score_translations(translator.translate(shown.source, SearchOptions(beam=1)), shown.target)
-                values |= {"bleu": scores.bleu, "chrf": scores.chrf}
+                found = translator.translate(shown.source, SearchOptions(beam=1))
+                scores = score_translations(found, shown.target, tokenizer=tokenizer)
+                values |= {"bleu": scores.bleu, "bleu_signature": scores.bleu_signature, "chrf": scores.chrf}
             return values
 
         return validate
@@ -346,8 +375,12 @@ def complete_run(
 
 
 def evaluate(
-    translator: Translator, corpus: ParallelCorpus, options: SearchOptions | None = None, lowercase: bool = False
+    translator: Translator,
+    corpus: ParallelCorpus,
+    options: SearchOptions | None = None,
+    lowercase: bool = False,
+    bleu_tokenizer: str = "13a",
 ) -> tuple[Scores, list[str]]:
     """Translate a corpus and compare with its target side: the scores and the translations."""
     translations = translator.translate(corpus.source, options)
-    return score_translations(translations, corpus.target, lowercase), translations
+    return score_translations(translations, corpus.target, lowercase, bleu_tokenizer), translations

@@ -50,6 +50,17 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, mess
         read_labelled(tmp_path / "text", ("a", "b"))
 
 
+def test_composed_and_decomposed_labels_are_one_class(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("caf\u00e9\ta\ncafe\u0301\tb\nbar\tc\n", encoding="utf-8")
+    found = read_labelled(path)
+    assert found.labels == ("bar", "caf\u00e9")
+    assert found.classes.tolist() == [1, 1, 0]
+    assert read_labelled(path, ["cafe\u0301", "bar"]).classes.tolist() == [0, 0, 1]
+    # A run that learned both as two classes keeps them.
+    assert read_labelled(path, ["cafe\u0301", "bar", "caf\u00e9"]).classes.tolist() == [2, 0, 1]
+
+
 def test_one_label_is_no_choice_and_many_are_not_all_listed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a\tx\na\ty\n")
     with pytest.raises(ValueError, match="text: every text has the label 'a'; a classifier needs two labels at least"):

@@ -186,6 +186,15 @@ def test_n_best_prints_scores_in_order(run: Path) -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_evaluate_takes_another_tokenizer_for_bleu(run: Path) -> None:
+    done = fastformer(*["evaluate", "--run", "run", "--bleu-tokenizer", "char", "--beam", "1"], cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert "tok:char" in done.stdout
+    done = fastformer(*["evaluate", "--run", "run", "--bleu-tokenizer", "flores200"], cwd=run)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "bleu_tokenizer must be one of 13a, intl, zh, ja-mecab, ko-mecab, char, none" in done.stderr
+
+
 def test_evaluate_prints_signatures(run: Path) -> None:
     done = fastformer(*["evaluate", "--run", "run", "--beam", "1", "--max-length", "5"], cwd=run)
     assert done.returncode == 0, done.stderr

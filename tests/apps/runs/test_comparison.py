@@ -14,6 +14,7 @@ pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 from fastformer.apps.runs.comparison import compare_runs, summarise
 from fastformer.apps.runs.toml import save_toml
 from fastformer.apps.train import CheckpointFolder
+from tests.support.command_line import fastformer
 
 SETTINGS = {"run": {"kind": "language"}, "model": {"heads": 2, "vocabulary": 9}, "train": {"lr": 0.5, "metric": "loss"}}
 
@@ -177,3 +178,16 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (folder / "config.toml").write_text("[model\n")
     with pytest.raises(ValueError, match=r"config\.toml: not a TOML file"):
         compare_runs([folder])
+
+
+def test_runs_whose_bleu_has_different_signatures_are_told_apart(tmp_path: Path) -> None:
+    one, two = (
+        make_run(tmp_path / name, [record("validation", 2, loss=3.0, bleu=11.0, bleu_signature=f"tok:{name}")])
+        for name in ("13a", "zh")
+    )
+    old = make_run(tmp_path / "old", RECORDS)
+    assert not compare_runs([one, two]).same_bleu
+    assert compare_runs([one, old]).same_bleu  # nothing is known of the older run
+    done = fastformer("compare", str(one), str(two), cwd=tmp_path)
+    assert "tok:13a" in done.stdout
+    assert "The runs have different BLEU signatures: their BLEU does not compare." in done.stdout

@@ -1,6 +1,7 @@
 """Lines, aligned pairs and splits: what is read is what is in the file, and bad input is one clear line."""
 
 import gzip
+import io
 import os
 import sys
 import tempfile
@@ -37,6 +38,7 @@ SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
         (b"\n", [""]),
         (b"a\n\n\n", ["a", "", ""]),
         (b"a\rb\n", ["a\rb"]),
+        (b"a\r", ["a"]),
         (f"a{SEPARATORS}b\nc\n".encode(), [f"a{SEPARATORS}b", "c"]),
     ],
 )
@@ -65,6 +67,8 @@ BAD_FILES = {
     "latin1": (b"ok\ncaf\xe9\nok\n", r"latin1:2: not valid UTF-8 \(byte 0xe9\)"),
     "cut_character": (b"ok\nok\n\xc3", "cut_character:3: not valid UTF-8"),
     "utf16": ("ab\ncd".encode("utf-16-le"), "utf16:1: a NUL character"),
+    "cr": (b"\xef\xbb\xbfa\rb\rc\r", r"cr: its lines end with CR alone; convert it"),
+    "cr.gz": (gzip.compress(b"a\rb"), r"cr.gz: its lines end with CR alone; convert it"),
     "plain.gz": (b"not packed\n", "plain.gz: not a complete gzip file"),
     "cut.gz": (gzip.compress(b"a line\n" * 100)[:-9], "cut.gz: not a complete gzip file"),
     "flipped.gz": (gzip.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.gz: not a complete gzip file"),
@@ -109,6 +113,13 @@ def test_an_archive_that_was_made_to_fill_the_memory_is_not_read_to_its_end(tmp_
     assert len(noise) > 1 << 21
     (tmp_path / "file").write_bytes(gzip.compress(noise, mtime=0))
     assert len(read_lines(tmp_path / "file")) == 1 << 19
+
+
+@pytest.mark.parametrize("beyond_a_part", [False, True])
+def test_a_stream_of_lines_that_end_with_cr_is_named(beyond_a_part):
+    data = b"a line\r" * ((1 << 18) if beyond_a_part else 3)
+    with pytest.raises(TextError, match="standard input: its lines end with CR alone"):
+        list(files.lines_of(io.BytesIO(data), "standard input"))
 
 
 def test_missing_file_and_folder(tmp_path):

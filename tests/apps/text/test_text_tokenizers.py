@@ -22,6 +22,7 @@ from fastformer.apps.text import (
     train_sentencepiece,
     vocabulary,
 )
+from fastformer.apps.translation.run import DataConfig
 
 LINES = number_corpus("fr", 400, 1, 1)[0].target
 MULTI30K = Path(__file__).parents[4] / "shared" / "data" / "multi30k"
@@ -304,3 +305,27 @@ def test_wikitext_vocabulary_has_the_published_size():
     """33,278 types with <unk> and <eos>; <pad> and <bos> are ours."""
     tokenizer = WordTokenizer.from_lines(read_lines(WIKITEXT / "train.txt.gz"), splitting="whitespace")
     assert tokenizer.size == 33_278 + 2
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
+def test_symbols_are_one_piece_each_and_come_back(model_type, lowercase, tmp_path):
+    symbols = ["<2de>", "<2FR>", "<2fr_CA>"]
+    lines = [f"{symbols[i % 2]} {line}" for i, line in enumerate(LINES)]
+    learned = train_sentencepiece(lines, 90, model_type=model_type, symbols=symbols, lowercase=lowercase)
+    learned.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    for symbol in symbols:  # the last is in no line of training
+        text = f"{symbol} {LINES[0]}"
+        expected = text.lower() if lowercase else text
+        ids = loaded.encode(text)
+        assert ids == learned.encode(text)
+        assert [piece for piece in loaded.pieces(ids) if "2" in piece] == [expected.split()[0]]
+        assert loaded.decode(ids) == expected
+        assert loaded.decode(loaded.encode(symbol)) == expected.split()[0]
+
+
+@pytest.mark.parametrize("symbols", ["", "<2de>,", "<2de>,<2de>", "<2 de>", "<pad>,<2de>"])
+def test_symbols_that_cannot_be_pieces_are_refused(symbols):
+    with pytest.raises(ValueError, match="symbols must be different texts without spaces, separated by commas"):
+        DataConfig(symbols=symbols)

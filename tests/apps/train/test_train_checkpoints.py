@@ -71,6 +71,20 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path):
     assert torch.equal(other.output.weight, model.output.weight)
 
 
+def test_equal_weights_give_equal_files(tmp_path):
+    """The names of copies are written in one order, whatever safetensors' hash map makes of them."""
+    tied = torch.arange(3.0)
+    weights = {**dict.fromkeys(("a", "b", "c", '\u00e9 "d"', "e", "f", "g", "h"), tied), "own": torch.ones(5)}
+    contents = set()
+    for _ in range(10):  # of 8! orders
+        write_weights(tmp_path / "file", weights)
+        contents.add((tmp_path / "file").read_bytes())
+    assert len(contents) == 1
+    found = read_weights(tmp_path / "file")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], x) for name, x in weights.items())
+
+
 @pytest.mark.parametrize("names", [("pt",), ("pt", "format"), ("format", "pt"), ("a", "format"), ("format", "a")])
 def test_weights_may_be_called_as_the_header_of_their_file_is(tmp_path, names):
     """It says {"format": "pt"}, which is no copy of a weight called pt."""

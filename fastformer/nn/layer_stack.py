@@ -14,15 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.host.devices import check_types
 from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
-from fastformer.nn.hooks import has_hooks, has_own
+from fastformer.nn.hooks import has_hooks
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, orders_of, zero_padding
 from fastformer.nn.sublayers import Pending
 from fastformer.nn.torch_calls import causal_hint
 from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
 from fastformer.packing import Layout, unpack
-
-_METHODS = ("packed", "compose")  # one in the instance is called
 
 
 class _AsTorch(threading.local):
@@ -226,7 +224,7 @@ class Stack(nn.Module):
     def _carries(self, layer: Any) -> bool:
         """Whether the last sum of a layer may be left to the norm behind it; what is computed again keeps one input."""
         ours = type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
-        return ours and layer.norm_first and not (self.checkpoint_activations or has_own(layer, *_METHODS))
+        return ours and layer.norm_first and not self.checkpoint_activations
 
     def _check_packs(self, name: str) -> None:
         """Raise if a nested tensor meets layers that need a padded batch."""

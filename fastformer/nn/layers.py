@@ -17,39 +17,32 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
-from fastformer.nn.hooks import has_hooks, has_own, plain, torchs_own
-from fastformer.nn.modules import LayerNorm, activation_name, drop_in, is_part_of_trace, take_over, traced_call
+from fastformer.nn.hooks import has_hooks, plain
+from fastformer.nn.modules import LayerNorm, activation_name, drop_in, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
-from fastformer.nn.plain_attention import weights_of_few
-from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.sublayers import Pending, feed_forward, first_norm
 from fastformer.nn.torch_calls import encoder_masks
 from fastformer.nn.wrappers import Inside, is_sharded
 from fastformer.packing import Layout, offsets_of
 
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
-_FORMULA = ("compose", "carry")
+# The parts that torch's fast path of an encoder layer replaces.
+_TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
+    "self_attn": (MultiheadAttention,),
+    "linear1": (nn.Linear,),
+    "linear2": (nn.Linear,),
+    "norm1": (LayerNorm, nn.LayerNorm),
+    "norm2": (LayerNorm, nn.LayerNorm),
+    "dropout": (nn.Dropout,),
+    "dropout1": (nn.Dropout,),
+    "dropout2": (nn.Dropout,),
+}
 
 
 def _overrides(cls: type, original: type, *methods: str) -> bool:
     """Whether a class, by itself or through a base, replaces one of these methods of torch's."""
     return any(getattr(cls, name) is not getattr(original, name) for name in methods)
-
-
-def _blocks_of(kind: type[nn.Module]) -> tuple[Any, ...]:
-    return tuple([getattr(kind, name, None) for name in BLOCKS])
-
-
-_BLOCKS_OF: dict[type[nn.Module], tuple[Any, ...]] = {
-    kind: tuple([torchs_own(kind, name) if hasattr(kind, name) else None for name in BLOCKS])
-    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-}
-
-
-def blocks_changed(layer: Any) -> bool:
-    """Whether somebody has put a block of his own into torch's class of such layers."""
-    return _blocks_of(layer._original) != _BLOCKS_OF[layer._original]
 
 
 class _Layer(nn.Module):
@@ -91,8 +84,8 @@ class _Layer(nn.Module):
 
     @property
     def has_own_blocks(self) -> bool:
-        """Whether a subclass, the instance or torch's class got another `_sa_block`, `_mha_block` or `_ff_block`."""
-        return self._overridden or has_own(self, *BLOCKS) or blocks_changed(self)
+        """Whether a subclass has another `_sa_block`, `_mha_block` or `_ff_block`."""
+        return self._overridden
 
     def _check_composable(self) -> None:
         """Refuse to compose a layer with a block of its own."""
@@ -157,11 +150,20 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     @property
     def activation_relu_or_gelu(self) -> int:
-        """0: closes torch's inference fast path, which skips overridden methods and hands over nested tensors.
+        """Open torch's fast path in inference, 1 for ReLU and 2 for GELU, only where it computes what the layer does.
 
-        What torch stores under this name stays in the instance, for the day that the layer becomes torch's again.
+        torch reads it in its layer and in its stack. It calls no parts: not overridden methods, adapters and hooks.
         """
-        return 0
+        known = {"relu": 1, "gelu": 2}.get(activation_name(self.activation) or "", 0)
+        if not known or type(self) is not TransformerEncoderLayer or not self.self_attn._is_torchs_formula:
+            return 0
+        for name, kinds in _TORCHS.items():
+            part: Any = self._modules[name]
+            missing = any(x is None for x in part._parameters.values()) and name != "self_attn"
+            dropping = name.startswith("dropout") and part.training
+            if missing or dropping or not plain(part, *kinds):
+                return 0
+        return known
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
@@ -189,63 +191,16 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         given: Any = src_mask
         if isinstance(given, Inside):
             return given.run(self, src)
-        if is_part_of_trace(self, src):
-            return traced_call(self, src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         if self.has_own_blocks or src.is_nested:  # as torch's encoder hands it over in inference
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
-        if src_mask is None and src_key_padding_mask is None and not is_causal and self._is_torchs(src):
-            return self._torchs(src)
+        if src_mask is None and src_key_padding_mask is None and runs_as_torch(src) and self.activation_relu_or_gelu:
+            return nn.TransformerEncoderLayer.forward(self, src, is_causal=is_causal)
         if not plain(self.self_attn, MultiheadAttention):
             src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
 
         return self.compose(src, padded_attention(self.self_attn, None, src_mask, src_key_padding_mask, is_causal))
-
-    def _is_torchs(self, src: Tensor) -> bool:
-        """Whether torch has one op for all of the layer: in inference on a CPU, where every part is torch's own.
-
-        Between products of weights that flush the caches, what each part asks costs some 150 us a layer of width 512.
-        """
-        if has_own(self, *_FORMULA) or _overrides(type(self), TransformerEncoderLayer, *_FORMULA):
-            return False
-        own: Any = self._modules
-        attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
-        if not (plain(attention, MultiheadAttention) and weights_of_few(attention, src) is not None):
-            return False
-        linears = attention.out_proj, own["linear1"], own["linear2"]
-        kinds = ((linears, OUT_PROJECTIONS), (norms, (LayerNorm, nn.LayerNorm)))
-        if not all(plain(part, *types) for parts, types in kinds for part in parts):
-            return False
-        dropouts = [own[name] for name in ("dropout", "dropout1", "dropout2")]
-        if any(part.training or not plain(part, nn.Dropout) for part in dropouts):  # which may train alone
-            return False
-        if activation_name(self.activation) not in ("relu", "gelu") or norms[0].eps != norms[1].eps:
-            return False
-        width = (src.shape[2],)
-        if own["linear2"].out_features != width[0] or any(norm.normalized_shape != width for norm in norms):
-            return False
-        weights = [part._parameters.get(name) for part in (*linears, *norms) for name in ("weight", "bias")]
-        return all(type(weight) is nn.Parameter and weight.dtype is src.dtype for weight in weights)
-
-    def _torchs(self, src: Tensor) -> Tensor:
-        """The layer by torch's op."""
-        own: Any = self._modules
-        attention = own["self_attn"]
-        parts = own["norm1"], own["norm2"], own["linear1"], own["linear2"]
-        return torch._transformer_encoder_layer_fwd(
-            src,
-            attention.embed_dim,
-            attention.num_heads,
-            attention.in_proj_weight,
-            attention.in_proj_bias,
-            attention.out_proj.weight,
-            attention.out_proj.bias,
-            activation_name(self.activation) == "gelu",
-            self.norm_first,
-            own["norm1"].eps,
-            *(parameter for part in parts for parameter in (part.weight, part.bias)),
-        )
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
@@ -315,9 +270,6 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         given: Any = tgt_mask
         if isinstance(given, Inside):
             return given.run(self, tgt, memory)
-        if is_part_of_trace(self, tgt, memory):
-            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-            return traced_call(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)  # type: ignore[no-any-return]
         if self.has_own_blocks:
             return nn.TransformerDecoderLayer.forward(
                 self,

@@ -15,17 +15,19 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
-from torch.fx.proxy import TraceError
 from torch.nn import init
 
 from fastformer import functional
 from fastformer.functional.checks import check_choice, check_probability
-from fastformer.functional.choice import is_torchs
+from fastformer.functional.choice import is_torchs, runs_fused
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
+from fastformer.host.devices import autocasts
+from fastformer.modes import watched
 from fastformer.nn.activations import FUSED
-from fastformer.nn.hooks import has_hooks, plain
+from fastformer.nn.hooks import plain
+
+_FEW_TOKENS = 256
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,32 +53,13 @@ def not_scriptable(cls: type[M]) -> type[M]:
     return cls
 
 
-def is_traced(x: object) -> bool:
-    """Whether torch.fx writes down what happens to x: it gets torch's own formula, which it knows."""
-    return isinstance(x, Proxy)
+def runs_as_torch(x: Tensor) -> bool:
+    """Return whether torch's own `forward` is the faster one: for few tokens in inference, on a CPU, without kernels.
 
-
-def is_part_of_trace(module: nn.Module, *inputs: Any) -> bool:
-    """Whether torch.fx traces a model that this module is a part of: it writes such a call of torch's down as one."""
-    for x in inputs:  # some may be constants of the trace
-        if isinstance(x, Proxy):
-            return getattr(x.tracer, "root", module) is not module
-    return False
-
-
-def traced_call(module: nn.Module, *given: Any, **options: Any) -> Any:
-    """Write a call of the module down, as torch.fx does for torch's own classes, at which it does not look inside.
-
-    Raises:
-        TraceError: what hooks or a forward of its own do was written down already, and the call would do it again.
+    torch's fused ops for inference keep all scores, so they are not for many tokens.
     """
-    if has_hooks(module) or type(module).forward not in {cls.forward for cls in OURS.values()}:
-        raise TraceError(
-            f"torch.fx cannot write down the call of a {type(module).__name__} that has hooks or a forward of its own: "
-            "trace with a torch.fx.Tracer whose is_leaf_module says True of it"
-        )
-    tracer: Any = next(x.tracer for x in given if isinstance(x, Proxy))
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), given, options)
+    few = x.is_cpu and not torch.is_grad_enabled() and 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]
+    return few and not (watched() or runs_fused("attention", x) or autocasts(x))
 
 
 def take_over(module: nn.Module) -> None:
@@ -173,8 +156,6 @@ class LayerNorm(nn.LayerNorm):
         weight, bias = self.weight, self.bias
         if is_torchs(input, weight, bias):
             return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        if is_traced(input):
-            return super().forward(input)
         return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -187,8 +168,6 @@ class RMSNorm(nn.RMSNorm):
         weight = self.weight
         if is_torchs(x, weight):
             return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
-        if is_traced(x):
-            return super().forward(x)
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -249,7 +228,7 @@ class SequentialFeedForward(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D']`."""
-        parts = () if is_traced(input) or getattr(input, "is_nested", False) else _feed_forward_parts(self)
+        parts = () if input.is_nested else _feed_forward_parts(self)
         if not parts:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         first, activation, dropout, second, last = parts

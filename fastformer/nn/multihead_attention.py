@@ -18,10 +18,10 @@ from fastformer import functional
 from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_masks, check_tensors, check_types
 from fastformer.modes import compiling
-from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call
+from fastformer.nn.hooks import plain
+from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
-from fastformer.nn.plain_attention import attend_plainly, weights_of_few
-from fastformer.nn.projections import Positions, Projections
+from fastformer.nn.projections import OUT_PROJECTIONS, Positions, Projections
 from fastformer.nn.torch_calls import ahead
 from fastformer.nn.wrappers import Inside
 from fastformer.packing import Layout, offsets_of, pack, unpack
@@ -117,27 +117,16 @@ class MultiheadAttention(Projections):
         """
         if isinstance(key, Inside):
             return key.run(self, query), None
-        kind: Any = type(query)
-        tensors = kind is type(key) is type(value) is Tensor
-        if not tensors and is_part_of_trace(self, query, key, value):
-            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return traced_call(self, query, key, value, *masks)  # type: ignore[no-any-return]
-        if key is value and key_padding_mask is None and type(self) is MultiheadAttention and kind is Tensor:
-            few = weights_of_few(self, query) if key is query and attn_mask is None and not is_causal else None
-            if few is not None:
-                sizes = self.embed_dim, self.num_heads
-                return torch._native_multi_head_attention(
-                    query, key, value, *sizes, *few, None, need_weights, average_attn_weights
-                )
-            plainly = attend_plainly(self, query, key, attn_mask, is_causal, need_weights, average_attn_weights)
-            if plainly is not None:
-                return plainly
         check_tensors(("query", "key", "value"), query, (key, value))
         check_masks(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested:  # torch's encoder hands them to layers of other classes, in inference
             if self.differs:
                 raise ValueError("query and key must not be nested where attention has options that torch's has not")
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+        causal_alone = attn_mask is None or (is_causal and not need_weights)
+        if key_padding_mask is None and causal_alone and runs_as_torch(query) and self._is_torchs_formula:
+            masks = None, need_weights, attn_mask, average_attn_weights, is_causal
+            return super().forward(query, key, value, *masks)
         # torch's own checks, so that a mistake raises what it raises there.
         batched: bool = _mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if not batched:
@@ -252,6 +241,13 @@ class MultiheadAttention(Projections):
         """Whether it has an option that torch's attention has not, from its constructor or set since."""
         built = self._kv_heads is not None
         return built or self.softcap is not None or self.counts_positions or self.has_sinks
+
+    @property
+    def _is_torchs_formula(self) -> bool:
+        """Whether torch's own `forward` computes what this module does, with parameters that torch's ops can read."""
+        own = self._parameters
+        whole = type(own.get("in_proj_weight")) is type(self.out_proj._parameters.get("weight")) is nn.Parameter
+        return whole and not self.differs and plain(self.out_proj, *OUT_PROJECTIONS)
 
     @property
     def has_sinks(self) -> bool:

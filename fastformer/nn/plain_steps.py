@@ -22,7 +22,7 @@ from fastformer.host.devices import autocasts
 from fastformer.modes import compiling, dispatch_modes, functorch_level, tracing_state
 from fastformer.nn.hooks import has_global_hooks, has_own_hooks
 from fastformer.nn.inference_weights import PackedWeight
-from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, blocks_changed
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import activation_name
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.places import LayerCache, Limits, Together
@@ -94,8 +94,6 @@ class PlainSteps:
         if runs_fused("attention", x) or any(part.training for part in self._dropping):
             return False
         if any(type(part) is not kind or has_own_hooks(part) for part, kind in self._kinds):
-            return False
-        if blocks_changed(stack.layers[0]):  # of all
             return False
         for state, names, values in self._options:
             if [*state] != names or not all(map(is_, state.values(), values)):

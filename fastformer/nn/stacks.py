@@ -14,7 +14,7 @@ from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.attends import padded_attention
 from fastformer.nn.cache import KVCache, without_gaps
 from fastformer.nn.layer_stack import Stack
-from fastformer.nn.modules import drop_in, is_part_of_trace, traced_call, twin
+from fastformer.nn.modules import drop_in, twin
 from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
 from fastformer.nn.static_cache import StaticKVCache
 from fastformer.nn.torch_calls import ahead, encoder_masks
@@ -73,9 +73,6 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         Raises:
             RuntimeError: need_weights, and a layer or its attention has hooks or is somebody's own.
         """
-        if is_part_of_trace(self, src):
-            options = _given(padding_free, need_weights)
-            return traced_call(self, src, mask, src_key_padding_mask, is_causal, **options)
         check_types(("src",), src)
         check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
         if need_weights:
@@ -187,10 +184,6 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         Raises:
             RuntimeError: as in the encoder.
         """
-        if is_part_of_trace(self, tgt, memory):
-            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-            options = _given(padding_free, need_weights)
-            return traced_call(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, **options)
         check_types(("tgt",), tgt)
         if need_weights:
             own = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
@@ -336,12 +329,6 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")
         kept = memory, without_gaps(memory_layout, memory.device)
         return _new_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
-
-
-def _given(padding_free: bool | None, need_weights: bool) -> dict[str, bool]:
-    """The options of ours that a traced call was given: without them it is torch's call, too."""
-    options = {} if padding_free is None else {"padding_free": padding_free}
-    return options | ({"need_weights": True} if need_weights else {})
 
 
 def _new_cache(

@@ -16,7 +16,7 @@ from fastformer.nn.cache import KVCache
 from fastformer.nn.hooks import has_hooks, has_own_hooks
 from fastformer.nn.layer_stack import as_torch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import drop_in, is_part_of_trace, take_over, traced_call
+from fastformer.nn.modules import drop_in, take_over
 from fastformer.nn.options import LayerOptions, check_options, make_norm
 from fastformer.nn.padding_free import PackedInput, read_side, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
@@ -116,11 +116,6 @@ class Transformer(nn.Transformer):
         goes to the decoder without ever being padded. Where it is not, and the decoder attends to padded sources, their
         rows are what torch computes there, not 0.
         """
-        if is_part_of_trace(self, src, tgt):
-            masks = src_mask, tgt_mask, memory_mask
-            padding = src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask
-            hints = src_is_causal, tgt_is_causal, memory_is_causal
-            return traced_call(self, src, tgt, *masks, *padding, *hints)  # type: ignore[no-any-return]
         check_types(("src", "tgt"), src, tgt)
         if not (src.is_nested or tgt.is_nested):
             self._check(src, tgt)

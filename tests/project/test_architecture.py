@@ -23,7 +23,6 @@ FLOORS = (
     {"nn.modules"},
     {"nn.wrappers", "nn.options"},
     {"nn.projections"},
-    {"nn.plain_attention"},
     {"nn.multihead_attention"},
     {"nn.attends", "nn.sublayers", "nn.inference_weights"},
     {"nn.layers"},

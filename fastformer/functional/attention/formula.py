@@ -1,21 +1,16 @@
-"""Attention written out, scores and all, and how SDPA's gradient falls back on it where that is differentiated again.
+"""Attention weights written out: scores, softcap, masks, sinks and softmax.
 
 Letters: B batch, H heads, T queries, S keys, K head size.
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastformer.host.devices import autocasts, product_dtype
-from fastformer.modes import compiling, current_node, dispatch_modes, functorch_level, saved_tensors_hooks
-
-# The node of autograd of SDPA's one fused op on a CPU; its inputs are q, k, v, and a mask has no gradient.
-_FUSED_ON_CPU = "ScaledDotProductFlashAttentionForCpuBackward0"
+from fastformer.modes import compiling, dispatch_modes
 
 
 def scores_to_weights(
@@ -72,100 +67,3 @@ def wide(x: Tensor) -> Tensor:
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or values `[B, Hkv, S, K]` as those of each of so many heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def differentiable_twice(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-) -> Tensor:
-    """SDPA's output for these inputs, with a gradient that takes the formula where it is to be differentiated.
-
-    torch's fused attention, on every device, has no second derivative.
-    """
-    if functorch_level() is not None:
-        return _Transformable.apply(out, q, k, v, mask, causal, scale)  # type: ignore[no-any-return, no-untyped-call]
-    node = out.grad_fn
-    # Hooks of saved tensors may give each only once, as those of torch.utils.checkpoint do.
-    if node is None or node.name() != _FUSED_ON_CPU or saved_tensors_hooks(True) is not None:
-        return _Passing.apply(out, q, k, v, mask, causal, scale)  # type: ignore[no-any-return, no-untyped-call]
-    # Half of what a Function around it takes, which is a twelfth of a module's training step with 14 tokens.
-    node.register_hook(_replaced)
-    return out
-
-
-def _replaced(found: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-    """Instead of what SDPA's node found, and only where that is to be differentiated, what the formula finds."""
-    node: Any = current_node()  # asked for what it keeps: nothing is kept for longer
-    # Compiled autograd runs the hook, and no node.
-    if not torch.is_grad_enabled() or grads[0] is None or node is None or node.name() != _FUSED_ON_CPU:
-        return None
-    inputs = [node._saved_query, node._saved_key, node._saved_value, node._saved_attn_mask]
-    wanted = [i for i, x in enumerate(found) if x is not None]
-    by_place = _gradients(inputs, wanted, node._saved_is_causal, node._saved_scale, grads[0])
-    return tuple(by_place.get(i) for i in range(len(found)))
-
-
-def _gradients(
-    inputs: Sequence[Any], wanted: list[int], causal: bool, scale: float | None, grad: Tensor
-) -> dict[int, Tensor]:
-    """The gradients of q, k, v and mask by their places, of those that are wanted; with derivatives of their own."""
-    # Views: each gradient is that of one place, not of the others where the same tensor is given.
-    places: list[Any] = [x if x is None else x.view_as(x) for x in inputs]
-    if causal:
-        T, S = places[0].shape[-2], places[1].shape[-2]
-        places[3] = torch.ones(T, S, dtype=torch.bool, device=grad.device).tril()
-
-    def formula(*given: Tensor) -> Tensor:
-        by_place = dict(zip(wanted, given, strict=True))
-        q, k, v, mask = (by_place.get(i, x) for i, x in enumerate(places))
-        weights = scores_to_weights(q, repeat_heads(k, q.shape[1]), mask, scale)
-        return torch.matmul(weights, repeat_heads(v, q.shape[1]))
-
-    chosen = [places[i] for i in wanted]
-    if functorch_level() is None:
-        out = formula(*chosen)
-        found = torch.autograd.grad(out, chosen, grad.to(out.dtype), create_graph=True)
-    else:  # autograd.grad knows nothing of the levels of torch.func: a Hessian is one inside another
-        out, pull_back = torch.func.vjp(formula, *chosen)  # type: ignore[misc]
-        found = pull_back(grad.to(out.dtype))
-    return dict(zip(wanted, found, strict=True))
-
-
-class _Passing(torch.autograd.Function):
-    """Passes SDPA's output and gradient through, but for a gradient that is to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _remember(ctx, inputs)
-        return inputs[0].view_as(inputs[0])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return grads[0], None, None, None, None, None, None
-        wanted = [i for i in range(4) if ctx.needs_input_grad[1 + i]]
-        by_place = _gradients(ctx.saved_tensors, wanted, ctx.causal, ctx.scale, grads[0])
-        return None, *(by_place.get(i) for i in range(4)), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return tangents[0].view_as(tangents[0])  # type: ignore[no-any-return]
-
-
-class _Transformable(_Passing):
-    """The same in the form that torch.func wants, which takes 83 us a call where the other takes 23."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        return inputs[0].view_as(inputs[0])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _remember(ctx, inputs)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    """inputs: out, q, k, v, mask, causal, scale."""
-    *tensors, ctx.causal, ctx.scale = inputs[1:]
-    ctx.save_for_backward(*tensors)

@@ -5,9 +5,11 @@ Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, K
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastformer.functional.attention import fused, packed_reference, reference
 from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
@@ -39,7 +41,8 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
-    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0.
+    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0. On a CPU a second
+    derivative needs `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call, as with torch's SDPA.
 
     Args:
         q: `[B, H, T, K]`, floating point.
@@ -189,12 +192,15 @@ def packed_attention(
 
 
 def _formula(plain: Formula, rules: AttentionRules) -> Formula | None:
-    """Hand over a reference as a function of q, k, v, mask, bias and sinks."""
-    others = rules.query_lengths, rules.key_lengths, rules.key_mask
-    return eager_formula(
-        lambda q, k, v, mask, bias, sinks: plain(q, k, v, replace(rules, mask=mask, distance_bias=bias, sinks=sinks)),
-        *others,
-    )
+    """Return a reference as a function of q, k, v, mask, bias and sinks, for second derivatives of the kernels."""
+
+    def differentiable(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
+    ) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):  # the only form of SDPA that has a second derivative
+            return plain(q, k, v, replace(rules, mask=mask, distance_bias=bias, sinks=sinks))
+
+    return eager_formula(differentiable, rules.query_lengths, rules.key_lengths, rules.key_mask)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

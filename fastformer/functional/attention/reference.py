@@ -1,4 +1,4 @@
-"""The specification of attention, in plain PyTorch: any device, any dtype, double backward.
+"""The specification of attention, in plain PyTorch: any device, any dtype.
 
 As fast as PyTorch's own ops allow, and the place where edge cases are decided: a query that may attend to nothing gives
 output 0 and gradient 0 (torch gives NaN in some paths); statistics and softmax accumulate as torch's own ops do for the
@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.distances import with_distances
-from fastformer.functional.attention.formula import differentiable_twice, repeat_heads, scores_to_weights
+from fastformer.functional.attention.formula import repeat_heads, scores_to_weights
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
-from fastformer.modes import readable, recorded
+from fastformer.modes import readable
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -48,18 +48,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     return attention_over_zeros(*blank_padding(q, k, v, rules), rules)
 
 
-def attention_of_all(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """`attention` where every query sees every key, or those up to its own; in no program that is recorded."""
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return differentiable_twice(out, q, k, v, None, causal, None) if out.requires_grad else out
-
-
-def attention_of_all_with_weights(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """`attention_with_weights` where every query sees every key."""
-    weights = drop(scores_to_weights(q, k, None, None), dropout_p)
-    return torch.matmul(weights, v), weights
-
-
 def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention`, where what lies in padding is known to be zero: nobody looks whether it is finite."""
     if k.shape[-2] == 0:  # nothing to attend to
@@ -87,8 +75,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = F.scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal=causal, scale=scale, **grouped)
-    if out.requires_grad and dropout_p == 0.0 and not recorded():
-        out = differentiable_twice(out, q, k, v, merged, causal, scale)
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 

@@ -12,8 +12,7 @@ from fastformer.integrations.transformers.layer_hooks import begin, check_left, 
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
 from fastformer.integrations.transformers.parts import is_known_hook
 from fastformer.integrations.transformers.registration import NAME
-from fastformer.nn.conversion import Entry
-from fastformer.nn.conversion.report import name_of
+from fastformer.nn.conversion import Entry, name_of
 
 _AFTER = leave, biases.leave, check_left
 _BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention

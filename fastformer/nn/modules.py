@@ -228,7 +228,7 @@ class SequentialFeedForward(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D']`."""
-        parts = () if input.is_nested else _feed_forward_parts(self)
+        parts = () if getattr(input, "is_nested", False) else _feed_forward_parts(self)
         if not parts:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         first, activation, dropout, second, last = parts

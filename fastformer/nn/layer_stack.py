@@ -16,7 +16,7 @@ from fastformer.modes import compiling, has_values
 from fastformer.nn.cache import KVCache
 from fastformer.nn.hooks import has_hooks
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.padding_free import check_apart, may_do_more, obstacle, orders_of, zero_padding
+from fastformer.nn.padding_free import check_apart, finite_padding, may_do_more, obstacle, orders_of, zero_padding
 from fastformer.nn.sublayers import Pending
 from fastformer.nn.torch_calls import causal_hint
 from fastformer.nn.wrappers import is_sharded, levels, unwrap, within
@@ -41,7 +41,9 @@ class Stack(nn.Module):
 
     Attributes:
         padding_free: whether batches with a key padding mask run without their padding, whose rows come out as 0. Set
-            it on a stack, or on the class for all of them; `forward` takes it for one call.
+            it on a stack, or on the class for all of them; `forward` takes it for one call. NaN and inf in padding then
+            change nothing else, also where the batch runs padded; with False they spread within their sequence and into
+            gradients of parameters, as in torch.
         checkpoint_activations: whether only the input of each layer is kept for backward, which computes the layer
             again: the same bits, with less memory.
     """
@@ -96,6 +98,10 @@ class Stack(nn.Module):
     def _blank(self, output: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
         """Set the rows of padding to 0 where the stack is to skip it."""
         return zero_padding(output, padding, self.layers_batch_first) if self._wanted(padding_free) else output
+
+    def _finite(self, x: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
+        """Set NaN and inf in padding to 0 before a padded run, where the rows of padding will be set to 0."""
+        return finite_padding(x, padding, self.layers_batch_first) if self._wanted(padding_free) else x
 
     def _wanted(self, padding_free: bool | None) -> bool:
         """Whether padding is to be skipped, and 0."""

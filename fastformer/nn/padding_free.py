@@ -2,6 +2,7 @@
 causal.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastformer.modes import has_values
+from fastformer.modes import has_values, readable
 from fastformer.nn.activations import DEFINED_HERE
 from fastformer.nn.hooks import has_hooks, has_own_hooks
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -256,17 +257,37 @@ def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
 
 
 def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
-    """Set the rows of a padded output to 0 where its mask says True or -inf, as the packed way does.
+    """Set the rows of a padded output to 0 where its mask says True or -inf, as a packed run does.
 
-    It stays as it is without knowing the order of the dimensions, batch_first None, where a mask does not fit, at which
-    layers that take it did not look, and where a norm of somebody's own gave something else than a tensor.
+    Returns x as it is where `_hidden_rows` has no mask for it.
     """
-    if not isinstance(padding, Tensor) or batch_first is None or not isinstance(x, Tensor):
+    hidden = _hidden_rows(x, padding, batch_first)
+    return x if hidden is None else x.masked_fill(hidden, 0.0)
+
+
+def finite_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
+    """Set NaN and inf to 0 in the padded rows of x, where a packed run reads nothing.
+
+    Attention and the gradients of weights multiply padded rows by 0, and 0 * NaN is NaN.
+    """
+    hidden = _hidden_rows(x, padding, batch_first)
+    if hidden is None or (readable(x) and math.isfinite(x.detach().sum().item())):
         return x
-    # The caller's mask may change before backward, which reads this one.
+    return x.masked_fill(hidden & ~x.isfinite(), 0.0)
+
+
+def _hidden_rows(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor | None:
+    """Return where a padding mask hides rows of x, as bool `[..., 1]`.
+
+    None without a mask, where the layers do not state batch_first, where the mask does not fit x (which layers that
+    take it did not look at), and where x is no padded tensor.
+    """
+    if not isinstance(padding, Tensor) or batch_first is None or not isinstance(x, Tensor) or x.is_nested:
+        return None
+    # A copy of a bool mask: the caller may change the mask before the backward pass.
     hidden = padding.clone() if padding.dtype == torch.bool else padding == float("-inf")
     hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT
-    return x.masked_fill(hidden[..., None], 0.0) if hidden.shape == x.shape[:-1] else x
+    return hidden[..., None] if hidden.shape == x.shape[:-1] else None
 
 
 _FORWARDS = tuple(cls.forward for cls in (TransformerEncoderLayer, TransformerDecoderLayer, MultiheadAttention))

@@ -77,7 +77,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
         if need_weights:
             out, weights = self._weigh(
-                src,
+                self._finite(src, src_key_padding_mask, padding_free),
                 lambda layer, kept: (
                     padded_attention(layer.self_attn, None, mask, src_key_padding_mask, is_causal is True, kept[0]),
                 ),
@@ -93,7 +93,8 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             side = read_side(src, src_key_padding_mask, self.layers_batch_first, self.counts_positions())
         if side is not None:
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
-        output, padding, hint = src, src_key_padding_mask, is_causal is True
+        output = src = self._finite(src, src_key_padding_mask, padding_free)
+        padding, hint = src_key_padding_mask, is_causal is True
         if self.watched:
             mask, padding = encoder_masks(mask, padding, src, "mask")
             hint = self._hint(mask, is_causal, src)
@@ -186,6 +187,8 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         """
         check_types(("tgt",), tgt)
         if need_weights:
+            tgt = self._finite(tgt, tgt_key_padding_mask, padding_free)
+            memory = self._finite(memory, memory_key_padding_mask, padding_free)
             own = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
             others = memory_mask, memory_key_padding_mask, memory_is_causal
             out, *weights = self._weigh(
@@ -215,7 +218,9 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                 if side is not None:
                     memory = source.pack(memory)
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
-        output, hint = tgt, tgt_is_causal is True
+        output = tgt = self._finite(tgt, tgt_key_padding_mask, padding_free)
+        memory = self._finite(memory, memory_key_padding_mask, padding_free)
+        hint = tgt_is_causal is True
         if self.watched:
             check_masks(("tgt_mask",), tgt_mask)
             hint = self._hint(tgt_mask, tgt_is_causal, tgt)
@@ -323,7 +328,10 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         elif memory_layout is None:
             side = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
             if side is None or not side.batched:
-                raise ValueError("memory must be a padded batch, with a mask [B, S] of bool or of 0 and -inf, if any")
+                raise ValueError(
+                    "memory must be a padded batch, with a mask [B, S] of bool or of 0 and -inf, if any, whose values "
+                    "are known: not under torch.compile or torch.jit.trace"
+                )
             memory, memory_layout = side.pack(memory), side.layout
         elif memory_key_padding_mask is not None:
             raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")

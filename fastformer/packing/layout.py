@@ -347,7 +347,7 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
         raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
     if nested.layout != torch.jagged:
         parts = nested.unbind()
-        if len({part.shape[1:] for part in parts}) > 1:
+        if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
             raise ValueError("nested must be ragged in its second dimension alone")
         tokens = torch.cat(parts) if parts else torch.empty(0, dtype=nested.dtype, device=nested.device)
         return tokens, Layout.from_lengths([len(part) for part in parts], nested.device)

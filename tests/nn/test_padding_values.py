@@ -117,6 +117,47 @@ def test_cross_attention_of_a_module(fillings: tuple[float, ...]) -> None:
         agree(results)
 
 
+def _with_options(stack: Any, **options: Any) -> None:
+    for layer in stack.layers:
+        layer.self_attn = MultiheadAttention(K, 2, batch_first=True, **options)
+
+
+# What has a stack run padded: a change of it, and arguments of its call.
+PADDED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
+    "a hook": (lambda stack: stack.layers[1].register_forward_hook(lambda *_: None), {}),
+    "a window over gaps": (lambda stack: _with_options(stack, window=(2, 2)), {}),
+    "a learnt key": (lambda stack: _with_options(stack, add_bias_kv=True), {}),
+    "weights": (lambda stack: None, {"need_weights": True}),
+}
+
+
+@pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("way", PADDED)
+def test_a_stack_that_runs_padded(way: str, kind: str, additive: bool) -> None:
+    """Outputs, weights, and gradients of parameters and of real inputs; torch's are NaN."""
+    name = kind.capitalize()
+    layer = getattr(fastformer, f"Transformer{name}Layer")(K, 2, 24, batch_first=True, dropout=0.0)
+    stack = getattr(fastformer, f"Transformer{name}")(layer, 2)
+    change, given = PADDED[way]
+    change(stack)
+    padding = torch.zeros(B, S).masked_fill(~HOLES, -math.inf) if additive else ~HOLES
+    plain = torch.randn(2, B, S, K)
+    if kind == "encoder":
+        given = {**given, "src_key_padding_mask": padding}
+    else:
+        given = {**given, "tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    results = []
+    for filling in (0.0, math.nan, math.inf):
+        inputs = [x.masked_fill(~HOLES[..., None], filling).requires_grad_() for x in plain[: 1 + (kind == "decoder")]]
+        out = stack(*inputs, **given)
+        out = list(out) if isinstance(out, tuple) else [out]
+        found = gradients(out, [*inputs, *stack.parameters()])
+        # The weights of padded queries are a part of the output: these queries have a gradient.
+        results.append([*out, *(x[HOLES] for x in found[: len(inputs)]), *found[len(inputs) :]])
+    agree(results)
+
+
 @pytest.mark.slow
 def test_a_decoders_cache(fillings: tuple[float, ...]) -> None:
     """The keys and values of shorter sources, beyond their ends: zeros, so that the reference need not look at them."""

@@ -1,7 +1,9 @@
 """What torch's own tools make of our modules and ops: what they could do before, they can or are told how."""
 
+import copy
 import inspect
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastformer
 from fastformer import functional
 from fastformer.nn.modules import OURS
-from fastformer.packing import Layout
+from fastformer.packing import Layout, from_nested
 
 
 @pytest.mark.parametrize("ours", OURS.values())
@@ -32,6 +34,26 @@ def test_dropout_is_traced(length: int) -> None:
         out = traced(torch.ones(other))
         assert set(out.tolist()) == {0.0, 2.0}
         assert out.shape == (other,)
+
+
+def _read_nested(x: Tensor) -> Tensor:
+    return from_nested(torch.nested.nested_tensor([x[0], x[1, :2]]))[0]
+
+
+# What takes sizes or compares shapes by other means than ==.
+SIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1]),
+    "rms_norm": lambda x: functional.rms_norm(x, x.shape[-1]),
+    "dropout_add_layer_norm": lambda x: functional.dropout_add_layer_norm(x, x, x.shape[-1])[0],
+    "from_nested": _read_nested,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:The PyTorch API of nested", "ignore:.*torch.jit")
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_a_trace_which_are_tensors_pass_the_checks_of_shapes(name: str) -> None:
+    x = torch.randn(2, 3, 4)
+    torch.testing.assert_close(torch.jit.trace(SIZES[name], x, check_trace=False)(x), SIZES[name](x))
 
 
 @pytest.mark.parametrize("length", [100, 20_000])
@@ -240,3 +262,23 @@ def test_script_is_told_to_revert_and_then_compiles() -> None:
             torch.jit.script(nn.Sequential(model))
         fastformer.revert(model)
         torch.jit.script(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that torchao takes the place of torch.ao
+def test_static_quantisation_after_revert_is_that_of_torchs_modules() -> None:
+    from torch.ao import quantization
+
+    def quantised(model: nn.Module) -> nn.Module:
+        whole = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).eval()
+        whole.qconfig = quantization.default_qconfig
+        prepared = quantization.prepare(whole)
+        prepared(x)
+        return quantization.convert(prepared)
+
+    x, theirs = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    ours = copy.deepcopy(theirs)
+    fastformer.convert(ours)
+    with pytest.raises(RuntimeError, match="QUInt8"):
+        quantised(copy.deepcopy(ours))(x)
+    fastformer.revert(ours)
+    assert torch.equal(quantised(ours)(x), quantised(theirs)(x))

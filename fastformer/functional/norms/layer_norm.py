@@ -116,7 +116,9 @@ def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the normalised shape as a tuple."""
     if type(normalized_shape) is tuple:
         return normalized_shape
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    # Under torch.jit.trace a size is a tensor without dimensions.
+    one = isinstance(normalized_shape, int) or getattr(normalized_shape, "ndim", 1) == 0
+    return (normalized_shape,) if one else tuple(normalized_shape)  # type: ignore[return-value, arg-type]
 
 
 def fits(x: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> bool:

@@ -29,6 +29,7 @@ from fastformer.apps.classification.model import (
 )
 from fastformer.apps.classification.pretrained import ARCHITECTURES
 from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.automatic_settings import Task
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
@@ -172,11 +173,22 @@ class ClassificationRun(Run):
     def learn(self) -> tuple[Tokenizer]:
         return (learn_tokenizer(self.corpora["train"].texts, self.data, pieces=_PIECES),)
 
-    def encode(self) -> LabelledBatches:
-        corpus, train = self.corpora["train"], self.train_config
+    def sides(self) -> tuple[list[str]]:
+        return (self.corpora["train"].texts,)
+
+    def encode(self) -> None:
         (self.tokenizer,) = self.tokenizers
-        self.sequences, self._cut = encode_texts(corpus.texts, self.tokenizer, self.data.max_length)
-        return LabelledBatches(self.sequences, corpus.classes, size=train.batch_sentences, seed=train.seed)
+        self.sequences, self._cut = encode_texts(self.corpora["train"].texts, self.tokenizer, self.data.max_length)
+
+    def task(self) -> Task:
+        tokens = len(self.sequences.ids)
+        return Task(
+            layers={"layers": (2, 4, 6)}, tokens=tokens, batch="batch_sentences", unit=tokens / len(self.sequences)
+        )
+
+    def make_batches(self) -> LabelledBatches:
+        classes, train = self.corpora["train"].classes, self.train_config
+        return LabelledBatches(self.sequences, classes, size=train.batch_sentences, seed=train.seed)
 
     @classmethod
     def computed(cls, data: ClassificationDataConfig) -> tuple[str, ...]:

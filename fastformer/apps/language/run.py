@@ -25,6 +25,7 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel, descri
 from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.automatic_settings import Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
@@ -200,10 +201,25 @@ class LanguageRun(Run):
     def learn(self) -> tuple[Tokenizer]:
         return (build_tokenizer(self.data, self.corpora["train"]),)
 
-    def encode(self) -> LanguageBatches | ColumnBatches:
-        data, train = self.data, self.train_config
+    def sides(self) -> tuple[list[str]]:
+        return (self.corpora["train"].lines,)
+
+    def encode(self) -> None:
         (self.tokenizer,) = self.tokenizers
-        self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, data.stream)
+        self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, self.data.stream)
+
+    def task(self) -> Task:
+        data, columns = self.data, self.data.stream == "columns"
+        return Task(
+            layers={"layers": (2, 4, 6)},
+            tokens=len(self.encoded.documents.ids),
+            batch=None if columns else "batch_tokens",
+            unit=data.columns * data.context if columns else 1.0,
+            longest=1 if columns else data.context,
+        )
+
+    def make_batches(self) -> LanguageBatches | ColumnBatches:
+        data, train = self.data, self.train_config
         if data.stream == "columns":
             return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
         return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)

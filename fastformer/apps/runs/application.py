@@ -163,9 +163,11 @@ class Application:
         sections = {"data": data, "model": self.planned(model, data), "train": train}
         refuse_idle(given, sections, Machine(str(device), Processes.current().world))
 
-    def save_settings(self, folder: Path, data: Any, model: Any, train: TrainConfig) -> None:
-        """Write config.toml, which makes a folder a run."""
-        kind = RunConfig(self.kind, VERSION)
+    def save_settings(
+        self, folder: Path, data: Any, model: Any, train: TrainConfig, chosen: tuple[str, ...] | None = None
+    ) -> None:
+        """Write config.toml, which makes a folder a run; `chosen` names the settings that no user gave."""
+        kind = RunConfig(self.kind, VERSION, chosen)
         save_toml(folder / "config.toml", {"run": kind, "data": data, "model": model, "train": train})
 
     def complete(

@@ -2,7 +2,7 @@
 
 A run folder describes itself, so that nothing but its path is needed to resume, evaluate or use it:
 
-    config.toml      [run] its kind, [data] [model] [train]: every setting, defaults included
+    config.toml      [run] its kind, [data] [model] [train]: every setting, defaults and chosen ones included
     data.json        what was read: counts, settings and fingerprints that a resumed run, and evaluate, must meet again
     tokenizer/       one tokenizer, or one in a folder for each side
     checkpoints/     weights as safetensors, resumable state
@@ -29,6 +29,7 @@ class RunConfig(Settings):
 
     kind: str = setting(MISSING, "what the model does", choices=kinds())
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
+    chosen: tuple[str, ...] | None = setting(None, "settings that no user gave: they were chosen for corpus and budget")
 
 
 def read_kind(folder: Path | str) -> str:
@@ -54,7 +55,7 @@ def stated(path: Path, default: str | None = None) -> RunConfig:
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
     kind = run["kind"] if "kind" in run else default or main_application().kind
-    return RunConfig(kind, run.get("version", 1))
+    return RunConfig(kind, run.get("version", 1), run.get("chosen"))
 
 
 def refuse_by_hand(dataset: str | None) -> None:

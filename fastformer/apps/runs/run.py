@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
-from fastformer.apps.runs.folder import read_kind
+from fastformer.apps.runs.automatic_settings import Choice, Task, choose, tokens_per_second, vocabulary_size
+from fastformer.apps.runs.folder import read_kind, stated
 from fastformer.apps.runs.held_out import NAMES, checksum
 from fastformer.apps.runs.kept_settings import check_kept, kept_settings
 from fastformer.apps.runs.new_folder import check_new, new_folder, whole_or_empty
@@ -41,7 +43,7 @@ from fastformer.apps.train import (
 )
 from fastformer.apps.train.compilation import check_compiler
 from fastformer.apps.train.thread_choice import check_threads
-from fastformer.settings import refuse_fixed
+from fastformer.settings import Given, refuse_fixed
 
 
 class Run(ABC):
@@ -58,6 +60,8 @@ class Run(ABC):
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
     initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
+    choice: Choice | None = None  # of the settings that the user of a new run left out
+    chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
     _right: RunLock
     _unlock: Callable[[], Any]  # while this object has the lock
 
@@ -69,13 +73,50 @@ class Run(ABC):
         train: TrainConfig,
         tokenizers: tuple[Tokenizer, ...] | None = None,
         device: torch.device | str = "cpu",
+        given: Given | None = None,
     ) -> None:
-        """Read the data, learn the vocabularies unless they are given, and encode what is trained on."""
+        """Read the data, learn the vocabularies unless they are given, and encode what is trained on.
+
+        given: what a user stated, by section; other settings are chosen by `automatic_settings`. None: none is chosen.
+        """
         self.folder, self.train_config, self.device = folder, train, torch.device(device)
         self.data, self.corpora = self.read(data)
+        if given is not None:
+            self._choose_vocabulary(given)
         self.tokenizers = tokenizers or self.learn()
+        self.encode()
+        if given is not None:
+            model = self._choose(model, given)
         self.model_config = self.application.model_config(model, self.tokenizers, self.data)
-        self.batches = self.encode()
+        self.batches = self.make_batches()
+
+    def _choose_vocabulary(self, given: Given) -> None:
+        self.chosen = ()
+        if self.data.tokenizer in ("bpe", "unigram") and "vocabulary" not in given["data"]:
+            self.data = replace(self.data, vocabulary=vocabulary_size(self.sides()))
+            self.chosen = ("vocabulary",)
+
+    def _choose(self, model: Mapping[str, Any], given: Given) -> dict[str, Any]:
+        """Choose the settings of model and training that are not given, and return those of the model."""
+        self.choice = choose(
+            self.task(),
+            self.application.model,
+            self.train_config,
+            {**given["model"], **given["train"]},
+            lambda shape: self._speed({**model, **shape}),
+            "" if self.device.type == "cpu" else " (the rule was measured on CPUs only, not on a GPU)",
+        )
+        self.train_config = replace(self.train_config, **self.choice.train)
+        self.chosen = (*(self.chosen or ()), *self.choice.model, *self.choice.train)
+        return {**model, **self.choice.model}
+
+    def _speed(self, model: Mapping[str, Any]) -> float:
+        """Measure how many tokens a second this process trains a model with, and return that of all processes."""
+        config = self.application.model_config(model, self.tokenizers, self.data)
+        check_memory(config)
+        network = self.application.network(config).to(self.device)
+        rate = tokens_per_second(network, self.loss, self.make_batches(), self.train_config)
+        return rate * Processes.current().world
 
     @classmethod
     @abstractmethod
@@ -87,8 +128,20 @@ class Run(ABC):
         """The vocabularies, learnt from the training data only."""
 
     @abstractmethod
-    def encode(self) -> BatchSource:
-        """Encode the training data, and return it as batches."""
+    def sides(self) -> Iterable[Iterable[str]]:
+        """The lines of the training data, for each language."""
+
+    @abstractmethod
+    def encode(self) -> None:
+        """Encode the training data."""
+
+    @abstractmethod
+    def task(self) -> Task:
+        """Describe what is trained, for the choice of settings."""
+
+    @abstractmethod
+    def make_batches(self) -> BatchSource:
+        """Return batches of the encoded training data."""
 
     @abstractmethod
     def fingerprinted(self) -> Iterable[bytes]:
@@ -173,6 +226,7 @@ class Run(ABC):
         train: TrainConfig,
         device: torch.device | str = "cpu",
         pretrained: Path | str | None = None,
+        given: Given | None = None,
     ) -> Self:
         """Read the data, learn the vocabularies, and write a new run folder.
 
@@ -187,6 +241,8 @@ class Run(ABC):
             device: of the model.
             pretrained: folder of transformers whose model the run begins with, and whose tokenizers it has; `tokenizer`
                 of the data is "pretrained" then, and of the model dropout rates alone may be given.
+            given: what a user stated, by section: data, model, train. The other settings are then chosen, unless the
+                run begins with a model from elsewhere; see `fastformer.apps.runs.automatic_settings`. None: none is.
 
         Raises:
             FileExistsError: the folder holds a run already, or something that is none; before anything is read.
@@ -201,8 +257,9 @@ class Run(ABC):
         initial, tokenizers = None, None
         if pretrained is not None:
             initial, tokenizers, model = cls.application.begin_with(Path(pretrained), model)
+            given = None
         Processes.current().on_main(
-            lambda: made.append(cls._create(Path(folder), data, model, train, device, tokenizers))
+            lambda: made.append(cls._create(Path(folder), data, model, train, device, tokenizers, given))
         )
         try:
             run = made[0] if made else cls._open(Path(folder), None, device)
@@ -220,12 +277,13 @@ class Run(ABC):
         train: TrainConfig,
         device: torch.device | str,
         tokenizers: tuple[Tokenizer, ...] | None,
+        given: Given | None,
     ) -> Self:
         check_new(folder, cls.application.kind)
         cls.check(data, model, train, device)
         with new_folder(folder), locked(folder):
             check_new(folder, cls.application.kind)  # another one may have come first
-            run = cls(folder, data, model, train, tokenizers, device)
+            run = cls(folder, data, model, train, tokenizers, device, given)
             run._lock()
             check_locked(folder)  # reading took its time
             with whole_or_empty(folder):
@@ -259,7 +317,7 @@ class Run(ABC):
 
     def _save_settings(self) -> None:
         check_locked(self.folder)
-        self.application.save_settings(self.folder, self.data, self.model_config, self.train_config)
+        self.application.save_settings(self.folder, self.data, self.model_config, self.train_config, self.chosen)
 
     @classmethod
     def open(
@@ -293,6 +351,8 @@ class Run(ABC):
         application.refuse_idle({"train": train or {}}, data, model, config, device)
         cls.check(data, model, config, device)
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
+        if (chosen := stated(folder / CONFIG).chosen) is not None:
+            run.chosen = tuple(name for name in chosen if name not in (train or {}))
         before = read_json(folder / "data.json", within=folder)
         if not isinstance(before, dict) or "fingerprint" not in before:
             raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fastformer.apps.runs.application import PRETRAINED, Application
+from fastformer.apps.runs.automatic_settings import Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
@@ -271,10 +272,30 @@ class TranslationRun(Run):
     def learn(self) -> tuple[Tokenizer, Tokenizer]:
         return build_tokenizers(self.data, self.corpora["train"])
 
-    def encode(self) -> Batches:
-        data, train = self.data, self.train_config
+    def sides(self) -> tuple[list[str], ...]:
+        train = self.corpora["train"]
+        return (train.source + train.target,) if self.data.joint else (train.source, train.target)
+
+    def encode(self) -> None:
+        data = self.data
         source, target = self.tokenizers
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
+
+    def task(self) -> Task:
+        lengths = self.pairs.target.lengths + 1  # eos
+        tokens, by_pairs = int(lengths.sum()), self.train_config.batch_sentences is not None
+        return Task(
+            layers={"encoder_layers": (4, 4, 6), "decoder_layers": (4, 4, 6)},
+            tokens=tokens,
+            batch="batch_sentences" if by_pairs else "batch_tokens",
+            unit=tokens / len(self.pairs) if by_pairs else 1.0,
+            longest=1 if by_pairs else int(max(self.pairs.source.lengths.max() + 1, lengths.max())),
+            model={"embeddings": "shared"} if self.data.joint else {},
+            train={"schedule": "linear"},
+        )
+
+    def make_batches(self) -> Batches:
+        data, train = self.data, self.train_config
         return Batches(
             self.pairs,
             tokens=train.batch_tokens if train.batch_sentences is None else None,

@@ -1,0 +1,223 @@
+"""Choose the settings that a user leaves out, from the corpus, the budget and the speed of this machine.
+
+All follows from two numbers: the tokens of the corpus, E (one epoch), and the tokens that the budget pays for, T. A
+budget of epochs pays for `epochs` times E, one of steps for `steps` batches, and one of minutes for nine tenths of them
+(the rest is for validations) at the measured speed of a few steps. The smallest counts. Only a budget of minutes asks
+the clock: steps and epochs give the same choice on every machine.
+
+vocabulary   as many entries as there are words that occur ten times; beyond 4,096 such words, 64 times their root
+size         the last row of `SIZES` that T and E are enough for
+batch        0.6 times the root of T, which is 0.36 tokens for each step: batches and steps grow alike
+lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps
+dropout      0 where the budget reads the corpus at most twice, 0.1 at most twenty times, 0.3 beyond
+
+docs/translation.md and docs/language-models.md have the runs that these constants are from. The rows above width 128
+are not measured.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.apps.train import BatchSource, TrainConfig
+from fastformer.apps.train.processes import Processes
+from fastformer.apps.train.update import Update
+from fastformer.nn.activations import is_gated
+
+_FREQUENT = 10  # times that a word occurs to count for the vocabulary
+_TRAINING_SHARE = 0.9  # of a budget of minutes; the rest is for validations
+_STEP_TOKENS = 512, 4096
+_VALIDATIONS = 5
+_TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # at least so many of both
+
+
+@dataclass(frozen=True)
+class Size:
+    """A row of the table of sizes.
+
+    d_model: width of the model. widening: width of its feed-forward layers / d_model, where they are not gated.
+    budget, corpus: least tokens that the budget pays for, and of the corpus, for a model of this width.
+    """
+
+    d_model: int
+    widening: int
+    budget: float
+    corpus: float
+
+
+SIZES = (Size(128, 2, 0, 0), Size(256, 4, 30e6, 1e6), Size(512, 4, 300e6, 10e6))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run trains.
+
+    layers: names of the settings that count layers, each with its value in every row of `SIZES`.
+    tokens: of the training text, as batches count them.
+    batch: name of the setting of the batch size; None if batches of `unit` tokens are fixed.
+    unit: tokens for each one that the setting counts: 1, or those of a sentence.
+    longest: tokens of the longest text, for which a batch must have room.
+    model, train: further settings that suit this kind of run.
+    """
+
+    layers: Mapping[str, Sequence[int]]
+    tokens: int
+    batch: str | None = "batch_tokens"
+    unit: float = 1.0
+    longest: int = 1
+    model: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen settings by section, none of which a user gave, and the lines that tell them and the reasons."""
+
+    model: Mapping[str, Any]
+    train: Mapping[str, Any]
+    lines: tuple[str, ...]
+
+
+def vocabulary_size(sides: Iterable[Iterable[str]]) -> int:
+    """Choose the entries of a vocabulary of sentencepiece: for the side that needs most of them.
+
+    Not fewer than two for each character, as a script without spaces has hardly a word that occurs twice.
+    """
+    return max(map(_vocabulary_of, sides))
+
+
+def _vocabulary_of(lines: Iterable[str]) -> int:
+    counts = Counter(chain.from_iterable(line.split() for line in lines))
+    frequent = sum(count >= _FREQUENT for count in counts.values())
+    characters = len(set(chain.from_iterable(counts)))
+    return int(_rounded(max(min(frequent, 64 * math.sqrt(frequent)), 2 * characters, 100)))
+
+
+def choose(
+    task: Task,
+    defaults: Any,
+    train: TrainConfig,
+    given: Mapping[str, Any],
+    speed: Callable[[Mapping[str, Any]], float],
+    remark: str = "",
+) -> Choice:
+    """Choose the settings of model and training that were not given.
+
+    Args:
+        task: what is trained.
+        defaults: class of the model's settings.
+        train: settings of training as given, with their defaults.
+        given: name -> value of all settings that a user stated.
+        speed: tokens a second of a model with these settings; asked only where `train` has a budget of minutes.
+        remark: added to the first line.
+    """
+
+    def affordable(model: Mapping[str, Any]) -> tuple[float, float | None]:
+        """The tokens that the budget pays for, and the speed if it was measured."""
+        budgets, rate = [math.inf], None
+        if train.epochs is not None:
+            budgets.append(train.epochs * task.tokens)
+        if train.steps is not None:
+            budgets.append(train.steps * _step(task, train, given, 0.36 * train.steps)[1])
+        if train.minutes is not None:
+            rate = speed(model)
+            budgets.append(_TRAINING_SHARE * 60 * train.minutes * rate)
+        return min(budgets), rate
+
+    model = _shape(task, defaults, given, 0)
+    tokens, rate = affordable(model)
+    for row, size in enumerate(SIZES[1:], start=1):
+        if task.tokens < size.corpus or tokens < size.budget:
+            break
+        wider = _shape(task, defaults, given, row)
+        fewer, slower = affordable(wider)
+        if fewer < size.budget:
+            break
+        model, tokens, rate = wider, fewer, slower
+    epochs = tokens / task.tokens
+    model["dropout"] = 0.0 if epochs <= 2 else 0.1 if epochs <= 20 else 0.3
+
+    batch, step = _step(task, train, given, 0.6 * math.sqrt(tokens))
+    steps = max(1.0, tokens / step)
+    training = {**task.train, **({task.batch: batch} if task.batch else {})}
+    if train.optimizer != "sgd":
+        training["lr"] = _rounded(4e-3 * 128 / max(given.get("d_model", model["d_model"]), 128))
+    training["warmup_steps"] = min(4000, int(_rounded(max(steps / 10, 1), 1)))
+    if train.epochs is None:
+        training["validate_every"] = max(50, int(_rounded(steps / _VALIDATIONS)))
+
+    model, training = ({k: v for k, v in each.items() if k not in given} for each in (model, training))
+    pace = "" if rate is None else f" at {rate:,.0f} tokens a second, measured here"
+    return Choice(
+        model,
+        training,
+        (
+            f"chosen model: {_listed(model)}; for {_rounded(tokens):,.0f} tokens of training, {epochs:.2g} times the "
+            f"{task.tokens:,} of the corpus{remark}",
+            f"chosen training: {_listed(training)}; for {_rounded(steps):,.0f} steps of {step:,.0f} tokens{pace}",
+            "a flag, or a file given as --config, overrides each; --resume keeps them",
+        ),
+    )
+
+
+def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """The settings of a model's shape for a row of the table, at the width that is given or else the row's."""
+    width = given.get("d_model", SIZES[row].d_model)
+    shape: dict[str, Any] = {"d_model": width, **{name: counts[row] for name, counts in task.layers.items()}}
+    if not {"kv_heads", "head_size"} & given.keys():
+        shape["heads"] = next(h for h in (8, 4, 2, 1) if h == 1 or (width % h == 0 and width // h >= 32))
+    gated = is_gated(given.get("activation", defaults.activation))
+    shape["feed_forward"] = -(-width // 3) * 8 if gated else width * SIZES[row].widening
+    return {**shape, **task.model}
+
+
+def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: float) -> tuple[int, float]:
+    """The setting of the batch size for steps of about so many tokens, unless it is given, and the tokens of a step."""
+    least, most = _STEP_TOKENS
+    count = 2 ** round(math.log2(min(max(tokens, least), most) / train.accumulate / task.unit))
+    batch = given.get(task.batch, max(int(count), task.longest, 1)) if task.batch else 1
+    return batch, batch * task.unit * train.accumulate
+
+
+def _rounded(number: float, digits: int = 2) -> float:
+    """A number of so few digits that two measurements of one speed mostly give the same."""
+    return float(f"{number:.{digits}g}")
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def tokens_per_second(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: BatchSource, train: TrainConfig
+) -> float:
+    """Measure the speed of training over a few steps, which change the model.
+
+    The first step is left out: it finds what later ones use.
+    """
+    device = next(model.parameters()).device
+    update = Update(model, loss, train, Processes())
+    clock = time.process_time if train.clock == "cpu" else time.perf_counter
+    if train.threads is not None:
+        torch.set_num_threads(train.threads)
+    model.train()
+    tokens, started = 0, 0.0
+    for step, batch in enumerate(cycle(batches.epoch(0))):
+        _, norm, seen = update.gradients([batch])
+        update.apply(norm, train.lr)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if step == 0:
+            started = clock()
+            continue
+        tokens += seen
+        if step >= _TRIAL_STEPS and (seconds := clock() - started) >= _TRIAL_SECONDS:
+            break
+    return tokens / seconds

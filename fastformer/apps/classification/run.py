@@ -35,7 +35,7 @@ from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
 from fastformer.apps.train import Processes, TrainConfig, Trainer
-from fastformer.settings import SET, Settings, inherited, setting
+from fastformer.settings import SET, Given, Settings, inherited, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 _PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
@@ -180,14 +180,14 @@ class ClassificationRun(Run):
         (self.tokenizer,) = self.tokenizers
         self.sequences, self._cut = encode_texts(self.corpora["train"].texts, self.tokenizer, self.data.max_length)
 
-    def task(self) -> Task:
+    def task(self, given: Given) -> Task:
         tokens = len(self.sequences.ids)
         return Task(
             layers={"layers": (2, 4, 6)}, tokens=tokens, batch="batch_sentences", unit=tokens / len(self.sequences)
         )
 
-    def make_batches(self) -> LabelledBatches:
-        classes, train = self.corpora["train"].classes, self.train_config
+    def make_batches(self, data: ClassificationDataConfig, train: Any) -> LabelledBatches:
+        classes = self.corpora["train"].classes
         return LabelledBatches(self.sequences, classes, size=train.batch_sentences, seed=train.seed)
 
     @classmethod

@@ -44,7 +44,7 @@ from fastformer.apps.text import (
     split_text,
 )
 from fastformer.apps.train import Processes, TrainConfig, Trainer
-from fastformer.settings import SET, Settings, check_value, inherited, setting
+from fastformer.settings import SET, Given, Settings, check_value, inherited, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 _PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
@@ -208,18 +208,18 @@ class LanguageRun(Run):
         (self.tokenizer,) = self.tokenizers
         self.encoded = encode_corpus(self.corpora["train"], self.tokenizer, self.data.stream)
 
-    def task(self) -> Task:
+    def task(self, given: Given) -> Task:
         data, columns = self.data, self.data.stream == "columns"
         return Task(
             layers={"layers": (2, 4, 6)},
             tokens=len(self.encoded.documents.ids),
             batch=None if columns else "batch_tokens",
             unit=data.columns * data.context if columns else 1.0,
-            longest=1 if columns else data.context,
+            longest=data.context if "context" in given["data"] and not columns else 1,
+            data={} if columns else {"context": (64, 128, 256)},
         )
 
-    def make_batches(self) -> LanguageBatches | ColumnBatches:
-        data, train = self.data, self.train_config
+    def make_batches(self, data: LanguageDataConfig, train: TrainConfig) -> LanguageBatches | ColumnBatches:
         if data.stream == "columns":
             return ColumnBatches(self.encoded, columns=data.columns, context=data.context)
         return LanguageBatches(self.encoded, context=data.context, tokens=train.batch_tokens, seed=train.seed)

@@ -7,7 +7,7 @@ the clock: steps and epochs give the same choice on every machine.
 
 vocabulary   as many entries as there are words that occur ten times; beyond 4,096 such words, 64 times their root
 size         the last row of `SIZES` that T and E are enough for
-batch        0.6 times the root of T, which is 0.36 tokens for each step: batches and steps grow alike
+batch        0.8 times the root of T, which is 0.64 tokens for each step: batches and steps grow alike
 lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps
 dropout      0 where the budget reads the corpus at most twice, 0.1 at most twenty times, 0.3 beyond
 
@@ -33,9 +33,11 @@ from fastformer.nn.activations import is_gated
 
 _FREQUENT = 10  # times that a word occurs to count for the vocabulary
 _TRAINING_SHARE = 0.9  # of a budget of minutes; the rest is for validations
-_STEP_TOKENS = 512, 4096
+_BATCH = 0.8  # tokens of a step / root of all tokens of training
+_STEP_TOKENS = 500, 4000  # least and most
 _VALIDATIONS = 5
 _TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # at least so many of both
+_TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU, on a GPU, where launches would decide otherwise
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Task:
     batch: name of the setting of the batch size; None if batches of `unit` tokens are fixed.
     unit: tokens for each one that the setting counts: 1, or those of a sentence.
     longest: tokens of the longest text, for which a batch must have room.
-    model, train: further settings that suit this kind of run.
+    data: names of settings of the data, as `layers`. model, train: settings that suit this kind of run.
     """
 
     layers: Mapping[str, Sequence[int]]
@@ -72,6 +74,7 @@ class Task:
     batch: str | None = "batch_tokens"
     unit: float = 1.0
     longest: int = 1
+    data: Mapping[str, Sequence[int]] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,9 +83,10 @@ class Task:
 class Choice:
     """The chosen settings by section, none of which a user gave, and the lines that tell them and the reasons."""
 
+    data: Mapping[str, Any]
     model: Mapping[str, Any]
     train: Mapping[str, Any]
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
 
 
 def vocabulary_size(sides: Iterable[Iterable[str]]) -> int:
@@ -105,66 +109,68 @@ def choose(
     defaults: Any,
     train: TrainConfig,
     given: Mapping[str, Any],
-    speed: Callable[[Mapping[str, Any]], float],
-    remark: str = "",
+    speed: Callable[[Choice], float],
+    on_gpu: bool = False,
 ) -> Choice:
-    """Choose the settings of model and training that were not given.
+    """Choose the settings that were not given.
 
     Args:
         task: what is trained.
         defaults: class of the model's settings.
         train: settings of training as given, with their defaults.
         given: name -> value of all settings that a user stated.
-        speed: tokens a second of a model with these settings; asked only where `train` has a budget of minutes.
-        remark: added to the first line.
+        speed: tokens a second with the shape and the batch size of a choice; asked only where `train` has minutes.
+        on_gpu: whether the run is on a GPU, where nothing of this was measured.
     """
 
-    def affordable(model: Mapping[str, Any]) -> tuple[float, float | None]:
-        """The tokens that the budget pays for, and the speed if it was measured."""
+    def candidate(row: int) -> tuple[Choice, float, float | None]:
+        """The shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
+        batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
+        shape = Choice(
+            _left_out({name: sizes[row] for name, sizes in task.data.items()}, given),
+            _left_out(_shape(task, defaults, given, row), given),
+            _left_out({task.batch: batch} if task.batch else {}, given),
+        )
         budgets, rate = [math.inf], None
         if train.epochs is not None:
             budgets.append(train.epochs * task.tokens)
         if train.steps is not None:
-            budgets.append(train.steps * _step(task, train, given, 0.36 * train.steps)[1])
+            budgets.append(train.steps * _step(task, train, given, _BATCH**2 * train.steps)[1])
         if train.minutes is not None:
-            rate = speed(model)
+            rate = speed(shape)
             budgets.append(_TRAINING_SHARE * 60 * train.minutes * rate)
-        return min(budgets), rate
+        return shape, min(budgets), rate
 
-    model = _shape(task, defaults, given, 0)
-    tokens, rate = affordable(model)
+    shape, tokens, rate = candidate(0)
     for row, size in enumerate(SIZES[1:], start=1):
         if task.tokens < size.corpus or tokens < size.budget:
             break
-        wider = _shape(task, defaults, given, row)
-        fewer, slower = affordable(wider)
-        if fewer < size.budget:
+        wider = candidate(row)
+        if wider[1] < size.budget:
             break
-        model, tokens, rate = wider, fewer, slower
+        shape, tokens, rate = wider
     epochs = tokens / task.tokens
-    model["dropout"] = 0.0 if epochs <= 2 else 0.1 if epochs <= 20 else 0.3
+    model = {**shape.model, "dropout": 0.0 if epochs <= 2 else 0.1 if epochs <= 20 else 0.3}
 
-    batch, step = _step(task, train, given, 0.6 * math.sqrt(tokens))
+    batch, step = _step(task, train, given, _BATCH * math.sqrt(tokens))
     steps = max(1.0, tokens / step)
     training = {**task.train, **({task.batch: batch} if task.batch else {})}
     if train.optimizer != "sgd":
-        training["lr"] = _rounded(4e-3 * 128 / max(given.get("d_model", model["d_model"]), 128))
+        training["lr"] = _rounded(4e-3 * 128 / max({**model, **given}["d_model"], 128))
     training["warmup_steps"] = min(4000, int(_rounded(max(steps / 10, 1), 1)))
     if train.epochs is None:
-        training["validate_every"] = max(50, int(_rounded(steps / _VALIDATIONS)))
+        training["validate_every"] = max(50, int(_rounded(steps / _VALIDATIONS, 1)))
 
-    model, training = ({k: v for k, v in each.items() if k not in given} for each in (model, training))
+    model, training = _left_out(model, given), _left_out(training, given)
+    remark = " (the rule was not measured on a GPU)" if on_gpu else ""
     pace = "" if rate is None else f" at {rate:,.0f} tokens a second, measured here"
-    return Choice(
-        model,
-        training,
-        (
-            f"chosen model: {_listed(model)}; for {_rounded(tokens):,.0f} tokens of training, {epochs:.2g} times the "
-            f"{task.tokens:,} of the corpus{remark}",
-            f"chosen training: {_listed(training)}; for {_rounded(steps):,.0f} steps of {step:,.0f} tokens{pace}",
-            "a flag, or a file given as --config, overrides each; --resume keeps them",
-        ),
+    lines = (
+        f"chosen model: {_listed({**shape.data, **model})}; for {_rounded(tokens):,.0f} tokens of training, "
+        f"{epochs:.2g} times the {task.tokens:,} of the corpus{remark}",
+        f"chosen training: {_listed(training)}; for {_rounded(steps):,.0f} steps of {step:,.0f} tokens{pace}",
+        "a flag, or a file given as --config, overrides each; --resume keeps them",
     )
+    return Choice(shape.data, model, training, lines)
 
 
 def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dict[str, Any]:
@@ -178,16 +184,20 @@ def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dic
     return {**shape, **task.model}
 
 
+def _left_out(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in given}
+
+
 def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: float) -> tuple[int, float]:
     """The setting of the batch size for steps of about so many tokens, unless it is given, and the tokens of a step."""
     least, most = _STEP_TOKENS
-    count = 2 ** round(math.log2(min(max(tokens, least), most) / train.accumulate / task.unit))
-    batch = given.get(task.batch, max(int(count), task.longest, 1)) if task.batch else 1
+    count = max(1, int(_rounded(min(max(tokens, least), most) / train.accumulate / task.unit, 1)))
+    batch = given.get(task.batch, max(count, task.longest)) if task.batch else 1
     return batch, batch * task.unit * train.accumulate
 
 
 def _rounded(number: float, digits: int = 2) -> float:
-    """A number of so few digits that two measurements of one speed mostly give the same."""
+    """A number of so few digits; with one, two measurements of one speed mostly give the same settings."""
     return float(f"{number:.{digits}g}")
 
 

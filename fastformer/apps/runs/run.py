@@ -88,7 +88,7 @@ class Run(ABC):
         if given is not None:
             model = self._choose(model, given)
         self.model_config = self.application.model_config(model, self.tokenizers, self.data)
-        self.batches = self.make_batches()
+        self.batches = self.make_batches(self.data, self.train_config)
 
     def _choose_vocabulary(self, given: Given) -> None:
         self.chosen = ()
@@ -97,25 +97,26 @@ class Run(ABC):
             self.chosen = ("vocabulary",)
 
     def _choose(self, model: Mapping[str, Any], given: Given) -> dict[str, Any]:
-        """Choose the settings of model and training that are not given, and return those of the model."""
-        self.choice = choose(
-            self.task(),
+        """Choose the settings that are not given, and return those of the model."""
+        self.choice = choice = choose(
+            self.task(given),
             self.application.model,
             self.train_config,
-            {**given["model"], **given["train"]},
-            lambda shape: self._speed({**model, **shape}),
-            "" if self.device.type == "cpu" else " (the rule was measured on CPUs only, not on a GPU)",
+            {**given["data"], **given["model"], **given["train"]},
+            lambda shape: self._speed(shape, model),
+            self.device.type != "cpu",
         )
-        self.train_config = replace(self.train_config, **self.choice.train)
-        self.chosen = (*(self.chosen or ()), *self.choice.model, *self.choice.train)
-        return {**model, **self.choice.model}
+        self.data, self.train_config = replace(self.data, **choice.data), replace(self.train_config, **choice.train)
+        self.chosen = (*(self.chosen or ()), *choice.data, *choice.model, *choice.train)
+        return {**model, **choice.model}
 
-    def _speed(self, model: Mapping[str, Any]) -> float:
+    def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:
         """Measure how many tokens a second this process trains a model with, and return that of all processes."""
-        config = self.application.model_config(model, self.tokenizers, self.data)
+        data, train = replace(self.data, **shape.data), replace(self.train_config, **shape.train)
+        config = self.application.model_config({**model, **shape.model}, self.tokenizers, data)
         check_memory(config)
         network = self.application.network(config).to(self.device)
-        rate = tokens_per_second(network, self.loss, self.make_batches(), self.train_config)
+        rate = tokens_per_second(network, self.loss, self.make_batches(data, train), train)
         return rate * Processes.current().world
 
     @classmethod
@@ -136,12 +137,12 @@ class Run(ABC):
         """Encode the training data."""
 
     @abstractmethod
-    def task(self) -> Task:
-        """Describe what is trained, for the choice of settings."""
+    def task(self, given: Given) -> Task:
+        """Describe what is trained, for the choice of settings that are not given."""
 
     @abstractmethod
-    def make_batches(self) -> BatchSource:
-        """Return batches of the encoded training data."""
+    def make_batches(self, data: Any, train: TrainConfig) -> BatchSource:
+        """Return batches of the encoded training data, cut as the settings say."""
 
     @abstractmethod
     def fingerprinted(self) -> Iterable[bytes]:

@@ -46,7 +46,7 @@ from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretraine
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.host.devices import device_of
-from fastformer.settings import SET, Settings, setting
+from fastformer.settings import SET, Given, Settings, setting
 
 _LEARNED = ("bpe", "unigram", "char", "word", "words")
 TOKENIZERS = (*_LEARNED, PRETRAINED)
@@ -281,7 +281,7 @@ class TranslationRun(Run):
         source, target = self.tokenizers
         self.pairs = encode_pairs(self.corpora["train"], source, target, data.max_length, data.too_long)  # type: ignore[arg-type]
 
-    def task(self) -> Task:
+    def task(self, given: Given) -> Task:
         lengths = self.pairs.target.lengths + 1  # eos
         tokens, by_pairs = int(lengths.sum()), self.train_config.batch_sentences is not None
         return Task(
@@ -294,8 +294,7 @@ class TranslationRun(Run):
             train={"schedule": "linear"},
         )
 
-    def make_batches(self) -> Batches:
-        data, train = self.data, self.train_config
+    def make_batches(self, data: DataConfig, train: TrainConfig) -> Batches:
         return Batches(
             self.pairs,
             tokens=train.batch_tokens if train.batch_sentences is None else None,

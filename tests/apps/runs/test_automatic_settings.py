@@ -1,0 +1,176 @@
+"""The settings that a user leaves out: how they follow from corpus, budget and speed, and what a run keeps of them."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastformer.apps.classification.model import ClassifierConfig
+from fastformer.apps.classification.run import ClassificationDataConfig, ClassificationRun, ClassificationTrainConfig
+from fastformer.apps.language.model import LanguageConfig
+from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, LanguageTrainConfig
+from fastformer.apps.runs import run as runs
+from fastformer.apps.runs.automatic_settings import Choice, Task, choose, vocabulary_size
+from fastformer.apps.train import TrainConfig
+from fastformer.apps.translation.model import TranslationConfig
+from fastformer.apps.translation.run import DataConfig, TranslationRun
+
+TRANSLATION = {"encoder_layers": (4, 4, 6), "decoder_layers": (4, 4, 6)}
+MULTI30K, WIKITEXT2, WMT = 460_000, 2_500_000, 120_000_000  # tokens
+
+
+def speeds(*of_widths: float) -> Any:
+    """A machine that trains models of 128, 256 and 512 at these numbers of tokens a second."""
+    return lambda shape: dict(zip((128, 256, 512), of_widths, strict=False))[shape.model["d_model"]]
+
+
+def not_asked(shape: Choice) -> float:
+    raise AssertionError("the clock was asked")
+
+
+CPU, GPU = speeds(5000, 1300), speeds(300_000, 250_000, 150_000)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "speed", "expected"),
+    [
+        # 1.08 million tokens: 0.8 times their root is 831
+        (MULTI30K, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.1, "batch_tokens": 800, "warmup_steps": 100}),
+        (MULTI30K, {"minutes": 10}, CPU, {"d_model": 128, "dropout": 0.1, "batch_tokens": 1000, "warmup_steps": 300}),
+        (MULTI30K, {"minutes": 3}, GPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 4000, "lr": 4e-3}),
+        (30_000, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 800}),
+        (WMT, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.0, "heads": 4, "feed_forward": 256}),
+        (
+            WMT,
+            {"minutes": 60},
+            GPU,
+            {"d_model": 512, "encoder_layers": 6, "heads": 8, "feed_forward": 2048, "lr": 1e-3},
+        ),
+        (WMT, {"minutes": 60}, speeds(300_000, 250_000, 50_000), {"d_model": 256, "encoder_layers": 4, "lr": 2e-3}),
+        (WMT, {"minutes": 60, "steps": 1000}, GPU, {"d_model": 128, "validate_every": 200}),
+        (MULTI30K, {"steps": 1000}, not_asked, {"batch_tokens": 600, "warmup_steps": 100, "validate_every": 200}),
+        (MULTI30K, {"epochs": 10}, not_asked, {"batch_tokens": 2000, "dropout": 0.1, "validate_every": None}),
+        (WMT, {"epochs": 3}, not_asked, {"d_model": 512, "batch_tokens": 4000, "warmup_steps": 4000}),
+    ],
+)
+def test_settings_follow_from_corpus_budget_and_speed(
+    tokens: int, budget: dict[str, Any], speed: Any, expected: dict[str, Any]
+) -> None:
+    choice = choose(Task(TRANSLATION, tokens), TranslationConfig, TrainConfig(**budget), {}, speed, speed is GPU)
+    found = {**choice.model, **choice.train}
+    assert {name: found.get(name) for name in expected} == expected
+    assert len(choice.lines) == 3
+    assert ("measured here" in choice.lines[1]) == ("minutes" in budget)
+    assert ("not measured on a GPU" in choice.lines[0]) == (speed is GPU)
+    TrainConfig(**budget, **choice.train)
+    TranslationConfig(1000, 1000, **choice.model)
+
+
+def test_another_measurement_of_the_same_speed_gives_the_same_settings() -> None:
+    a, b = (
+        choose(Task(TRANSLATION, MULTI30K), TranslationConfig, TrainConfig(minutes=4), {}, speeds(speed))
+        for speed in (4900, 5100)
+    )
+    assert (a.data, a.model, a.train) == (b.data, b.model, b.train)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"d_model": 96},
+        {"d_model": 256, "heads": 16},
+        {"kv_heads": 4},
+        {"activation": "swiglu"},
+        {"dropout": 0.2, "encoder_layers": 1, "embeddings": "tied"},
+        {"lr": 1e-4, "warmup_steps": 7, "batch_tokens": 300, "validate_every": 11, "schedule": "constant"},
+    ],
+    ids=str,
+)
+def test_a_given_setting_is_never_chosen_and_fits_the_others(given: dict[str, Any]) -> None:
+    task = Task(TRANSLATION, MULTI30K, model={"embeddings": "shared"}, train={"schedule": "linear"})
+    choice = choose(task, TranslationConfig, TrainConfig(steps=1000), given, not_asked)
+    assert not given.keys() & {*choice.data, *choice.model, *choice.train}
+    config = {name: value for name, value in given.items() if hasattr(TranslationConfig, name)}
+    TranslationConfig(1000, 1000, **config, **choice.model)
+
+
+def test_batches_of_texts_have_as_many_tokens_as_others_and_fixed_batches_stay() -> None:
+    task = Task({"layers": (2, 4, 6)}, 100_000, batch="batch_sentences", unit=20.0)
+    classifier = choose(task, ClassifierConfig, ClassificationTrainConfig(steps=1000), {}, not_asked)
+    assert classifier.train["batch_sentences"] == 30  # 640 tokens of 20 a text, with one digit
+    columns = Task({"layers": (2, 4, 6)}, WIKITEXT2, batch=None, unit=700.0)
+    language = choose(columns, LanguageConfig, LanguageTrainConfig(epochs=1), {}, not_asked)
+    assert "batch_tokens" not in language.train
+    assert language.train["warmup_steps"] == 400  # a tenth of 2.5 million / 700, with one digit
+
+
+def test_a_vocabulary_has_as_many_entries_as_words_that_are_seen_ten_times() -> None:
+    frequent = [f"{i} " * 10 for i in range(300)]
+    assert vocabulary_size([[*frequent, "rare words " * 9]]) == 300
+    assert vocabulary_size([["nothing"], frequent]) == 300
+    assert vocabulary_size([["hardly any"]]) == 100
+    assert vocabulary_size([[f"{i} " * 10 for i in range(10_000)]]) == 6400  # 64 times the root
+    assert (
+        vocabulary_size([["".join(map(chr, range(0x4E00, 0x5200)))]]) == 2000
+    )  # 1,024 characters in a text of one word
+
+
+KINDS = {
+    "translation": (TranslationRun, DataConfig(train_size=300, valid_size=20, test_size=20), TrainConfig),
+    "language": (LanguageRun, LanguageDataConfig(size=100_000), LanguageTrainConfig),
+    "classification": (ClassificationRun, ClassificationDataConfig(size=300), ClassificationTrainConfig),
+}
+GIVEN: dict[str, dict[str, Any]] = {"data": {}, "model": {"d_model": 32}, "train": {"minutes": 0.01, "lr": 1e-3}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_measures_stores_what_was_chosen_and_keeps_it_when_it_goes_on(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    application, data, train = KINDS[kind]
+    run = application.create(tmp_path / "run", data, GIVEN["model"], train(**GIVEN["train"]), given=GIVEN)
+    assert run.choice is not None
+    assert re.search(r"at [\d,]+ tokens a second, measured here", run.choice.lines[1])
+    assert (run.model_config.d_model, run.train_config.lr) == (32, 1e-3)
+    stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
+    chosen = stored["run"]["chosen"]
+    assert {"vocabulary", "heads", "feed_forward", "dropout", "warmup_steps"} <= set(chosen)
+    assert not {"d_model", "lr", "minutes"} & set(chosen)
+    for section in ("data", "model", "train"):
+        values = getattr(run.choice, section)
+        assert {name: stored[section][name] for name in values} == values
+    settings = run.data, run.model_config, run.train_config
+    run.fit(show=False)
+    del run
+    monkeypatch.setattr(runs, "choose", not_asked)
+    again = application.open(tmp_path / "run", {"minutes": 0.02, "warmup_steps": 3})
+    before, now = (
+        [vars(each) for each in three] for three in (settings, (again.data, again.model_config, again.train_config))
+    )
+    assert now == [*before[:2], {**before[2], "minutes": 0.02, "warmup_steps": 3}]
+    again.fit(resume=True, show=False)
+    stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
+    assert stored["run"]["chosen"] == [name for name in chosen if name != "warmup_steps"]
+
+
+def test_nothing_is_chosen_where_python_gives_the_settings(tmp_path: Path) -> None:
+    _, data, train = KINDS["translation"]
+    small = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 16}
+    run = TranslationRun.create(tmp_path / "run", data, small, train(steps=1))
+    assert (run.choice, run.chosen) == (None, None)
+    assert (run.data.vocabulary, run.train_config) == (data.vocabulary, train(steps=1))
+    assert "chosen" not in (tmp_path / "run" / "config.toml").read_text(encoding="utf-8")
+
+
+def test_a_small_corpus_is_learned_with_the_defaults(tmp_path: Path) -> None:
+    """After 20 steps, a token costs less than it would if how often each one occurs were all that was known."""
+    given: dict[str, dict[str, Any]] = {"data": {}, "model": {}, "train": {"steps": 20}}
+    data = DataConfig(train_size=1000, valid_size=50, test_size=50, bleu_sentences=0)
+    run = TranslationRun.create(tmp_path / "run", data, {}, TrainConfig(steps=20), given=given)
+    ids = run.pairs.target.ids
+    counts = np.bincount(np.append(ids, np.full(len(run.pairs), run.tokenizers[1].eos_id)))
+    shares = counts[counts > 0] / counts.sum()
+    assert run.fit(show=False).metrics["loss"] < -(shares * np.log(shares)).sum()

@@ -29,7 +29,7 @@ from fastformer.apps.classification.model import (
 )
 from fastformer.apps.classification.pretrained import ARCHITECTURES
 from fastformer.apps.runs.application import Application
-from fastformer.apps.runs.automatic_settings import Task
+from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
@@ -133,6 +133,7 @@ APPLICATION = Application(
     tokenizers=("tokenizer",),
     metrics={"loss": "", "accuracy": "", "macro_f1": ""},
     reading=("labels", "max_length"),
+    automatic=(*CHOSEN, "layers", "batch_sentences"),
     architectures=ARCHITECTURES,
 )
 

@@ -6,7 +6,7 @@ A flag that is not given stays out, so that a file's values and then the default
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field
 from typing import Any
 
@@ -15,12 +15,15 @@ import typer
 from fastformer.settings import Settings, declared, default_text, explained, refuse_idle
 
 
-def with_settings(**sections: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    *, chosen: Collection[str] = (), **sections: type[Settings]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for every setting that is a user's.
 
     The command receives what was given as one keyword argument a section: `model={"heads": 4}`.
 
     Args:
+        chosen: names of the settings that the command chooses if they are not given.
         sections: name of the keyword argument -> settings.
     """
 
@@ -33,7 +36,7 @@ def with_settings(**sections: type[Settings]) -> Callable[[Callable[..., None]],
             for item, hint in declared(settings):
                 if not item.metadata["derived"]:
                     homes[item.name] = section
-                    flags.append(_flag(section, item, hint, tuple(sections.values())))
+                    flags.append(_flag(section, item, hint, tuple(sections.values()), item.name in chosen))
 
         def run(**given: Any) -> None:
             values: dict[str, dict[str, Any]] = {section: {} for section in sections}
@@ -71,13 +74,15 @@ def made(settings: type[Settings], given: dict[str, Any]) -> Any:
     return found
 
 
-def _flag(section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...]) -> inspect.Parameter:
+def _flag(
+    section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool = False
+) -> inspect.Parameter:
     choices = item.metadata["choices"]  # checked by the settings themselves, so that a file gets the same message
     option = typer.Option(
         help=explained(item, settings),
         parser=int_or_text if _bare(hint) is int else None,
         rich_help_panel=f"Settings: {section}",
-        show_default=default_text(item),
+        show_default="chosen for corpus and budget" if chosen else default_text(item),
         metavar="|".join(choices) if 0 < len(choices) <= 4 else None,
     )
     annotation = typing.Annotated[_bare(hint) | None, option]  # type: ignore[valid-type]

@@ -17,7 +17,9 @@ from fastformer.apps.runs.run import Run
 from fastformer.apps.system.run_lock import check_locked
 from fastformer.apps.system.terminal import Terminal
 
-_HOW = "Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."
+_HOW = """Settings that are not given are chosen for the corpus, the budget and the speed of this machine, and printed.
+
+Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."""
 
 train_app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 app.add_typer(train_app, name="train")
@@ -40,7 +42,9 @@ def add_training(kind: type[Run], what: str) -> None:
     """
     application = kind.application
 
-    @with_settings(data=application.data, model=application.model, train=application.train)
+    @with_settings(
+        data=application.data, model=application.model, train=application.train, chosen=application.automatic
+    )
     def command(
         call: typer.Context,
         run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs") / application.kind,

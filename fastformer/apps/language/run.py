@@ -25,7 +25,7 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel, descri
 from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import Application
-from fastformer.apps.runs.automatic_settings import Task
+from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
@@ -146,6 +146,7 @@ APPLICATION = Application(
     tokenizers=("tokenizer",),
     metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
     reading=("context", "stream"),
+    automatic=(*CHOSEN, "layers", "context", "batch_tokens"),
     ctranslate2=ctranslate2_spec,
     architectures=ARCHITECTURES,
 )

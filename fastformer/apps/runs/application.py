@@ -63,6 +63,9 @@ class Application:
     sizes of the tokenizers; `tokenizers` are folders within the run's. `metrics` are the values that validation may
     compute, and what each needs. `upgrade` changes the settings of a folder of an earlier version, by section.
 
+    `automatic` are the settings that the command chooses where they are not given; see
+    `fastformer.apps.runs.automatic_settings`.
+
     `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
     that a model cannot be used without. `ctranslate2` makes CTranslate2's description of a model, where that program
     has such models; see `fastformer.apps.export.ctranslate2`. `architectures`: which models of transformers become
@@ -84,6 +87,7 @@ class Application:
     tokenizers: tuple[str, ...]
     metrics: Mapping[str, str]
     reading: tuple[str, ...]
+    automatic: tuple[str, ...] = ()
     ctranslate2: Callable[..., Any] | None = None
     architectures: Mapping[str, Any] = field(default_factory=dict)
     pretrained: Callable[[Path], tuple[Any, tuple[Tokenizer, ...]]] | None = None

@@ -9,6 +9,8 @@ vocabulary   as many entries as there are words that occur ten times; beyond 4,0
 size         the last row of `SIZES` that T and E are enough for
 batch        0.8 times the root of T, which is 0.64 tokens for each step: batches and steps grow alike
 lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps
+validation   every half of the steps if the corpus is read at most twice, else every fifth; after each epoch if epochs
+             or a plateau schedule are given
 dropout      0 where the budget reads the corpus at most twice, 0.1 at most twenty times, 0.3 beyond
 
 docs/translation.md and docs/language-models.md have the runs that these constants are from. The rows above width 128
@@ -31,11 +33,13 @@ from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.nn.activations import is_gated
 
+# Chosen for every kind of run; the applications add to these.
+CHOSEN = ("vocabulary", "d_model", "heads", "feed_forward", "dropout", "lr", "warmup_steps", "validate_every")
+
 _FREQUENT = 10  # times that a word occurs to count for the vocabulary
 _TRAINING_SHARE = 0.9  # of a budget of minutes; the rest is for validations
 _BATCH = 0.8  # tokens of a step / root of all tokens of training
 _STEP_TOKENS = 500, 4000  # least and most
-_VALIDATIONS = 5
 _TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # at least so many of both
 _TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU, on a GPU, where launches would decide otherwise
 
@@ -158,8 +162,8 @@ def choose(
     if train.optimizer != "sgd":
         training["lr"] = _rounded(4e-3 * 128 / max({**model, **given}["d_model"], 128))
     training["warmup_steps"] = min(4000, int(_rounded(max(steps / 10, 1), 1)))
-    if train.epochs is None:
-        training["validate_every"] = max(50, int(_rounded(steps / _VALIDATIONS, 1)))
+    if train.epochs is None and "plateau" not in train.schedule:
+        training["validate_every"] = max(50, int(_rounded(steps / (2 if epochs <= 2 else 5), 1)))
 
     model, training = _left_out(model, given), _left_out(training, given)
     remark = " (the rule was not measured on a GPU)" if on_gpu else ""
@@ -206,9 +210,9 @@ def _listed(settings: Mapping[str, Any]) -> str:
 
 
 def tokens_per_second(
-    model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: BatchSource, train: TrainConfig
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: BatchSource, train: TrainConfig, world: int
 ) -> float:
-    """Measure the speed of training over a few steps, which change the model.
+    """Measure the speed at which `world` processes train, over a few steps of one, which change the model.
 
     The first step is left out: it finds what later ones use.
     """
@@ -220,7 +224,7 @@ def tokens_per_second(
     model.train()
     tokens, started = 0, 0.0
     for step, batch in enumerate(cycle(batches.epoch(0))):
-        _, norm, seen = update.gradients([batch])
+        _, norm, seen = update.gradients([(batch.share(0, world) if world > 1 else None) or batch])
         update.apply(norm, train.lr)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -230,4 +234,4 @@ def tokens_per_second(
         tokens += seen
         if step >= _TRIAL_STEPS and (seconds := clock() - started) >= _TRIAL_SECONDS:
             break
-    return tokens / seconds
+    return tokens * world / seconds

@@ -111,13 +111,13 @@ class Run(ABC):
         return {**model, **choice.model}
 
     def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:
-        """Measure how many tokens a second this process trains a model with, and return that of all processes."""
+        """Measure how many tokens a second the processes train a model with."""
         data, train = replace(self.data, **shape.data), replace(self.train_config, **shape.train)
         config = self.application.model_config({**model, **shape.model}, self.tokenizers, data)
         check_memory(config)
         network = self.application.network(config).to(self.device)
-        rate = tokens_per_second(network, self.loss, self.make_batches(data, train), train)
-        return rate * Processes.current().world
+        batches, world = self.make_batches(data, train), Processes.current().world
+        return tokens_per_second(network, self.loss, batches, train, world)
 
     @classmethod
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fastformer.apps.runs.application import PRETRAINED, Application
-from fastformer.apps.runs.automatic_settings import Task
+from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
@@ -185,6 +185,7 @@ APPLICATION = Application(
         "chrf": "a search: bleu_sentences above 0",
     },
     reading=("max_length",),
+    automatic=(*CHOSEN, "encoder_layers", "decoder_layers", "embeddings", "batch_tokens", "schedule"),
     ctranslate2=ctranslate2_spec,
     architectures=ARCHITECTURES,
     pretrained=read_pretrained,

@@ -40,7 +40,7 @@ _FREQUENT = 10  # times that a word occurs to count for the vocabulary
 _TRAINING_SHARE = 0.9  # of a budget of minutes; the rest is for validations
 _BATCH = 0.8  # tokens of a step / root of all tokens of training
 _STEP_TOKENS = 500, 4000  # least and most
-_TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # at least so many of both
+_TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # of training that decide the speed: at least both, or three times the seconds
 _TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU, on a GPU, where launches would decide otherwise
 
 
@@ -232,6 +232,7 @@ def tokens_per_second(
             started = clock()
             continue
         tokens += seen
-        if step >= _TRIAL_STEPS and (seconds := clock() - started) >= _TRIAL_SECONDS:
+        seconds = clock() - started
+        if seconds >= (_TRIAL_SECONDS if step >= _TRIAL_STEPS else 3 * _TRIAL_SECONDS):
             break
     return tokens * world / seconds

@@ -41,7 +41,7 @@ def test_a_resumed_run_saves_the_settings_that_it_has_now(run: Path) -> None:
     ("changes", "message"),
     [
         ("--optimizer sgd", "optimizer cannot change when a run goes on: it is 'adamw', not 'sgd'"),
-        ("--schedule cosine", "schedule cannot change when a run goes on: it is 'inverse_sqrt', not 'cosine'"),
+        ("--schedule cosine", "schedule cannot change when a run goes on: it is 'linear', not 'cosine'"),
         ("--seed 2", "seed cannot change when a run goes on: it is 1, not 2"),
         ("--batch-tokens 400", "batch_tokens cannot change when a run goes on: it is 300, not 400"),
         ("--batch-sentences 4", "batch_sentences cannot change when a run goes on: it is None, not 4"),

@@ -396,6 +396,7 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
     flags = {each.name: each for each in command.params}
     own = {item.name for owner in COMMANDS[name] for item, _ in declared(owner) if not item.metadata["derived"]}
     derived = {item.name for owner in COMMANDS[name] for item, _ in declared(owner)} - own
+    chosen = {"train": TRANSLATION.automatic, "train lm": LANGUAGE.automatic}.get(name, ())
     assert own <= flags.keys()
     assert not derived & flags.keys()
     for owner in COMMANDS[name]:
@@ -403,7 +404,8 @@ def test_every_setting_that_is_a_users_is_a_flag_that_tells_default_and_range(na
             if not item.metadata["derived"]:
                 flag = flags[item.name]
                 assert f"--{item.name.replace('_', '-')}" in flag.opts
-                assert (flag.help, flag.show_default) == (explained(item, COMMANDS[name]), default_text(item))
+                default = "chosen for corpus and budget" if item.name in chosen else default_text(item)
+                assert (flag.help, flag.show_default) == (explained(item, COMMANDS[name]), default)
 
 
 def test_no_word_of_a_help_text_decides_what_is_a_flag() -> None:

@@ -131,6 +131,25 @@ def test_large_logits_do_not_overflow():
     assert linear_cross_entropy(x, weight, torch.tensor([1])) == 2e3
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 1e-4, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_small_losses_of_large_logits(reduction, smoothing, trained, chunks):
+    """The error is at most two roundings of each loss: that of its logarithm, and that of its exponentials."""
+    # Losses from 12 down to 2e-35. Logits are multiples of 1/32, so products and differences are exact.
+    peaks, margins = torch.tensor([100.0, 1000.0, -50.0, 0.125]), torch.tensor([-11.0, 0.0, 0.125, 1.0, 11.0, 15.0, 80.0])
+    x = torch.cartesian_prod(peaks, margins)
+    weight = torch.tensor([[1.0, 0.0], [1.0, -1.0], [1.0, -1.25]])
+    differences = (x.double() @ weight.double().mT)[:, 1:] - x[:, :1].double()
+    losses = differences.exp().sum(1).log1p() - smoothing * differences.sum(1) / 3
+    x, target = torch.cat([x, x[:1]]), torch.tensor([0] * len(x) + [-100])
+    losses = torch.cat([losses, torch.zeros(1)])  # of a row that is ignored
+    exact = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / (len(x) - 1)}[reduction]
+    x.requires_grad_(trained)
+    loss = linear_cross_entropy(x, weight, target, label_smoothing=smoothing, reduction=reduction).detach()
+    assert ((loss - exact).abs() <= 2 * torch.finfo(torch.float32).eps * exact).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_loses_no_more_than_its_inputs(dtype, chunks):
     x, weight = random(15, 8, dtype=dtype), random(11, 8, dtype=dtype)

@@ -12,6 +12,7 @@ import fastformer
 from fastformer.functional import linear_cross_entropy
 from fastformer.functional.linear_cross_entropy import reference as chunked_cross_entropy
 from tests.support.closeness import assert_close, gradients, random
+from tests.support.confident_rows import confident_rows
 
 # One class; odd sizes; a batch of padded rows.
 SHAPES = [((1,), 1, 1), ((7,), 3, 5), ((3, 5), 4, 11)]
@@ -136,14 +137,7 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize("trained", [True, False])
 def test_small_losses_of_large_logits(reduction, smoothing, trained, chunks):
     """The error is at most two roundings of each loss: that of its logarithm, and that of its exponentials."""
-    # Losses from 12 down to 2e-35. Logits are multiples of 1/32, so products and differences are exact.
-    peaks, margins = torch.tensor([100.0, 1000.0, -50.0, 0.125]), torch.tensor([-11.0, 0.0, 0.125, 1.0, 11.0, 15.0, 80.0])
-    x = torch.cartesian_prod(peaks, margins)
-    weight = torch.tensor([[1.0, 0.0], [1.0, -1.0], [1.0, -1.25]])
-    differences = (x.double() @ weight.double().mT)[:, 1:] - x[:, :1].double()
-    losses = differences.exp().sum(1).log1p() - smoothing * differences.sum(1) / 3
-    x, target = torch.cat([x, x[:1]]), torch.tensor([0] * len(x) + [-100])
-    losses = torch.cat([losses, torch.zeros(1)])  # of a row that is ignored
+    x, weight, target, losses = confident_rows(smoothing)
     exact = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / (len(x) - 1)}[reduction]
     x.requires_grad_(trained)
     loss = linear_cross_entropy(x, weight, target, label_smoothing=smoothing, reduction=reduction).detach()

@@ -1,11 +1,61 @@
-"""Scores that 16 bits have no numbers for, where results have: large ones, and those under masks and softcaps."""
+"""Attention in 16 bits: its error beside SDPA's, and scores that 16 bits have no numbers for, where results have.
+
+Those are large ones, and scores under masks and softcaps.
+"""
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.packing import Layout
 from tests.support.closeness import random
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    B, _, T, _ = q.shape
+    layouts = [Layout.from_lengths([x.shape[2]] * B) for x in (q, k)]
+    return (
+        packed_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), *layouts)
+        .unflatten(0, (B, T))
+        .transpose(1, 2)
+    )
+
+
+FORMS = {
+    "dropout": lambda q, k, v: attention(q, k, v, dropout_p=1e-9),
+    "weights": lambda q, k, v: attention_with_weights(q, k, v)[0],
+    "softcap": lambda q, k, v: attention(q, k, v, softcap=1e6),
+    "sinks": lambda q, k, v: attention(q, k, v, sinks=torch.full((q.shape[1],), -1e4)),
+    "packed": packed,
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("scale", [0.2, 3.0])  # weights that are about equal; a few that are large
+@pytest.mark.parametrize("form", FORMS)
+def test_bf16_is_as_accurate_as_sdpa(form, scale, autocast):
+    """At most 1.2 times the root mean square of its error, outputs and gradients."""
+    inputs = [random(3, 4, length, 32) for length in (40, 60, 60)]
+    inputs = [(x.detach() * by).bfloat16() for x, by in zip(inputs, (scale, scale, 1.0), strict=True)]
+    direction = torch.randn(3, 4, 40, 32).bfloat16()
+
+    def results(op, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            out = op(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))]
+
+    exact = results(F.scaled_dot_product_attention, torch.float64)
+    found, sdpa = (
+        [(x - e).square().mean().sqrt().item() for x, e in zip(results(op, dtype), exact, strict=True)]
+        for op, dtype in (
+            (FORMS[form], torch.float32 if autocast else torch.bfloat16),
+            (F.scaled_dot_product_attention, torch.bfloat16),
+        )
+    )
+    assert all(ours <= 1.2 * its for ours, its in zip(found, sdpa, strict=True)), (found, sdpa)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.distances import with_distances
-from fastformer.functional.attention.formula import repeat_heads, scores_to_weights
+from fastformer.functional.attention.formula import repeat_heads, scores_to_weights, weighted_sum, widens
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
+from fastformer.host.devices import product_dtype
 from fastformer.modes import readable
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -92,7 +93,7 @@ def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tu
     if dead is not None:
         weights = weights.masked_fill(dead, 0.0)
     weights = drop(weights, rules.dropout_p)
-    return torch.matmul(weights, v), weights
+    return weighted_sum(weights, v), weights.to(product_dtype(q)) if widens(q) else weights
 
 
 def _harmless(dtype: torch.dtype) -> float:

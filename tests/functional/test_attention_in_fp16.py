@@ -3,6 +3,8 @@
 Those are large ones, and scores under masks and softcaps.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,23 +14,25 @@ from fastformer.functional import attention, attention_with_weights, packed_atte
 from fastformer.packing import Layout
 from tests.support.closeness import random
 
-
-def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    B, _, T, _ = q.shape
-    layouts = [Layout.from_lengths([x.shape[2]] * B) for x in (q, k)]
-    return (
-        packed_attention(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), *layouts)
-        .unflatten(0, (B, T))
-        .transpose(1, 2)
-    )
+BIAS = -0.37 * torch.arange(-59, 60).abs().expand(4, 119)
+PAIRS = BIAS[0][torch.arange(60) - torch.arange(60)[:, None] + 59]
 
 
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    B, T = len(q), q.shape[2]
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    return packed_attention(*rows, Layout.from_lengths([T] * B), **options).unflatten(0, (B, T)).transpose(1, 2)
+
+
+# Each with the mask of SDPA that says the same.
 FORMS = {
-    "dropout": lambda q, k, v: attention(q, k, v, dropout_p=1e-9),
-    "weights": lambda q, k, v: attention_with_weights(q, k, v)[0],
-    "softcap": lambda q, k, v: attention(q, k, v, softcap=1e6),
-    "sinks": lambda q, k, v: attention(q, k, v, sinks=torch.full((q.shape[1],), -1e4)),
-    "packed": packed,
+    "dropout": (lambda q, k, v: attention(q, k, v, dropout_p=1e-9), None),
+    "weights": (lambda q, k, v: attention_with_weights(q, k, v)[0], None),
+    "softcap": (lambda q, k, v: attention(q, k, v, softcap=1e6), None),
+    "sinks": (lambda q, k, v: attention(q, k, v, sinks=torch.full((4,), -1e4)), None),
+    "distances": (lambda q, k, v: attention(q, k, v, distance_bias=BIAS), PAIRS),
+    "packed": (packed, None),
+    "packed distances": (lambda q, k, v: packed(q, k, v, distance_bias=BIAS), PAIRS),
 }
 
 
@@ -37,9 +41,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_bf16_is_as_accurate_as_sdpa(form, scale, autocast):
     """At most 1.2 times the root mean square of its error, outputs and gradients."""
-    inputs = [random(3, 4, length, 32) for length in (40, 60, 60)]
-    inputs = [(x.detach() * by).bfloat16() for x, by in zip(inputs, (scale, scale, 1.0), strict=True)]
-    direction = torch.randn(3, 4, 40, 32).bfloat16()
+    inputs = [(random(3, 4, 60, 32).detach() * by).bfloat16() for by in (scale, scale, 1.0)]
+    direction = torch.randn(3, 4, 60, 32).bfloat16()
+    ours, mask = FORMS[form]
+
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(
+            q, k, v, None if mask is None else mask.to(torch.promote_types(q.dtype, mask.dtype))
+        )
 
     def results(op, dtype):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -47,15 +56,10 @@ def test_bf16_is_as_accurate_as_sdpa(form, scale, autocast):
             out = op(*leaves)
         return [out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))]
 
-    exact = results(F.scaled_dot_product_attention, torch.float64)
-    found, sdpa = (
-        [(x - e).square().mean().sqrt().item() for x, e in zip(results(op, dtype), exact, strict=True)]
-        for op, dtype in (
-            (FORMS[form], torch.float32 if autocast else torch.bfloat16),
-            (F.scaled_dot_product_attention, torch.bfloat16),
-        )
-    )
-    assert all(ours <= 1.2 * its for ours, its in zip(found, sdpa, strict=True)), (found, sdpa)
+    exact = results(sdpa, torch.float64)
+    found, expected = (results(op, torch.float32 if autocast else torch.bfloat16) for op in (ours, sdpa))
+    for a, b, e in zip(found, expected, exact, strict=True):
+        assert (a - e).square().mean() <= 1.2**2 * (b - e).square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -71,7 +71,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
     dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
     merged, dead = open_dead_rows(with_distances(q, k, rules), None if causal else allowed_positions(q, k, rules))
-    if merged is not None and merged.is_floating_point():
+    # A bias by distance stays fp32 where SDPA takes that beside 16 bits.
+    if merged is not None and merged.is_floating_point() and not (widens(q) and merged.dtype == torch.float32):
         merged = merged.to(q.dtype)
     # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}

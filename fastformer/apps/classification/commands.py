@@ -26,6 +26,7 @@ from fastformer.apps.cli.console import (
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text
+from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 
@@ -37,7 +38,7 @@ Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPL
 add_training(ClassificationRun, "Train a classifier of texts.")
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def classify(
     texts: Annotated[list[str] | None, typer.Argument(help="texts; none: read them from --input")] = None,
     run: Folder = RUN,

@@ -52,7 +52,7 @@ class ClassificationDataConfig(Settings):
         "numbers", "numbers: how many digits a number has, from its words (generated)", only={"train_text": None}
     )
     train_text: Path | None = setting(
-        None, "labelled text (plain or .gz), a line each: label, tab, text; instead of a dataset"
+        None, "labelled text (plain or compressed), a line each: label, tab, text; instead of a dataset"
     )
     valid_text: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fastformer.apps.cli.help import App
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.outputs import check_replaceable, is_replaced
@@ -34,12 +35,11 @@ class _Console(Console):
         return super().render_str(shown(text), **options)
 
 
-app = typer.Typer(
+app = App(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
 )
 console = _Console()
 

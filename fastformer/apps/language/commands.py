@@ -17,6 +17,7 @@ from fastformer.apps.cli.console import (
     console,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
+from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.run import (
@@ -39,7 +40,7 @@ Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPL
 add_training(LanguageRun, "Train a language model.")
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @with_settings(sampling=SamplingOptions)
 def generate(
     prompts: Annotated[

@@ -65,7 +65,7 @@ class LanguageDataConfig(Settings):
         "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
         only={"train_text": None},
     )
-    train_text: Path | None = setting(None, "text file (plain or .gz), instead of a dataset")
+    train_text: Path | None = setting(None, "text file (plain or compressed), instead of a dataset")
     valid_text: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}
     )

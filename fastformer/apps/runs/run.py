@@ -429,5 +429,6 @@ class Run(ABC):
         )
         if resume:
             trainer.resume(fallback=fallback)
-            Processes.current().on_main(self._save_settings)
+            if trainer.ended is None:  # a run that trains nothing keeps its settings
+                Processes.current().on_main(self._save_settings)
         return trainer.fit()

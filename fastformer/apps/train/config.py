@@ -51,7 +51,9 @@ class TrainConfig(Settings):
     metric: str = setting(
         "loss", "validation value that decides best weights and early stopping, such as bleu", fixed=True
     )
-    patience: int | None = setting(None, "stop after this many validations without a better metric", at_least=1)
+    patience: int | None = setting(
+        None, "early stopping: end after this many validations without a better metric", at_least=1
+    )
     keep: int = setting(3, "last checkpoints to keep, besides the best", at_least=1)
     average: int = setting(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1, at_most="keep")
     seed: int = setting(1, "seed of every random generator", at_least=0, below=2**32, fixed=True)

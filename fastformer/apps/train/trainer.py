@@ -36,7 +36,7 @@ from fastformer.apps.train.checkpoint_folder import CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
-from fastformer.apps.train.metrics import MetricsLog, RunningSums
+from fastformer.apps.train.metrics import JSONL, MetricsLog, RunningSums, read_metrics
 from fastformer.apps.train.parallel import gathered
 from fastformer.apps.train.position import Position, Result
 from fastformer.apps.train.processes import ProcessError, Processes
@@ -143,6 +143,11 @@ class Trainer:
             seed_everything(self._processes.seed(self.config.seed, checkpoint.step))
         return checkpoint
 
+    @property
+    def ended(self) -> str | None:
+        """The budget that is used up already, so that `fit` would not train; None if it would."""
+        return self._at.end(self.config)
+
     def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
         with locked(self.folder):
             self.checkpoints.recover()
@@ -185,6 +190,9 @@ class Trainer:
             self._marks = self.checkpoints.marks()
 
     def _fit(self) -> Result:
+        if self.ended and self._processes.on_main(self._is_complete):
+            self._progress.line(f"nothing to train: {self.ended} ended this run at step {self._at.step:,}")
+            return self._result(self.ended, None)
         if self._saved_step < 0 and self.checkpoints.paths():  # a run may have ended, and been resumed, at step 0
             raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
         self._log = None
@@ -205,11 +213,23 @@ class Trainer:
             self._threads.close()
             if self._log is not None:
                 self._log.close()
-        best = self.checkpoints.best()
-        at, value = self._at, self.checkpoints.best_value()
-        return Result(
-            reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best, self._interrupt.signal
-        )
+        return self._result(reason, self._interrupt.signal)
+
+    def _result(self, reason: str, signal: int | None) -> Result:
+        best, value, at = self.checkpoints.best(), self.checkpoints.best_value(), self._at
+        return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self._metrics, value, best, signal)
+
+    def _is_complete(self) -> bool:
+        """Whether all that `_finish` saves, records and marks is there already."""
+        wanted = {"validation"} if self._validate is not None else set()
+        wanted |= {"average"} if self.config.average > 1 else set()
+        if self._saved_step != self._at.step or not (self.folder / JSONL).is_file():
+            return False
+        found = [each for each in read_metrics(self.folder) if each["step"] == self._at.step]
+        metric, best = self.config.metric, self.checkpoints.best_value()
+        values = [each.get(metric) for each in found if each.get("kind") in wanted]
+        marked = not any(isinstance(value, float) and is_better(metric, value, best) for value in values)
+        return marked and wanted <= {each.get("kind") for each in found}
 
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""

@@ -23,6 +23,7 @@ from fastformer.apps.cli.console import (
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
+from fastformer.apps.cli.help import START, USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.text import read_lines, read_parallel
@@ -48,7 +49,7 @@ Folder = Annotated[
 _NONE = Translation("", -math.inf, -math.inf)  # so that each sentence has as many lines
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
     target: Annotated[str, typer.Option(help="fr or de")] = "fr",
     run: Annotated[Path, typer.Option(help="folder for the run; an earlier demo in it is replaced")] = Path("demo"),
@@ -63,7 +64,7 @@ def demo(
 add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @with_settings(search=SearchOptions)
 def translate(
     sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
@@ -92,9 +93,9 @@ def translate(
         put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for c in whole], output)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def score(
-    source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or .gz")],
+    source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or compressed")],
     target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
     run: Folder = MAIN_RUN,
     output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,

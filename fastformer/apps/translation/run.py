@@ -68,7 +68,7 @@ class DataConfig(Settings):
     )
     source: str = setting("en", "source language, as the dataset names it", only={"train_source": None})
     target: str = setting("fr", "target language", only={"train_source": None})
-    train_source: Path | None = setting(None, "file of source sentences (plain or .gz), instead of a dataset")
+    train_source: Path | None = setting(None, "file of source sentences (plain or compressed), instead of a dataset")
     train_target: Path | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
     valid_source: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_source": SET}

@@ -78,12 +78,11 @@ def _flag(
     section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool = False
 ) -> inspect.Parameter:
     choices = item.metadata["choices"]  # checked by the settings themselves, so that a file gets the same message
-    default = "chosen for corpus and budget" if chosen else default_text(item)
     option = typer.Option(
-        help=f"{explained(item, settings)}  [default: {default}]",
+        help=explained(item, settings),
         parser=int_or_text if _bare(hint) is int else None,
         rich_help_panel=f"Settings: {section}",
-        show_default=False,
+        show_default="chosen for corpus and budget" if chosen else default_text(item),
         metavar="|".join(choices) if 0 < len(choices) <= 4 else None,
     )
     annotation = typing.Annotated[_bare(hint) | None, option]  # type: ignore[valid-type]

@@ -77,8 +77,10 @@ def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
         if record is not None:
+            name, help = record
+            help = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", help)  # typer's form of a given text
             home = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            groups.setdefault(getattr(parameter, "rich_help_panel", None) or home, []).append(record)
+            groups.setdefault(getattr(parameter, "rich_help_panel", None) or home, []).append((name, help))
     return groups
 
 

@@ -8,6 +8,7 @@ end up in the vocabulary. Pairs beyond a limit are read, too, and not kept: file
 """
 
 import bz2
+import collections
 import gzip
 import importlib
 import itertools
@@ -17,13 +18,14 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from fastformer.apps.system.atomic import naming, replacing
 from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file, write_file
-from fastformer.apps.system.outputs import open_output
 from fastformer.settings import check_value
 
 # How compressed files begin, which apart from bzip2's is never the start of text, and how they may be called.
@@ -80,9 +82,9 @@ def _compression(start: bytes, suffix: str) -> str | None:
     return found or (_BY_SUFFIX.get(suffix) if start else None)
 
 
-def _unpacked(file: IO[bytes], compression: str | None, path: Path) -> IO[bytes]:
+def _unpacked(file: BufferedReader, compression: str | None, path: Path) -> BufferedIOBase:
     if compression == _GZIP:
-        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+        return gzip.GzipFile(fileobj=file)
     if compression == _BZIP2:
         return bz2.BZ2File(file)
     if compression == _XZ:
@@ -92,12 +94,12 @@ def _unpacked(file: IO[bytes], compression: str | None, path: Path) -> IO[bytes]
             zstd = importlib.import_module("compression.zstd")
         except ImportError:
             raise TextError(f"{path}: Zstandard needs Python 3.14; unpack the file: zstd -d {path.name}") from None
-        opened: IO[bytes] = zstd.ZstdFile(file)
+        opened: BufferedIOBase = zstd.ZstdFile(file)
         return opened
     return file
 
 
-def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[str]:
+def lines_of(source: BufferedIOBase, name: str, most: int | None = None) -> Iterator[str]:
     """The lines of a stream of UTF-8 bytes, as `decode_lines` has them.
 
     name, most: of the stream, for errors, and how many bytes an archive may hold.
@@ -106,7 +108,8 @@ def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[
     a device behind a pipe, an archive made to fill the memory.
     """
     number = read = 0
-    while part := source.read(_PART):
+    read_part = source.read if source.seekable() else source.read1  # of a pipe, as much as is there
+    while part := read_part(_PART):
         if not part.endswith(b"\n"):
             part += source.readline(LARGEST)
             if len(part) > LARGEST and not part.endswith(b"\n"):
@@ -118,6 +121,16 @@ def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[
         lines = decode_lines(part, name, number + 1)
         number += len(lines)
         yield from lines
+
+
+def checked_lines(path: Path) -> Iterator[str]:
+    """The lines of a file, all of which are read once before, so that an error in one comes first; of a pipe, no error.
+
+    Raises what `read_lines` raises.
+    """
+    if not path.is_fifo():
+        collections.deque(iterate_lines(path), maxlen=0)
+    return iterate_lines(path)
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -205,19 +218,19 @@ def write_lines(path: str | Path, lines: Iterable[str], within: Path | None = No
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
 
-    So what was written stays when the texts end in an error or are interrupted. An earlier file is replaced when the
-    first text comes, without texts it is empty afterwards; what is open (/dev/stdout) is added to. A pipe keeps what
-    it got of a text. Raises ``TextError`` for half of a surrogate pair.
+    They grow in a file NAME.partial, which is renamed to `path` once all are there. It is kept, with a warning that
+    names it, if the texts end in an error or are interrupted. What is open (/dev/stdout) and what is no file are
+    written to; a pipe keeps what it got of a text. Raises ``TextError`` for half of a surrogate pair.
     """
-    encoded = (encode_text(text, f"{path}, text {number}") + b"\n" for number, text in enumerate(texts, start=1))
-    first = list(itertools.islice(encoded, 1))
-    with open_output(Path(path), buffering=0) as file:
-        for whole in itertools.chain(first, encoded):
+    path = Path(path)
+    with replacing(path, partial=True) as file:
+        for number, text in enumerate(texts, start=1):
+            data = memoryview(encode_text(text, f"{path}, text {number}") + b"\n")
             end = file.tell() if file.seekable() else None
-            data = memoryview(whole)
             try:
-                while data:
-                    data = data[file.write(data) :]
+                with naming(path):
+                    while data:
+                        data = data[file.write(data) :]
             except BaseException:  # a full disk, or Ctrl-C
                 if end is not None:
                     file.truncate(end)

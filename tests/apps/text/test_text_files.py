@@ -224,20 +224,23 @@ def test_sample_lines():
     assert sample_lines(lines, 99, seed=3) == lines
 
 
-def test_texts_are_in_the_file_as_soon_as_they_come(tmp_path):
-    path = tmp_path / "texts.txt"
+def test_texts_are_in_a_partial_file_as_soon_as_they_come(tmp_path):
+    path, partial = tmp_path / "texts.txt", tmp_path / "texts.txt.partial"
     path.write_text("earlier\n")
     texts = ["eins", "zwei\nund drei ü", ""]
 
     def coming():
-        assert path.read_text() == "earlier\n"  # nothing came yet
         for i, text in enumerate(texts):
             yield text
-            assert path.read_text(encoding="utf-8") == "".join(f"{one}\n" for one in texts[: i + 1])
+            assert partial.read_text(encoding="utf-8") == "".join(f"{one}\n" for one in texts[: i + 1])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_texts(path, coming())
+    assert path.read_text() == "earlier\n"
+    assert partial.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
+    partial.unlink()
+    write_texts(path, texts)
     assert path.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
     write_texts(path, [])
     assert path.read_text() == ""
@@ -259,6 +262,7 @@ def test_an_error_before_the_first_text_leaves_the_earlier_file(tmp_path):
     with pytest.raises(ZeroDivisionError):
         write_texts(path, (str(1 // i) for i in range(2)))
     assert path.read_text() == "earlier\n"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit to a file's size")
@@ -275,4 +279,4 @@ def test_a_full_disk_leaves_no_half_of_a_text(tmp_path):
     )
     done = python("-c", code, tmp_path / "texts.txt")
     assert "File too large" in done.stderr
-    assert (tmp_path / "texts.txt").read_text() == "0123456789\n" * 2
+    assert (tmp_path / "texts.txt.partial").read_text() == "0123456789\n" * 2

@@ -1,6 +1,6 @@
 """Every text model of the installed transformers, small, without padding against `eager`: outputs and gradients.
 
-    python -m tests.integrations.survey              all types, held to tested.json; 10 minutes of a core
+    python -m tests.integrations.survey              all types, held to tested.json; 5 minutes of a core
     python -m tests.integrations.survey --update     writes what was found there: padding_free packs these stacks
     python -m tests.integrations.survey bert llama   only these
 
@@ -11,6 +11,7 @@ reason for each stack), *refused* (with the error), or cannot be built small by 
 import argparse
 import contextlib
 import gc
+import inspect
 import json
 import re
 import signal
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -29,7 +31,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.utils import logging
 
 from fastformer import functional
-from fastformer.integrations.transformers import layer_hooks, obstacles, padding_free, stacks
+from fastformer.integrations.transformers import entry, layer_hooks, obstacles, padding_free, stacks
 from fastformer.integrations.transformers.arguments import parameters
 from tests.integrations.small_configs import small
 
@@ -137,7 +139,7 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | Non
     """In what results differ by more than another order of adding, or None."""
     if found.keys() != wanted.keys():
         return f"gradients of {sorted(found.keys() ^ wanted.keys())[:3]} in one of the two only"
-    largest = max(float(x.abs().max()) for name, x in wanted.items() if name != "outputs")
+    largest = max((float(x.abs().max()) for name, x in wanted.items() if name != "outputs"), default=0.0)
     for name, x in wanted.items():
         own = float(x.abs().max())
         error = float((found[name].double() - x.double()).abs().max())
@@ -201,6 +203,11 @@ def outcome(name: str) -> dict[str, Any]:
     Raises:
         AssertionError: a number is wrong, or our attention was given the name and never called.
     """
+    found = of_padded_batches(name)
+    return found if found["outcome"] == "not built" else found | of_flattened_batches(name)
+
+
+def of_padded_batches(name: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -259,6 +266,55 @@ def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]
     return {"outcome": "packed", "packed": sorted(layers), "calls": most, **said}
 
 
+def of_flattened_batches(name: str) -> dict[str, Any]:
+    """Find whether several sequences in a row are kept apart by position ids: the classes of models that do it.
+
+    The first sequence is changed, and the others must not move: by name and with `padding_free`, with caches and
+    without, in training and evaluation. In evaluation each has the numbers that `eager` gives it alone. A class that
+    is not listed raises for such a batch.
+    """
+    found: set[str] = set()
+    for pack in (False, True):
+        with mock.patch.object(entry, "keeps_apart", lambda model: not found.add(entry.identity(model))):
+            try:
+                eager = build(name, "eager", torch.float64)
+                if "position_ids" not in inspect.signature(type(eager).forward).parameters:
+                    return {}
+                model = build(name, "eager" if pack else "fastformer", torch.float64)
+                if pack and padding_free(model).packed == []:
+                    continue
+                for caches in ({}, {"use_cache": False}):
+                    _keeps_apart(model, eager, caches)
+            except Exception as error:
+                return {"flattened": _first_line(error)}
+    return {"kept_apart": sorted(found)} if found else {}
+
+
+def _keeps_apart(model: Any, eager: Any, caches: dict[str, Any]) -> None:
+    lengths = [4, 3, 2]
+    generator = torch.Generator().manual_seed(3)
+    ids, other = torch.randint(5, VOCABULARY, (2, 1, sum(lengths)), generator=generator)
+    other[:, lengths[0] :] = ids[:, lengths[0] :]
+    first = 2 if hasattr(getattr(model, "embeddings", None), "padding_idx") else 0
+    positions = torch.cat([torch.arange(first, first + length) for length in lengths])[None]
+    for training in (False, True):
+        model.train(training)
+        outputs = []
+        for inputs in (ids, other):
+            torch.manual_seed(5)
+            target = {"decoder_input_ids": inputs, "decoder_position_ids": positions}
+            target = target if model.config.is_encoder_decoder else {}
+            outputs.append(model(input_ids=inputs, position_ids=positions, **target, **caches)[0].detach())
+        later, wanted = (x[:, lengths[0] :] for x in outputs)
+        wrong = difference({"outputs": later}, {"outputs": wanted})
+        assert wrong is None, f"a sequence sees another: {wrong}"
+        if not training:
+            pieces = zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)
+            alone = torch.cat([eager(input_ids=x, position_ids=at)[0].detach() for x, at in pieces], 1)
+            wrong = difference({"outputs": outputs[0]}, {"outputs": alone})
+            assert wrong is None, f"a sequence has other numbers than alone: {wrong}"
+
+
 def _first_line(error: Exception) -> str:
     said = re.sub(r" from '/[^']*'", "", str(error).strip())  # where a module lies here
     return f"{type(error).__name__}: {said.splitlines()[0][:160] if said else ''}"
@@ -294,6 +350,8 @@ def page(record: dict[str, Any]) -> str:
         "|---|---:|---|",
         *(f"| {outcome} | {count[outcome]} | {said} |" for outcome, said in GETS.items()),
     ]
+    names = ", ".join(name for name, its in kept.items() if its.get("kept_apart"))
+    lines += ["", "## Flattened batches", "", f"Sequences are kept apart by position ids in: {names}. Others raise."]
     for outcome in GETS:
         lines += ["", f"## {outcome.capitalize()}", "", "| type | |", "|---|---|"]
         for name, its in kept.items():

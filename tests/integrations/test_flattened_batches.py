@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, masking_utils
+from transformers import DataCollatorWithFlattening, Lfm2Config, Lfm2Model, StaticCache, masking_utils
 
 from fastformer.integrations.transformers import padding_free
 from fastformer.integrations.transformers.masks import mask_rules
-from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, count_packed, tiny
+from tests.integrations import survey
+from tests.integrations.tiny_transformers import LENGTH, PLAIN, ROUNDINGS, VOCABULARY, count_packed, tiny
 from tests.support.closeness import assert_close
 
 LENGTHS = (4, 1, 3, 2)
@@ -36,7 +37,7 @@ def collated(**options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
     found = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": row} for row in rows])
-    return {name: x for name, x in found.items() if x is not None} | {"use_cache": False}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def outcome(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
@@ -45,14 +46,14 @@ def outcome(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return [result.logits, result.loss, *(x.grad for x in model.parameters())]
 
 
+@pytest.mark.parametrize("caches", [{}, {"use_cache": False}, {"attention_mask": torch.ones(1, sum(LENGTHS))}])
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_the_collator_of_transformers(name, options, pack, seen):
+def test_the_collator_of_transformers(name, options, pack, caches, seen):
     """Every attention gets the run of tokens, whether all layers were asked to be packed or not."""
-    inputs = collated(**options)
-    plain = collated()
-    expected = outcome(tiny(name, "eager"), plain)
+    inputs = collated(**options) | caches
+    expected = outcome(tiny(name, "eager"), collated() | {"use_cache": False})
     model = tiny(name)
     if pack:
         padding_free(model)
@@ -77,6 +78,72 @@ def test_attention_weights_are_of_rows(name, seen):
     for one, other in zip(actual.attentions, expected.attentions, strict=True):
         assert_close(one, other, ROUNDINGS)
     assert not seen
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
+def test_a_sequence_does_not_move_with_another(name, pack, training):
+    """Causal models and encoders, at their default of caches; transformers' masks do not keep these apart."""
+    model = tiny(name, "eager" if pack else "fastformer").base_model.train(training)
+    if pack:
+        padding_free(model)
+    outputs = []
+    for first in (5, 6):
+        torch.manual_seed(0)
+        ids = torch.arange(3, 3 + sum(LENGTHS))[None].clone()
+        ids[0, : LENGTHS[0]] = first
+        outputs.append(model(input_ids=ids, position_ids=POSITIONS + 2)[0])
+    assert not torch.equal(*(x[:, : LENGTHS[0]] for x in outputs))
+    assert torch.equal(*(x[:, LENGTHS[0] :] for x in outputs))
+
+
+def _with_filled_cache(model: Any) -> dict[str, Any]:
+    return {"past_key_values": model(input_ids=torch.ones(1, 2, dtype=torch.long)).past_key_values}
+
+
+def _with_static_cache(model: Any) -> dict[str, Any]:
+    return {"past_key_values": StaticCache(model.config, max_cache_len=16)}
+
+
+@pytest.mark.parametrize("with_cache", [_with_filled_cache, _with_static_cache])
+def test_a_cache_that_cannot_be_kept_apart_raises(with_cache):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(**collated(), **with_cache(model))
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "t5gemma"])
+def test_a_model_that_mixes_tokens_outside_attention_raises(name):
+    model = survey.build(name, "fastformer", torch.float32)
+    pairs = {"decoder_input_ids": torch.ones(1, 3, dtype=torch.long)} if name == "t5gemma" else {}
+    with pytest.raises(ValueError, match="one sequence a row with an attention_mask"):
+        model(input_ids=collated()["input_ids"], position_ids=POSITIONS, **pairs)
+
+
+def test_layers_that_mix_tokens_by_configuration_raise():
+    """The record has LFM 2 with attention alone."""
+    kinds = ["full_attention", "conv"]
+    config = Lfm2Config(**PLAIN, num_key_value_heads=2, layer_types=kinds, attn_implementation="fastformer")
+    with pytest.raises(ValueError, match="one sequence a row with an attention_mask"):
+        Lfm2Model(config)(input_ids=collated()["input_ids"], position_ids=POSITIONS)
+
+
+def test_position_ids_beside_a_padding_mask_are_positions():
+    """`generate` gives padding on the left positions that begin again."""
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    inputs = {"input_ids": torch.arange(3, 12)[None], "position_ids": positions, "attention_mask": mask}
+    expected, actual = (tiny("llama", name)(**inputs).logits[:, 3:] for name in ("eager", "fastformer"))
+    assert_close(actual, expected, ROUNDINGS)
+
+
+def test_compiled_sequences_are_kept_apart():
+    inputs = collated()
+    expected = tiny("llama")(**inputs).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(tiny("llama"), backend="eager", fullgraph=True)
+    assert_close(compiled(**inputs).logits, expected, ROUNDINGS)
 
 
 def test_no_mask_is_made(monkeypatch):
@@ -114,7 +181,7 @@ def test_a_mask_function_that_says_more_has_its_mask():
 
 
 def test_sequences_that_nothing_keeps_apart_raise():
-    inputs = {**collated(), "cu_seq_lens_q": torch.tensor([0, 4, 5, 8, 10])}
+    inputs = {**collated(), "cu_seq_lens_q": torch.tensor([0, 4, 5, 8, 10]), "use_cache": False}
     tiny("llama")(**inputs)
     inputs["position_ids"] = None
     with pytest.raises(ValueError, match="cu_seq_lens_q has several sequences a row"):

@@ -44,13 +44,8 @@ def _gpus() -> list[str]:
 
 
 def _ops(choice: Backend, device: str) -> list[str]:
-    """One line for the ops that are run alike and for the same reason."""
-    ops_of: dict[str, list[str]] = {}
     with fastformer.backend(choice):
-        for line in explain(torch.empty(0, device=device)).splitlines():
-            op, verdict = line.split(": ", 1)
-            ops_of.setdefault(verdict.replace(f"({op} ", "("), []).append(op)
-    return [f"  {', '.join(ops)}: {verdict}" for verdict, ops in ops_of.items()]
+        return [f"  {line}" for line in explain(torch.empty(0, device=device)).splitlines()]
 
 
 def describe_system() -> str:

@@ -39,7 +39,6 @@ from fastformer.apps.train import (
     Result,
     TrainConfig,
     Trainer,
-    Validation,
     read_metrics,
 )
 from fastformer.apps.train.compilation import check_compiler
@@ -169,8 +168,8 @@ class Run(ABC):
         """Sum of the loss over a batch's real tokens."""
 
     @abstractmethod
-    def validation(self) -> Validation:
-        """The scores of a model on the validation data."""
+    def validation(self) -> Callable[[Any], Mapping[str, float | str]]:
+        """The function that scores a model on the validation data."""
 
     @classmethod
     @abstractmethod
@@ -430,6 +429,5 @@ class Run(ABC):
         )
         if resume:
             trainer.resume(fallback=fallback)
-            if trainer.ended is None:  # a run that trains nothing keeps its settings
-                Processes.current().on_main(self._save_settings)
+            Processes.current().on_main(self._save_settings)
         return trainer.fit()

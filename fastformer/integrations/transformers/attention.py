@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
+from fastformer.integrations.transformers.entry import flattened
 from fastformer.integrations.transformers.masks import MaskRules
 from fastformer.modes import compiling
 
@@ -42,6 +43,8 @@ def _rules_of(
 ) -> MaskRules:
     """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
     T, S = query.shape[2], key.shape[2]
+    if (batch := flattened()) is not None and not isinstance(mask, MaskRules):
+        batch.refuse("its attention is given a mask of its own, or none")
     if isinstance(mask, MaskRules):
         if mask.layout is not None:
             return mask  # the op compares the layouts with what it is given

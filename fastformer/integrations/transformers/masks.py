@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from fastformer.functional.attention.rules import Window
+from fastformer.integrations.transformers.entry import flattened
 from fastformer.modes import compiling, has_values
 from fastformer.packing import Layout
 
@@ -186,22 +187,27 @@ def _cells(function: Any) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, contents, strict=True))
 
 
+def _same_sequence(function: Any) -> Any:
+    """Return the part of a mask function that keeps the sequences of a flattened batch apart, or None."""
+    if getattr(function, "__code__", None) is not _ALL_OF:
+        return None
+    parts = _cells(function)["mask_functions"]
+    return next((part for part in parts if getattr(part, "__code__", None) is _SAME_SEQUENCE), None)
+
+
 def _flattened(function: Any) -> tuple[Layout, Window] | None:
     """Read the mask function of a flattened batch: its sequences in `[B * L]`, and how far a query sees within one.
 
     transformers makes it where position ids begin again within a row: `[B, L]` numbers of sequences, and a mask
     function of the positions, which count by one within each. Waits for the device, for the lengths.
     """
-    if compiling() or getattr(function, "__code__", None) is not _ALL_OF:
-        return None
-    parts = _cells(function)["mask_functions"]
-    same = [part for part in parts if getattr(part, "__code__", None) is _SAME_SEQUENCE]
-    others = [part for part in parts if part not in same]
-    if (len(same), len(others)) != (1, 1):
+    same = None if compiling() else _same_sequence(function)
+    others = [part for part in _cells(function)["mask_functions"] if part is not same] if same else []
+    if len(others) != 1:
         return None
     by_position = _BY_POSITION is not None and getattr(others[0], "__code__", None) is _BY_POSITION
     window = _window(_cells(others[0])["mask_function"] if by_position else others[0])
-    numbers = _cells(same[0])["packed_sequence_mask"]
+    numbers = _cells(same)["packed_sequence_mask"]
     if window is None or not has_values(numbers):
         return None
     rows = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
@@ -238,6 +244,10 @@ def mask_rules(
     if isinstance(attention_mask, MaskRules):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
+    if (batch := flattened()) is not None:
+        attention_mask = None
+        kept_apart = not compiling() and _same_sequence(mask_function) is not None
+        mask_function = batch.mask_function(mask_function, (batch_size, q_length, kv_length), kept_apart)
     if attention_mask is None and (found := _flattened(mask_function)) is not None:
         layout, (left, right) = found
         within = None if (left, right) in ((None, None), (None, 0)) else (left, right)

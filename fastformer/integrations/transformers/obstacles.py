@@ -7,9 +7,7 @@ second, which holds no class that gave other numbers.
 """
 
 import inspect
-import json
 from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 from torch import nn
@@ -17,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastformer.integrations.transformers.arguments import parameters
+from fastformer.integrations.transformers.entry import survey
 from fastformer.integrations.transformers.layer_hooks import MASK
 from fastformer.integrations.transformers.parts import chunks, class_of, mixes_tokens, parts
 from fastformer.integrations.transformers.registration import calls_the_interface
@@ -82,14 +81,6 @@ def identity(owner: nn.Module, layer: nn.Module) -> str:
     """A stack as the list of tested ones has it."""
     its, kind = class_of(owner), class_of(layer)
     return f"{its.__module__.removeprefix('transformers.models.')}.{its.__name__}/{kind.__name__}"
-
-
-@lru_cache(maxsize=1)
-def survey() -> dict[str, Any]:
-    """What was found for each type of model: see `tests/integrations/survey.py`, which writes it."""
-    text = resources.files("fastformer.integrations.transformers").joinpath("tested.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fastformer.integrations.transformers.attention import attention_forward
+from fastformer.integrations.transformers.entry import install
 from fastformer.integrations.transformers.masks import mask_rules
 
 NAME = "fastformer"
@@ -47,6 +48,10 @@ def register() -> None:
                 f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which computes '
                 'it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
             )
+        if requested_attention == NAME:
+            for model in self.modules():  # parts that share its configuration are not asked
+                if isinstance(model, PreTrainedModel):
+                    install(model)
         return theirs(self, requested_attention, *args, **kwargs)  # type: ignore[no-any-return]
 
     correct.asks_fastformer = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import biases
+from fastformer.integrations.transformers.entry import uninstall
 from fastformer.integrations.transformers.layer_hooks import begin, check_left, enter, leave, packs
 from fastformer.integrations.transformers.obstacles import is_layer, obstacle
 from fastformer.integrations.transformers.parts import is_known_hook
@@ -107,6 +108,9 @@ def padded(model: nn.Module) -> PaddingFree:
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None and isinstance(module, PreTrainedModel):
             module.set_attn_implementation(before)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
+            uninstall(module)
     return report
 
 

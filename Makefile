@@ -107,6 +107,8 @@ notebook:  ## write examples/walkthrough.ipynb from examples/walkthrough.py
 	$(PYTHON) examples/notebook.py
 
 docs:  ## the documentation site, in build/site: strict, and without a network
+	@$(PYTHON) -c "import furo, myst_parser, sphinx" 2>/dev/null || \
+	  { echo "the site needs the extra docs: $(PYTHON) -m pip install -c constraints.txt -e '.[docs]'"; exit 1; }
 	rm -rf build/site
 	$(PYTHON) -m sphinx -E -W --keep-going -n -q -d build/doctrees docs build/site
 

@@ -4,23 +4,26 @@ A name between single backticks in a docstring is a link where it names somethin
 """
 
 import fnmatch
+import inspect
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import typer
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
-from pygments.lexers import BashLexer
-from pygments.token import Name
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 import fastformer
+import fastformer.apps.cli  # registers the commands
 from benchmarks.codegen.budget import BUDGET
 from benchmarks.codegen.checks.loops import Loop
 from benchmarks.report.pages import BEGIN, END
+from fastformer.apps.cli.console import app as app_of_commands
+from fastformer.apps.cli.help import options_by_group, walk
 from fastformer.settings import Settings, declared, explained
 
 DOCS = Path(__file__).resolve().parent
@@ -72,16 +75,8 @@ html_show_sourcelink = False
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 html_theme_options = {"footer_icons": []}
-
-
-class Shell(BashLexer):  # type: ignore[misc]
-    """Flags are words of their own kind, so that the style sheet can keep each of them on one line."""
-
-    tokens: ClassVar = {
-        **BashLexer.tokens,
-        "basic": [(r"(?<=\s)--?[a-z][\w-]*", Name.Attribute), *BashLexer.tokens["basic"]],
-    }
 
 
 def visit_math(self: HTML5Translator, node: nodes.Element) -> None:
@@ -101,6 +96,9 @@ def from_repository(app: Sphinx, page: str, source: list[str]) -> None:
         file = ROOT / "README.md"
         generated = file.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
         source[0] = source[0].replace("% README: benchmarks", with_links(generated, ROOT))
+    elif page == "command-line":
+        source[0] = source[0].replace("% command line", command_line())
+        return
     elif page.startswith("kernels/"):
         file = BUDGET
         source[0] = re.sub(r"^% compiled: (.*)$", lambda found: compiled(found[1].split()), source[0], flags=re.M)
@@ -108,6 +106,26 @@ def from_repository(app: Sphinx, page: str, source: list[str]) -> None:
     else:
         return
     app.env.note_dependency(str(file))
+
+
+def command_line() -> str:
+    """Every command with its arguments and options, from what the command line is made of."""
+    lines = []
+    for path, command in walk(typer.main.get_command(app_of_commands), "fastformer"):
+        context = type(command).context_class(command, info_name=path)
+        lines += [f"## `{path}`", "", "```text", " ".join([path, *command.collect_usage_pieces(context)]), "```", ""]
+        lines += [escaped(inspect.cleandoc(command.help or "")), ""]
+        for group, rows in options_by_group(command, context).items():
+            lines += [f"**{group}**", ""]
+            for name, help in rows:
+                lines += [f"`{name}`", f": {escaped(help)}", ""]
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """Text in which Markdown sees code between backticks, and nothing else."""
+    parts = text.split("`")
+    return "`".join(part if i % 2 else re.sub(r"([\\*_$<\[\]{}|])", r"\\\1", part) for i, part in enumerate(parts))
 
 
 def newest() -> tuple[str, dict[str, dict[str, Any]]]:
@@ -201,5 +219,4 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", from_repository)
     app.connect("doctree-read", mark_long_words)
     app.connect("autodoc-process-docstring", say_settings, priority=400)  # before Napoleon's 500
-    app.add_lexer("bash", Shell)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))

@@ -149,7 +149,10 @@ def cast_parameters(model: nn.Module) -> list[Tensor]:
 
 @drop_in
 class LayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016)."""
+    """torch.nn.LayerNorm on `fastformer.functional.layer_norm` (Ba et al. 2016).
+
+    Also takes weights of a narrower dtype than the input, which torch refuses: FSDP2 gathers them in 16 bits.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `[..., *normalized_shape]`."""

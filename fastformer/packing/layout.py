@@ -188,23 +188,25 @@ class Layout:
     def once(self, name: object, make: Callable[[], V], other: "Layout | None" = None) -> V:
         """Return what `make` returned for this layout the first time; layers of a model ask for the same things.
 
+        Remembers one value per name for the layout alone, and one per name for the last other layout.
+
         Args:
-            name: of the thing.
-            make: makes it, from this layout and the other one.
-            other: the layout of the keys, where the thing depends on it.
+            name: of the value.
+            make: computes the value from this layout and the other one.
+            other: the layout of the keys, if the value depends on it.
         """
         # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
         if compiling() or (self.known and capturing(self.offsets)):
             return make()
-        key = (name, None if other is self else other)  # not itself: it would live on until the garbage collector came
-        if key not in self._memory:
+        other = None if other is self else other  # a layout that holds itself would wait for the garbage collector
+        key = (name, other is None)
+        found, value = self._memory.get(key, (self, None))
+        if found is not other:
             with torch.inference_mode(False):  # or it would be of no use to training afterwards
-                made = make()
-            if watched():  # tensors of the kind of a mode or a transform
-                return made
-            self._memory[key] = made
-        found: V = self._memory[key]
-        return found
+                value = make()
+            if not watched():  # else tensors of the kind of a mode or a transform
+                self._memory[key] = other, value
+        return value  # type: ignore[no-any-return]
 
 
 def offsets_of(name: str, layout: Layout) -> Tensor:

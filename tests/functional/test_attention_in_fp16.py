@@ -1,11 +1,65 @@
-"""Scores that 16 bits have no numbers for, where results have: large ones, and those under masks and softcaps."""
+"""Attention in 16 bits: its error beside SDPA's, and scores that 16 bits have no numbers for, where results have.
+
+Those are large ones, and scores under masks and softcaps.
+"""
+
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.packing import Layout
 from tests.support.closeness import random
+
+BIAS = -0.37 * torch.arange(-59, 60).abs().expand(4, 119)
+PAIRS = BIAS[0][torch.arange(60) - torch.arange(60)[:, None] + 59]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    B, T = len(q), q.shape[2]
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    return packed_attention(*rows, Layout.from_lengths([T] * B), **options).unflatten(0, (B, T)).transpose(1, 2)
+
+
+# Each with the mask of SDPA that says the same.
+FORMS = {
+    "dropout": (lambda q, k, v: attention(q, k, v, dropout_p=1e-9), None),
+    "weights": (lambda q, k, v: attention_with_weights(q, k, v)[0], None),
+    "softcap": (lambda q, k, v: attention(q, k, v, softcap=1e6), None),
+    "sinks": (lambda q, k, v: attention(q, k, v, sinks=torch.full((4,), -1e4)), None),
+    "distances": (lambda q, k, v: attention(q, k, v, distance_bias=BIAS), PAIRS),
+    "packed": (packed, None),
+    "packed distances": (lambda q, k, v: packed(q, k, v, distance_bias=BIAS), PAIRS),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("scale", [0.2, 3.0])  # weights that are about equal; a few that are large
+@pytest.mark.parametrize("form", FORMS)
+def test_bf16_is_as_accurate_as_sdpa(form, scale, autocast):
+    """At most 1.2 times the root mean square of its error, outputs and gradients."""
+    inputs = [(random(3, 4, 60, 32).detach() * by).bfloat16() for by in (scale, scale, 1.0)]
+    direction = torch.randn(3, 4, 60, 32).bfloat16()
+    ours, mask = FORMS[form]
+
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(
+            q, k, v, None if mask is None else mask.to(torch.promote_types(q.dtype, mask.dtype))
+        )
+
+    def results(op, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            out = op(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))]
+
+    exact = results(sdpa, torch.float64)
+    found, expected = (results(op, torch.float32 if autocast else torch.bfloat16) for op in (ours, sdpa))
+    for a, b, e in zip(found, expected, exact, strict=True):
+        assert (a - e).square().mean() <= 1.2**2 * (b - e).square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

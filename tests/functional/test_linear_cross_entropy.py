@@ -12,6 +12,7 @@ import fastformer
 from fastformer.functional import linear_cross_entropy
 from fastformer.functional.linear_cross_entropy import reference as chunked_cross_entropy
 from tests.support.closeness import assert_close, gradients, random
+from tests.support.confident_rows import confident_rows
 
 # One class; odd sizes; a batch of padded rows.
 SHAPES = [((1,), 1, 1), ((7,), 3, 5), ((3, 5), 4, 11)]
@@ -129,6 +130,18 @@ def test_nothing_to_count():
 def test_large_logits_do_not_overflow():
     x, weight = torch.full((1, 1), 1e3), torch.tensor([[1.0], [-1.0]])
     assert linear_cross_entropy(x, weight, torch.tensor([1])) == 2e3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1e-4, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_small_losses_of_large_logits(reduction, smoothing, trained, chunks):
+    """The error is at most two roundings of each loss: that of its logarithm, and that of its exponentials."""
+    x, weight, target, losses = confident_rows(smoothing)
+    exact = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / (len(x) - 1)}[reduction]
+    x.requires_grad_(trained)
+    loss = linear_cross_entropy(x, weight, target, label_smoothing=smoothing, reduction=reduction).detach()
+    assert ((loss - exact).abs() <= 2 * torch.finfo(torch.float32).eps * exact).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

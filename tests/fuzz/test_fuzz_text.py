@@ -83,7 +83,7 @@ def test_files(tmp_path: Path, numbers: range) -> None:
 
 
 def test_written_files_are_whole_or_the_earlier_ones(tmp_path: Path, numbers: range) -> None:
-    """Lines that cannot be written leave the earlier file; texts that end in an error leave those before them."""
+    """Lines and texts that cannot be written leave the earlier file; texts before the error are in a partial file."""
     path = tmp_path / "out"
     for number in numbers:
         random = Random(number)
@@ -107,8 +107,11 @@ def test_written_files_are_whole_or_the_earlier_ones(tmp_path: Path, numbers: ra
         path.write_bytes(b"earlier\n")
         assert (fuzz.attempt(texts, (TextError,), number) is True) == (good == len(lines))
         whole = "".join(f"{line}\n" for line in lines[:good]).encode()
-        assert path.read_bytes() == (whole if good or not lines else b"earlier\n"), f"input {number}"
-        assert [file.name for file in tmp_path.iterdir()] == ["out"]
+        assert path.read_bytes() == (whole if good == len(lines) else b"earlier\n"), f"input {number}"
+        partial = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file != path}
+        assert partial == ({"out.partial": whole} if 0 < good < len(lines) else {}), f"input {number}"
+        for name in partial:
+            (tmp_path / name).unlink()
 
 
 @pytest.fixture(scope="module")

@@ -276,6 +276,16 @@ class TestMasksThatAModelMade:
         padding_rules(mask).once("name", lambda: 3)
         assert "name" not in padding_rules(mask, packed=True)._memory  # nothing of a forward pass stays with a mask
 
+    def test_they_are_forgotten(self):
+        """What was read of a mask goes with the mask, also where its numbers are what was read."""
+        masks = weakref.WeakSet()
+        for dtype in (torch.bool, torch.float32):
+            mask = torch.zeros(2, 1, 1, 3, dtype=dtype)
+            assert padding_rules(mask) is not None
+            masks.add(mask)
+        del mask
+        assert not masks
+
     @pytest.mark.parametrize("value", [-9999.0, 0.5, torch.nan])
     def test_what_says_more(self, value):
         assert padding_rules(torch.zeros(2, 1, 1, 3).masked_fill(~REAL[:, None, None], value)) is None

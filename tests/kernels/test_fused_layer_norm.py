@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fastformer
-from fastformer.functional import layer_norm
+from fastformer.functional import dropout_add_layer_norm, layer_norm
 from fastformer.functional.norms import layer_norm as fused
 from tests.kernels.norm_cases import (
     DTYPES,
@@ -68,6 +68,29 @@ def test_rows_with_a_large_mean(N):
     exact = F.layer_norm(x.double(), (N,))
     # x itself is rounded to 1e4 * eps; the mean has an error of the same kind.
     assert (layer_norm(x, N).double() - exact).abs().max() < 1e4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("N", [20, 512, 4100, 8208])  # the last two have long rows
+@pytest.mark.parametrize("spread", [0, 2, 1 << 16], ids=["equal", "nearly equal", "large mean"])
+@pytest.mark.parametrize("op", ["layer_norm", "dropout_add_layer_norm"])
+def test_rows_whose_mean_is_large_beside_their_deviations(op, spread, N):
+    """Nothing is rounded at the size of the mean: neither the output nor a gradient."""
+    means = torch.tensor([[12345.678], [-1e6], [3e-3], [7.0]])
+    # The spread in units of the numbers' own rounding.
+    rounding = torch.finfo(torch.float32).eps * means.abs().log2().floor().exp2()
+    x = (means + rounding * torch.randint(-spread, spread + 1, (4, N))).to(DEVICE).requires_grad_()
+    weight, bias, direction = (random(*shape, dtype=torch.float32) for shape in ((N,), (N,), (4, N)))
+    leaves = [x, weight.requires_grad_(), bias.requires_grad_()]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    y = layer_norm(x, N, weight, bias) if op == "layer_norm" else dropout_add_layer_norm(x, 0 * x, N, weight, bias)[0]
+    exact = F.layer_norm(wide[0], (N,), *wide[1:])
+    found = [y, *torch.autograd.grad(y, leaves, direction)]
+    wanted = [exact, *torch.autograd.grad(exact, wide, direction.double())]
+    for a, b in zip(found[:2], wanted[:2], strict=True):
+        for row in range(4):
+            assert_close(a[row], b[row].float())
+    for a, b in zip(found[2:], wanted[2:], strict=True):
+        assert_close(a, b.float())
 
 
 def test_several_normalized_dimensions_and_strides():
@@ -152,7 +175,7 @@ def test_statistics_are_fp32():
     """In bf16 they would be wrong by one part in 256, and so would the gradients."""
     x, weight, bias = random(6, 40).bfloat16() + 4, random(40).bfloat16(), random(40).bfloat16()
     _, mean, rstd = fused._forward(x, weight, bias, 1e-5, torch.bfloat16)
-    assert_close(mean, x.double().mean(1).float())
+    assert_close(mean.sum(0), x.double().mean(1).float())
     assert_close(rstd, (x.double().var(1, correction=0) + 1e-5).rsqrt().float())
 
 

@@ -12,6 +12,7 @@ import fastformer
 from fastformer.backend import BackendError
 from fastformer.functional import choice, linear_cross_entropy
 from tests.support.closeness import assert_close, gradients
+from tests.support.confident_rows import confident_rows
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels, poisoned
 
 pytestmark = needs_kernels
@@ -104,6 +105,18 @@ def test_ignored_rows(reduction, ignored, small_chunks, triton_backend):
         assert_close(a, b)
     wild = inputs[0].detach().masked_fill(~counts[:, None], math.nan)
     assert_close(linear_cross_entropy(wild, inputs[1], target, inputs[2], **settings).nan_to_num().sum(), loss.sum())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1e-4, 0.5])
+@pytest.mark.parametrize("trained", [True, False])
+def test_small_losses_of_large_logits(smoothing, trained, triton_backend):
+    """The error is some roundings of each loss, not of its logits."""
+    x, weight, target, exact = (t.to(DEVICE) for t in confident_rows(smoothing))
+    loss = linear_cross_entropy(x.requires_grad_(trained), weight, target, label_smoothing=smoothing, reduction="none")
+    # exp is 2^(x log2(e)), whose exponent has two roundings: at most 100, the largest difference, times what it is.
+    assert ((loss.detach() - exact).abs() <= (2 * 100 + 8) * torch.finfo(torch.float32).eps * exact).all()
+    totals = [linear_cross_entropy(x[[i]], weight, target[[i]], label_smoothing=smoothing) for i in range(len(x) - 1)]
+    assert_close(torch.stack(totals).detach() / exact[:-1].float(), torch.ones(len(totals), device=DEVICE), 2 * 100 + 8)
 
 
 def test_nothing_to_count(triton_backend):

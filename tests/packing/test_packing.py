@@ -10,8 +10,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
+import fastformer
+from fastformer.functional import packed_attention
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 from tests.support.closeness import assert_close, gradients, random
+from tests.support.fused_op import DEVICE, needs_kernels
 
 # Ragged; with empty sequences at both ends and inside; all equal (a reshape, not a gather); all empty; no sequence.
 LENGTHS = ([3, 1, 4], [0, 2, 0, 5, 0], [3, 3, 3], [0, 0], [])
@@ -160,6 +163,22 @@ def test_a_layout_is_freed_as_soon_as_nobody_needs_it():
     gone = weakref.ref(layout)
     del layout
     assert gone() is None
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_kernels)])
+def test_a_layout_forgets_other_layouts(backend):
+    """A loop over different keys, with one layout of queries, keeps the last keys at most."""
+    layout = Layout.from_lengths([2, 1], DEVICE)
+    q, others, values = torch.randn(3, 1, 4, device=DEVICE), weakref.WeakSet(), weakref.WeakSet()
+    for length in range(2, 12):
+        key_layout = Layout.from_lengths([length, 3], DEVICE)
+        k = torch.randn(key_layout.total, 1, 4, device=DEVICE)
+        with fastformer.backend(backend):
+            packed_attention(q, k, k, layout, key_layout)
+        values.add(layout.once("value", lambda: torch.ones(1), key_layout))
+        others.add(key_layout)
+    del key_layout
+    assert len(others) == len(values) == 1
 
 
 def test_what_a_layout_remembers_outlives_inference_mode():

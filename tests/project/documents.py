@@ -43,6 +43,7 @@ def commands(script: str, folder: Path) -> list[list[str]]:
     stubs, record = folder / ".venv" / "bin", folder / ".called"
     stubs.mkdir(parents=True, exist_ok=True)
     record.write_bytes(b"")
+    (stubs / "activate").touch()  # PATH has the stubs already
     for name in PROGRAMS:
         (stubs / name).write_text(_STUB, encoding="utf-8")
         (stubs / name).chmod(0o755)

@@ -44,7 +44,11 @@ ELSEWHERE = {
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 LINKING = [*DOCUMENTS, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"))]
 TARGETS = {target for path in DOCUMENTS for target in re.findall(r"^\((.+)\)=$", path.read_text("utf-8"), re.M)}
-NEEDS = {"transformers": "import transformers", "triton": r"TRITON_INTERPRET|benchmarks\.(codegen|host)"}
+NEEDS = {
+    "ctranslate2": "import ctranslate2",
+    "transformers": "import transformers",
+    "triton": r"TRITON_INTERPRET|benchmarks\.(codegen|host)",
+}
 MULTI30K = {"train": ("train", 60), "valid": ("val", 5), "test": ("test_2016_flickr", 5)}
 LANGUAGES = {"python", "bash", "text", "toml", "{eval-rst}", "{toctree}", "{glossary}", "{math}"}
 

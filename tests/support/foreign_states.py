@@ -46,7 +46,10 @@ def without(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 # What a state may lack.
-MAY_MISS = {"metric", "scaler", "random_of_others", "epoch_loss", "epoch_tokens", "skips", "momentum_buffer"}
+MAY_MISS = {
+    "metric", "scaler", "random_of_others", "epoch_loss", "epoch_tokens", "skips", "momentum_buffer",
+    "validation_due", "share", "reserve",
+}  # fmt: skip
 
 
 def compared(path: tuple[Any, ...]) -> bool:
@@ -99,10 +102,11 @@ def fits(path: tuple[Any, ...], junk: Any) -> bool:
         or (
             isinstance(junk, int | float)
             and abs(junk) < 9
-            and last in ("decay_start", "seconds", "best_value", "best_loss")
+            and last in ("decay_start", "seconds", "best_value", "best_loss", "reserve")
         )
         or (junk == float("inf") and last in ("best_loss", "best_value"))
-        or (junk == -1 and path in (("random", "python", 2), ("random", "numpy", 4)))
+        or (junk in (-1, 2**70) and path in (("random", "python", 2), ("random", "numpy", 4)))
+        or (junk is True and last == "validation_due")
     )
 
 

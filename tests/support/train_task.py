@@ -1,6 +1,6 @@
 """A task of a second for the tests of the trainer: a small network with dropout on seeded random batches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,25 @@ def trainer(folder: Path, settings: TrainConfig, source: Any = None, **changes: 
     model = changes.pop("model", None) or network()
     loss = changes.pop("loss", summed_loss)
     return Trainer(model, loss, source or Source(), settings, folder, **{**given, **changes})
+
+
+class Clock:
+    """Seconds that pass in functions made by `takes`, `slower` times as many on a busy machine."""
+
+    def __init__(self) -> None:
+        self.now, self.slower = 1000.0, 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def takes(self, seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls take so many seconds."""
+
+        def timed(*arguments: Any) -> Any:
+            self.now += seconds * self.slower
+            return function(*arguments)
+
+        return timed
 
 
 class Overflow(torch.autograd.Function):

@@ -26,6 +26,7 @@ from fastformer.apps.cli.console import (
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text
+from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
 
@@ -37,7 +38,7 @@ Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPL
 add_training(ClassificationRun, "Train a classifier of texts.")
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def classify(
     texts: Annotated[list[str] | None, typer.Argument(help="texts; none: read them from --input")] = None,
     run: Folder = RUN,
@@ -53,12 +54,14 @@ def classify(
     device: Device = "auto",
     weights: Weights = "fp32",
 ) -> None:
-    """Print the label of each text, a line each; with --probabilities all labels, separated by tabs."""
-    given = given_lines(texts, input, output, "texts")
+    """Print the label of each text, a line each; with --probabilities all labels, separated by tabs.
+
+    Texts are read, labelled and printed by batch: with --batch-size 1, each from a pipe gets its label at once.
+    """
+    given = given_lines(texts, input, output, "texts", batch_size)
     refuse_output(output, input, runs=(run,))
     classifier = load_classifier(run, checkpoint, choose_device(device, weights), weights)
-    for lines in given:
-        put_lines(_labelled(classifier, lines, batch_size, probabilities), output)
+    put_lines((line for texts in given for line in _labelled(classifier, texts, batch_size, probabilities)), output)
 
 
 def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> Iterable[str]:

@@ -49,7 +49,7 @@ class LabelledCorpus:
 
 
 def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: str | None = None) -> LabelledCorpus:
-    """Read a labelled file, plain or gzip.
+    """Read a labelled file, plain or compressed.
 
     Args:
         path: of the file.

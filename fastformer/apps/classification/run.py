@@ -4,14 +4,16 @@ What a run folder is stands in `fastformer.apps.runs.folder`. The labels are a s
 in the order of the classes, so that a run describes itself. A batch has so many texts, whatever their lengths.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification.classifier import Classifier, class_logits
 from fastformer.apps.classification.corpus import (
     LabelledCorpus,
     Split,
@@ -20,7 +22,7 @@ from fastformer.apps.classification.corpus import (
     read_labelled,
     split_labelled,
 )
-from fastformer.apps.classification.evaluation import Scores, score
+from fastformer.apps.classification.evaluation import Scores, score, score_logits
 from fastformer.apps.classification.model import (
     ClassifierConfig,
     SequenceClassifier,
@@ -34,7 +36,7 @@ from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
-from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 from fastformer.settings import SET, Given, Settings, inherited, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
@@ -52,7 +54,7 @@ class ClassificationDataConfig(Settings):
         "numbers", "numbers: how many digits a number has, from its words (generated)", only={"train_text": None}
     )
     train_text: Path | None = setting(
-        None, "labelled text (plain or .gz), a line each: label, tab, text; instead of a dataset"
+        None, "labelled text (plain or compressed), a line each: label, tab, text; instead of a dataset"
     )
     valid_text: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}
@@ -210,14 +212,15 @@ class ClassificationRun(Run):
     def loss(self, model: SequenceClassifier, batch: LabelledBatch) -> torch.Tensor:
         return sequence_classification_loss(model, batch, self.train_config.label_smoothing)
 
-    def validation(self) -> Callable[[SequenceClassifier], dict[str, float]]:
-        corpus, data = self.corpora["valid"], self.data
+    def validation(self) -> Validation:
+        corpus = self.corpora["valid"]
+        sequences, _ = encode_texts(corpus.texts, self.tokenizer, self.data.max_length)
 
-        def validate(model: SequenceClassifier) -> dict[str, float]:
-            found = score(model, corpus, self.tokenizer, data.max_length)
+        def score(model: SequenceClassifier, indices: NDArray[np.int64]) -> dict[str, float]:
+            found = score_logits(class_logits(model, sequences.take(indices)), corpus.take(indices.tolist(), "valid"))
             return {"loss": found.loss, "accuracy": found.accuracy, "macro_f1": found.macro_f1}
 
-        return validate
+        return Validation(len(corpus), score)
 
 
 def load_classifier(

@@ -1,10 +1,13 @@
 """What all commands share: the application they register with, the console, and options that several of them have."""
 
+import collections
+import itertools
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
@@ -12,11 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fastformer.apps.cli.help import App
 from fastformer.apps.runs.kinds import main_application
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.outputs import check_replaceable, is_replaced
 from fastformer.apps.system.terminal import Terminal, shown
-from fastformer.apps.text import lines_of, read_lines, write_lines
+from fastformer.apps.text import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
 
 _ENDS = re.compile(r"[\r\n]+")  # of lines, for us and for whoever else reads them
@@ -34,12 +38,11 @@ class _Console(Console):
         return super().render_str(shown(text), **options)
 
 
-app = typer.Typer(
+app = App(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
 )
 console = _Console()
 
@@ -58,22 +61,31 @@ Weights = Annotated[
 Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
 
 
-def given_lines(texts: list[str] | None, input: Path | None, output: Path | None, what: str) -> Iterator[list[str]]:
-    """What a command is to read: its arguments, a file or standard input, in one list; or what is typed, line by line.
+def given_lines(
+    texts: list[str] | None, input: Path | None, output: Path | None, what: str, batch_size: int, ahead: int = 1
+) -> Iterator[list[str]]:
+    """What a command is to read: its arguments, a file or standard input, in lists that are answered one by one.
+
+    A list has a batch of lines, so that a program at the other end of a pipe gets its answers; of a file it has `ahead`
+    batches, in which lines of similar length may go together. What is typed comes line by line.
 
     Args:
-        texts: the arguments.
+        texts: the arguments, one list.
         input: the file.
         output: where what is made of them goes; None: standard output, as typed lines want it.
         what: the texts are, for messages.
+        batch_size: lines of a batch.
+        ahead: batches of a file in a list.
 
     Raises:
         ValueError: there are arguments and a file, or neither and standard input is closed; or lines are to be typed
             and something is to be written to a file; or standard input is the file to write, or standard output is
-            wanted and closed. At once; what is wrong with a file, when it is read.
+            wanted and closed; or a line of a file is no text, or batch_size is below 1. At once; what is wrong with a
+            line from a pipe, when it is read.
         OSError: see `check_output`.
     """
     check_output(output)
+    check_value("batch_size", batch_size, int, at_least=1)
     if texts and input is not None:
         raise ValueError(f"give {what} or --input, not both")
     if not texts and input is None and sys.stdin is None:  # translate <&-
@@ -81,9 +93,27 @@ def given_lines(texts: list[str] | None, input: Path | None, output: Path | None
     typed = not texts and input is None and sys.stdin.isatty()
     if typed and output is not None:
         raise ValueError(f"--output is for {what} that are given, or in a file: give them, or --input")
-    if not texts and input is None:
-        refuse_output(output, Path("/dev/stdin"))
-    return _typed_lines() if typed else _lines_at_once(texts, input)
+    if texts:
+        return iter([texts])
+    if input is not None:
+        return batched(checked_lines(input), batch_size if input.is_fifo() else ahead * batch_size)
+    refuse_output(output, Path("/dev/stdin"))
+    if typed:
+        return _typed_lines()
+    source, name = cast("BufferedReader", sys.stdin.buffer), "standard input"
+    if not source.seekable():
+        return batched(lines_of(source, name), batch_size)
+    begin = source.tell()
+    collections.deque(lines_of(source, name), maxlen=0)  # an error in a line comes before the work
+    source.seek(begin)
+    return batched(lines_of(source, name), ahead * batch_size)
+
+
+def batched(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Lists of `size` lines; the last may have fewer."""
+    lines = iter(lines)
+    while batch := list(itertools.islice(lines, size)):
+        yield batch
 
 
 def check_output(output: Path | None) -> None:
@@ -117,15 +147,8 @@ def _typed_lines() -> Iterator[list[str]]:
         yield [line.strip()]
 
 
-def _lines_at_once(texts: list[str] | None, input: Path | None) -> Iterator[list[str]]:
-    if texts:
-        yield texts
-    else:
-        yield read_lines(input) if input is not None else list(lines_of(sys.stdin.buffer, "standard input"))
-
-
 def put_lines(lines: Iterable[str], output: Path | None) -> None:
-    """Write lines to a file, whole or not at all; or to standard output, one after another.
+    """Write lines as they come to standard output, or to a file that replaces `output` at the end; see `write_texts`.
 
     An end of a line within one, which a vocabulary of bytes may decode to, becomes a space, with a warning: the nth
     line stays the nth, and nothing that was computed is lost.
@@ -140,7 +163,7 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
             yield joined
 
     if output is not None:
-        write_lines(output, list(whole()))
+        write_texts(output, whole())
     else:
         for line in whole():
             print(shown(line), flush=True)

@@ -44,8 +44,13 @@ def _gpus() -> list[str]:
 
 
 def _ops(choice: Backend, device: str) -> list[str]:
+    """One line for the ops that are run alike and for the same reason."""
+    ops_of: dict[str, list[str]] = {}
     with fastformer.backend(choice):
-        return [f"  {line}" for line in explain(torch.empty(0, device=device)).splitlines()]
+        for line in explain(torch.empty(0, device=device)).splitlines():
+            op, verdict = line.split(": ", 1)
+            ops_of.setdefault(verdict.replace(f"({op} ", "("), []).append(op)
+    return [f"  {', '.join(ops)}: {verdict}" for verdict, ops in ops_of.items()]
 
 
 def describe_system() -> str:

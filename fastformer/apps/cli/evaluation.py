@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, Weights, app, choose_device
+from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.parts import Parts, shared
 from fastformer.settings import check_value
 
 
-@shared(app)
+@shared(app, USE)
 def evaluate(
     run: RunFolder = MAIN_RUN,
     checkpoint: Checkpoint = "best",

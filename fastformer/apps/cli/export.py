@@ -8,6 +8,7 @@ import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, RunFolder, app, console
 from fastformer.apps.cli.flags import int_or_text
+from fastformer.apps.cli.help import SHARE
 from fastformer.apps.export import export_ctranslate2, export_safetensors
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.kinds import application_of
@@ -17,7 +18,7 @@ _POSITIONS = 2048
 FORMATS = ("ctranslate2", "safetensors")
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE)
 def export(
     to: Annotated[Path, typer.Option(help="folder to make")],
     run: RunFolder = MAIN_RUN,

@@ -7,8 +7,10 @@ import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.apps.cli.flags import int_or_text
+from fastformer.apps.cli.help import INSPECT, App
 from fastformer.apps.cli.parts import Parts, shared
 from fastformer.apps.models.embeddings import sinusoidal_positions
+from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.settings import check_value
@@ -16,14 +18,14 @@ from fastformer.settings import check_value
 # Of a table, and characters of a cell: a stranger's settings may be any, and rich lays out some 700 rows a second.
 _MOST_ROWS, _LONGEST = 500, 500
 
-Output = Annotated[Path, typer.Option(help="PNG file to write")]
+Output = Annotated[Path, typer.Option(help="file to write: .png, .pdf or .svg")]
 Runs = Annotated[list[Path], typer.Argument(help="run folders")]
 
-plot = typer.Typer(help="Draw attention maps, positional encodings and learning curves as PNG.", no_args_is_help=True)
-app.add_typer(plot, name="plot")
+plot = App(help="Draw attention maps, positional encodings and learning curves.", no_args_is_help=True)
+app.add_typer(plot, name="plot", rich_help_panel=INSPECT)
 
 
-@shared(plot)
+@shared(plot, INSPECT)
 def attention(
     run: RunFolder = MAIN_RUN,
     layer: Annotated[str | None, typer.Option(help="1, 2, … or all; default: the last")] = None,
@@ -37,11 +39,17 @@ def attention(
     """Draw where a model looks when it reads a text: one head, the heads of a layer, or all layers."""
     from fastformer.apps.plots import save
 
-    refuse_output(output, runs=(run,))
+    _check_figure(output, run)
     which = None if layer is None else _number_or("layer", layer, ("all",))
     heads = _number_or("head", head, ("all", "mean"))
     draw = parts.of(run)(run=run, checkpoint=checkpoint, device=choose_device(device))
     console.print(f"wrote {save(draw(which, heads), output)}")
+
+
+def _check_figure(output: Path, *runs: Path) -> None:
+    """Refuse, before any work, a file of another format than figures have, and one of the runs' own files."""
+    figure_format(output)
+    refuse_output(output, runs=runs)
 
 
 def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
@@ -53,7 +61,7 @@ def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
         raise ValueError(f"{name} must be a number or {' or '.join(words)}, not {text!r}") from None
 
 
-@shared(plot)
+@shared(plot, INSPECT)
 def positions(
     run: Annotated[Path | None, typer.Option(help="run folder, of any kind; default: none")] = None,
     d_model: Annotated[
@@ -71,6 +79,7 @@ def positions(
     """Draw a positional encoding, sinusoidal or as a run learned it, and how alike its positions are."""
     from fastformer.apps.plots import plot_positions, save
 
+    _check_figure(output, *([] if run is None else [run]))
     for name, value in (("d_model", d_model), ("length", length)):
         check_value(name, value, int | None, at_least=1, at_most=16384)
     if run is None:
@@ -80,7 +89,6 @@ def positions(
         width = d_model or 128
         encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
     else:
-        refuse_output(output, runs=(run,))
         if d_model is not None:
             raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
         config, embedding, where = parts.of(run)(run=run, checkpoint=checkpoint or "best")
@@ -90,10 +98,10 @@ def positions(
     console.print(f"wrote {save(plot_positions(encoding, title), output)}")
 
 
-@plot.command()
+@plot.command(rich_help_panel=INSPECT)
 def history(runs: Runs, output: Output = Path("history.png")) -> None:
     """Draw the learning curves of one or several runs."""
-    refuse_output(output, runs=tuple(runs))
+    _check_figure(output, *runs)
     console.print(f"wrote {_draw_histories(compare_runs(runs), output)}")
 
 
@@ -106,15 +114,18 @@ def _draw_histories(comparison: Comparison, output: Path) -> Path:
     return save(plot_history({run.name: run.records for run in comparison.runs if run.records}), output)
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 def compare(
     runs: Runs,
-    plot: Annotated[Path | None, typer.Option(help="PNG file for the learning curves of all runs")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="file for the learning curves of all runs: .png, .pdf or .svg")
+    ] = None,
 ) -> None:
     """Compare runs: sizes, budgets, best validation values, and the settings that differ."""
     from rich.table import Table
 
-    refuse_output(plot, runs=tuple(runs))
+    if plot is not None:
+        _check_figure(plot, *runs)
     comparison = compare_runs(runs)
     table = Table(box=None, pad_edge=False)
     table.add_column("")

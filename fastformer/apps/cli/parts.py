@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from fastformer.apps.cli.help import App
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.folder import read_kind
 from fastformer.apps.runs.kinds import application_of
@@ -65,8 +64,8 @@ class SharedCommand:
     docstring, one line, stands in the help.
     """
 
-    def __init__(self, frame: Callable[..., None], home: typer.Typer) -> None:
-        self._frame, self._home = frame, home
+    def __init__(self, frame: Callable[..., None], home: App, group: str) -> None:
+        self._frame, self._home, self._group = frame, home, group
         self._parts: dict[str, Part] = {}
         _COMMANDS.append(self)
 
@@ -93,7 +92,7 @@ class SharedCommand:
         parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in own] + list(options.values())
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
-        self._home.command()(command)
+        self._home.command(rich_help_panel=self._group)(command)
 
     def _help(self) -> str:
         """What the command does, and what becomes of it in a run of each kind."""
@@ -110,9 +109,9 @@ class SharedCommand:
         return {name: _merged(of, everybody=len(of) == len(self._parts)) for name, of in found.items()}
 
 
-def shared(home: typer.Typer) -> Callable[[Callable[..., None]], SharedCommand]:
-    """Make a frame a command of `home` that applications add parts to."""
-    return lambda frame: SharedCommand(frame, home)
+def shared(home: App, group: str) -> Callable[[Callable[..., None]], SharedCommand]:
+    """Make a frame a command of `home`, in a group of its help, that applications add parts to."""
+    return lambda frame: SharedCommand(frame, home, group)
 
 
 def register_shared() -> None:

@@ -8,6 +8,7 @@ import typer
 import fastformer
 from fastformer.apps.cli.console import app, console
 from fastformer.apps.cli.describe import describe_run, describe_system
+from fastformer.apps.cli.help import SHARE, TRAIN
 from fastformer.apps.text import DATASETS, prepare
 
 
@@ -26,7 +27,7 @@ def options(
     """Take the options of no command."""
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def data(
     name: Annotated[str, typer.Argument(help=" | ".join(DATASETS))],
     source: Annotated[Path, typer.Option("--from", help="folder that holds the dataset's files")],
@@ -36,7 +37,7 @@ def data(
     console.print(str(prepare(name, source, to or Path("data") / name)))
 
 
-@app.command()
+@app.command(rich_help_panel=SHARE)
 def info(run: Annotated[Path | None, typer.Option(help="describe this run folder too")] = None) -> None:
     """Show versions, devices, which backend would run and why; with --run, the run's model and checkpoints."""
     console.print(describe_system())

@@ -11,6 +11,7 @@ import typer
 
 from fastformer.apps.cli.console import Device, app, choose_device
 from fastformer.apps.cli.flags import with_settings
+from fastformer.apps.cli.help import TRAIN, App
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.own_files import CONFIG, refuse_output
 from fastformer.apps.runs.run import Run
@@ -21,8 +22,8 @@ _HOW = """Settings that are not given are chosen for the corpus, the budget and 
 
 Ctrl-C, SIGTERM or SIGHUP saves, validates and ends; --resume carries on exactly there."""
 
-train_app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
-app.add_typer(train_app, name="train")
+train_app = App(invoke_without_command=True)
+app.add_typer(train_app, name="train", rich_help_panel=TRAIN)
 
 Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
 Fallback = Annotated[bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")]
@@ -68,7 +69,8 @@ def add_training(kind: type[Run], what: str) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} must stand behind {call.invoked_subcommand}")
 
     command.__doc__ = f"{what}\n\n{_HOW}"
-    (train_app.callback() if application.main else train_app.command(application.command.split()[-1]))(command)
+    name = application.command.split()[-1]
+    (train_app.callback() if application.main else train_app.command(name, rich_help_panel=TRAIN))(command)
 
 
 def train_run(

@@ -1,5 +1,6 @@
 """`fastformer train lm | generate`, and a language model's part of the commands for runs of every kind."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from fastformer.apps.cli.console import (
     console,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
+from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.run import (
@@ -29,7 +31,7 @@ from fastformer.apps.language.run import (
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.own_files import refuse_output
 from fastformer.apps.system.terminal import shown
-from fastformer.apps.text import read_lines, write_texts
+from fastformer.apps.text import checked_lines, write_texts
 from fastformer.nn import pack_weights
 
 RUN = Path("runs") / APPLICATION.kind
@@ -39,14 +41,14 @@ Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPL
 add_training(LanguageRun, "Train a language model.")
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @with_settings(sampling=SamplingOptions)
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="one prompt, or several; none: the model begins by itself")
     ] = None,
     run: Folder = RUN,
-    prompt_file: Annotated[Path | None, typer.Option(help="file of prompts, one a line")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="file or pipe of prompts, one a line")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the texts; default: standard output")] = None,
     batch_size: Annotated[int, typer.Option(help="texts written at a time", parser=int_or_text)] = 32,
     checkpoint: Checkpoint = "best",
@@ -65,18 +67,20 @@ def generate(
     check_output(output)
     refuse_output(output, prompt_file, runs=(run,))
     options = made(SamplingOptions, sampling)
-    given = read_lines(prompt_file) if prompt_file is not None else prompts or [""]
+    given = iter(prompts or [""]) if prompt_file is None else checked_lines(prompt_file)
     generator = load_generator(run, checkpoint, choose_device(device, weights), weights)
     pack_weights(generator.model)
-    given = [prompt.rstrip(" ") for prompt in given]  # the text brings the space between
-    if output is None and len(given) == 1:
-        pieces = generator.stream(given[0], options)
-        print(shown(given[0]), end="", flush=True)
+    given = (prompt.rstrip(" ") for prompt in given)  # the text brings the space between
+    if output is None and prompt_file is None and len(prompts or [""]) == 1:
+        prompt = next(given)
+        pieces = generator.stream(prompt, options)
+        print(shown(prompt), end="", flush=True)
         for piece in pieces:
             print(shown(piece), end="", flush=True)
         print()
         return
-    found = generator.generate_each(given, options, batch_size)
+    given, read = itertools.tee(given)
+    found = generator.generate_each(read, options, batch_size)
     end = "" if options.stop_at_eos else "\n"
     texts = (f"{prompt}{text}{end}" for prompt, text in zip(given, found, strict=True))
     if output is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.text import (
@@ -82,14 +83,10 @@ def _perplexity(nats: float) -> float:
     return math.exp(min(nats, 700.0))
 
 
-@torch.no_grad()
-def perplexity(
-    model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0
-) -> Perplexity:
-    """The perplexity of a text, every token of it predicted once.
+class HeldOutText:
+    """A text as the pieces of which a model predicts every token once.
 
     Args:
-        model: call `.eval()` first.
         corpus: the text; documents without a token are left out.
         tokenizer: of the model.
         context: most tokens that a prediction looks back on.
@@ -99,12 +96,32 @@ def perplexity(
     Raises:
         ValueError: context is below 1, overlap is below 0 or not below context, or no document has a token.
     """
-    documents = encode_corpus(corpus, tokenizer, stream)
-    pieces = cut_corpus(documents, context, stream, overlap)
-    nats = _total_loss(model, pieces)
-    unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
-    # Lines that were left out as documents without a token are an <eos> each.
-    return Perplexity(nats, pieces.predictions, corpus.words - documents.dropped, unknown, overlap)
+
+    def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0) -> None:
+        documents = encode_corpus(corpus, tokenizer, stream)
+        self.pieces = cut_corpus(documents, context, stream, overlap)
+        self._overlap = overlap
+        self._unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
+        # Lines that were left out as documents without a token are an <eos> each.
+        self._words = corpus.words - documents.dropped
+
+    @torch.no_grad()
+    def perplexity(self, model: LanguageModel, indices: NDArray[np.int64] | None = None) -> Perplexity:
+        """The perplexity of the pieces at `indices`, or of all; call `model.eval()` first.
+
+        Of some of the pieces, words and unknown tokens are as many as their share of all tokens has on average.
+        """
+        pieces = self.pieces if indices is None else self.pieces.take(indices)
+        share = pieces.predictions / self.pieces.predictions
+        words, unknown = round(share * self._words), round(share * self._unknown)
+        return Perplexity(_total_loss(model, pieces), pieces.predictions, words, unknown, self._overlap)
+
+
+def perplexity(
+    model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0
+) -> Perplexity:
+    """The perplexity of a text, every token of it predicted once; arguments and errors as `HeldOutText`."""
+    return HeldOutText(corpus, tokenizer, context, stream, overlap).perplexity(model)
 
 
 def _total_loss(model: LanguageModel, pieces: Pieces) -> float:

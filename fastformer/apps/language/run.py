@@ -12,14 +12,16 @@ training never do.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fastformer.apps.language.evaluation import Perplexity, encode_corpus, perplexity
+from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_corpus, perplexity
 from fastformer.apps.language.export import ctranslate2_spec
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
 from fastformer.apps.language.pretrained import ARCHITECTURES
@@ -43,7 +45,7 @@ from fastformer.apps.text import (
     read_text,
     split_text,
 )
-from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 from fastformer.settings import SET, Given, Settings, check_value, inherited, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
@@ -65,7 +67,7 @@ class LanguageDataConfig(Settings):
         "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
         only={"train_text": None},
     )
-    train_text: Path | None = setting(None, "text file (plain or .gz), instead of a dataset")
+    train_text: Path | None = setting(None, "text file (plain or compressed), instead of a dataset")
     valid_text: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}
     )
@@ -252,15 +254,16 @@ class LanguageRun(Run):
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> torch.Tensor:
         return language_model_loss(model, batch, self.train_config.label_smoothing)
 
-    def validation(self) -> Callable[[LanguageModel], dict[str, float]]:
-        corpus, data, computed = self.corpora["valid"], self.data, self.computed(self.data)
+    def validation(self) -> Validation:
+        held_out = HeldOutText(self.corpora["valid"], self.tokenizer, self.data.context, self.data.stream)
+        computed = self.computed(self.data)
 
-        def validate(model: LanguageModel) -> dict[str, float]:
-            found = perplexity(model, corpus, self.tokenizer, data.context, data.stream)
+        def score(model: LanguageModel, indices: NDArray[np.int64]) -> dict[str, float]:
+            found = held_out.perplexity(model, indices)
             values = {"loss": found.nats / found.tokens, "perplexity": found.per_token}
             return values | ({"word_perplexity": found.per_word} if "word_perplexity" in computed else {})
 
-        return validate
+        return Validation(len(held_out.pieces), score)
 
 
 def load_language_model(

@@ -147,16 +147,26 @@ def _largest(x: Tensor, ranked: Tensor, counts: Tensor) -> Tensor:
     return above | (tied & (tied.cumsum(-1) <= counts - above.sum(-1, keepdim=True)))
 
 
-def random_streams(prompts: Sequence[Sequence[int]], seed: int | None) -> list[np.random.Generator]:
+class RandomStreams:
     """A stream of random numbers for each prompt: of the seed, the prompt, and how often it occurred before."""
-    seed = secrets.randbits(63) if seed is None else seed
-    copies: Counter[tuple[int, ...]] = Counter()
-    streams = []
-    for prompt in map(tuple, prompts):
-        # With the length, because numpy takes entropy that ends in zeros for the same without them.
-        streams.append(np.random.default_rng((seed, copies[prompt], len(prompt), *prompt)))
-        copies[prompt] += 1
-    return streams
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = secrets.randbits(63) if seed is None else seed
+        self._copies: Counter[tuple[int, ...]] = Counter()
+
+    def take(self, prompts: Sequence[Sequence[int]]) -> list[np.random.Generator]:
+        """The streams of the next prompts."""
+        streams = []
+        for prompt in map(tuple, prompts):
+            # With the length, because numpy takes entropy that ends in zeros for the same without them.
+            streams.append(np.random.default_rng((self._seed, self._copies[prompt], len(prompt), *prompt)))
+            self._copies[prompt] += 1
+        return streams
+
+
+def random_streams(prompts: Sequence[Sequence[int]], seed: int | None) -> list[np.random.Generator]:
+    """The `RandomStreams` of prompts that are all known."""
+    return RandomStreams(seed).take(prompts)
 
 
 @torch.inference_mode()

@@ -1,10 +1,13 @@
 """Text to text with a language model: a prompt in, what follows it out, at once or piece by piece."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from numpy.random import Generator
 
 from fastformer.apps.language.model import LanguageModel
-from fastformer.apps.language.sampling import SamplingOptions, random_streams, sample
+from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, random_streams, sample
 from fastformer.apps.language.window import check_context
 from fastformer.apps.text import SentencePieceTokenizer, Tokenizer, WordTokenizer, check_texts
 from fastformer.apps.text.special_ids import UNK
@@ -65,27 +68,37 @@ class TextGenerator:
             ValueError: batch_size is below 1.
             FloatingPointError: the model gives NaN.
         """
-        read = self._read(prompts, batch_size)
+        self._check(prompts, batch_size)
+        read, options = self.encode(prompts), options or SamplingOptions()
+        streams = random_streams(read, options.seed)
         # Rows of the same length take the shortest way through attention.
         order = sorted(range(len(read)), key=lambda i: -len(read[i]))
-        texts = dict(self._finished(read, order, options or SamplingOptions(), batch_size))
+        texts: dict[int, str] = {}
+        for start in range(0, len(order), batch_size):
+            texts |= self._finished(read, streams, order[start : start + batch_size], options)
         return [texts[i] for i in range(len(read))]
 
     def generate_each(
-        self, prompts: Sequence[str], options: SamplingOptions | None = None, batch_size: int = 32
+        self, prompts: Iterable[str], options: SamplingOptions | None = None, batch_size: int = 32
     ) -> Iterator[str]:
         """The texts that `generate` returns, each given out once it and those before it are finished.
 
-        Prompts are batched in their order, so that little is lost if not all texts are awaited. Arguments as in
-        `generate`, errors too.
+        Prompts are read in batches and in order, a batch when its first text is asked for. Arguments as in `generate`,
+        errors too.
         """
-        read = self._read(prompts, batch_size)
-        return self._in_order(self._finished(read, range(len(read)), options or SamplingOptions(), batch_size))
+        self._check(prompts, batch_size)
+        return self._each(iter(prompts), options or SamplingOptions(), batch_size)
 
-    def _read(self, prompts: Sequence[str], batch_size: int) -> list[list[int]]:
+    def _each(self, prompts: Iterator[str], options: SamplingOptions, batch_size: int) -> Iterator[str]:
+        streams = RandomStreams(options.seed)
+        while batch := list(islice(prompts, batch_size)):
+            read = self.encode(batch)
+            yield from self._in_order(self._finished(read, streams.take(read), range(len(read)), options))
+
+    @staticmethod
+    def _check(prompts: Iterable[str], batch_size: int) -> None:
         check_texts("prompts", prompts)
         check_value("batch_size", batch_size, int, at_least=1)
-        return self.encode(prompts)
 
     @staticmethod
     def _in_order(finished: Iterator[tuple[int, str]]) -> Iterator[str]:
@@ -98,23 +111,20 @@ class TextGenerator:
                 count += 1
 
     def _finished(
-        self, read: list[list[int]], order: Sequence[int], options: SamplingOptions, batch_size: int
+        self, read: list[list[int]], streams: list[Generator], indices: Sequence[int], options: SamplingOptions
     ) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as soon as its text ends; batches are cut from prompts in this order."""
-        streams = random_streams(read, options.seed)
+        """(index, text) of each prompt of a batch as soon as its text ends."""
         eos = self.tokenizer.eos_id
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            found: list[list[int]] = [[] for _ in indices]
-            batch = [read[i] for i in indices], options, self.context, [streams[i] for i in indices]
-            for step in sample(self.model, *batch, self.tokenizer.unk_id):
-                for row, token in step:
-                    found[row].append(token)
-                    if options.stop_at_eos and token == eos:
-                        yield indices[row], self._text(read[indices[row]], found[row], options)
-            for i, ids in zip(indices, found, strict=True):
-                if not (options.stop_at_eos and ids[-1] == eos):
-                    yield i, self._text(read[i], ids, options)
+        found: list[list[int]] = [[] for _ in indices]
+        batch = [read[i] for i in indices], options, self.context, [streams[i] for i in indices]
+        for step in sample(self.model, *batch, self.tokenizer.unk_id):
+            for row, token in step:
+                found[row].append(token)
+                if options.stop_at_eos and token == eos:
+                    yield indices[row], self._text(read[indices[row]], found[row], options)
+        for i, ids in zip(indices, found, strict=True):
+            if not (options.stop_at_eos and ids[-1] == eos):
+                yield i, self._text(read[i], ids, options)
 
     def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
         """Go on from one prompt, piece by piece; joined, the pieces are what `generate` returns.

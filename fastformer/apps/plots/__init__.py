@@ -2,7 +2,7 @@
 
 Every function returns a `matplotlib.figure.Figure` that belongs to nobody else: pyplot, its global state and its
 choice of a window system are never touched, so the figures work in a server, a notebook and a thread alike. matplotlib
-is imported when the first figure is drawn. `save` writes a PNG.
+is imported when the first figure is drawn. `save` writes PNG, PDF or SVG.
 
 Colours: the Okabe-Ito palette, which people with colour-blindness can tell apart, and viridis for values.
 """

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_FORMATS = (".png", ".pdf", ".svg")
 DPI = 120
 LONGEST = 24  # characters of a token's label
 INCHES_PER_LINE = 0.14  # of small text, so that neighbours do not touch
@@ -46,15 +47,30 @@ _FONTS = (
 )
 
 
+def figure_format(path: Path | str) -> str:
+    """Return the format that a figure's file name asks for.
+
+    Raises:
+        ValueError: the name does not end in .png, .pdf or .svg.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _FORMATS:
+        raise ValueError(f"{path}: the name of a figure must end in {', '.join(_FORMATS)}")
+    return suffix[1:]
+
+
 def save(figure: "Figure", path: Path | str, within: Path | None = None) -> Path:
-    """Write a figure as PNG, whole or not at all, and give back its path; folders are made as needed.
+    """Write a figure as PNG, PDF or SVG by its name, whole or not at all, and return its path; folders are made.
 
     within: a folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
+
+    Raises:
+        ValueError: the name ends otherwise.
     """
-    path = Path(path)
+    path, kind = Path(path), figure_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=DPI, format="png")
+    figure.savefig(drawn, dpi=DPI, format=kind)
     write_file(path, drawn.getvalue(), within)
     return path
 

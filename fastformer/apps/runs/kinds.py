@@ -42,6 +42,6 @@ def main_application() -> "Application":
 
 
 def load_commands() -> None:
-    """Import the commands of all applications; they register with the command line."""
-    for kind in kinds():
+    """Import the commands of all applications, the main one first; they register with the command line."""
+    for kind in sorted(kinds(), key=lambda kind: (application_of(kind).main, kind), reverse=True):
         import_module(f"fastformer.apps.{kind}.commands")

@@ -39,6 +39,7 @@ from fastformer.apps.train import (
     Result,
     TrainConfig,
     Trainer,
+    Validation,
     read_metrics,
 )
 from fastformer.apps.train.compilation import check_compiler
@@ -168,8 +169,8 @@ class Run(ABC):
         """Sum of the loss over a batch's real tokens."""
 
     @abstractmethod
-    def validation(self) -> Callable[[Any], Mapping[str, float | str]]:
-        """The function that scores a model on the validation data."""
+    def validation(self) -> Validation:
+        """The scores of a model on the validation data."""
 
     @classmethod
     @abstractmethod
@@ -429,5 +430,6 @@ class Run(ABC):
         )
         if resume:
             trainer.resume(fallback=fallback)
-            Processes.current().on_main(self._save_settings)
+            if trainer.ended is None:  # a run that trains nothing keeps its settings
+                Processes.current().on_main(self._save_settings)
         return trainer.fit()

@@ -5,14 +5,20 @@ that was killed leaves its own behind.
 """
 
 import errno
+import itertools
+import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from fastformer.apps.system.outputs import check_replaceable, is_replaced, open_output
+
+logger = logging.getLogger("fastformer")
 
 MOUNTED = (errno.EBUSY, errno.EXDEV)  # of a rename that would replace a mount
 _SHOWN = 50  # characters of the name in a hidden one, which must not become too long
@@ -40,36 +46,70 @@ def write_atomic(path: str | Path, data: bytes) -> None:
 
     Raises OSError where nothing can be written, such as IsADirectoryError, PermissionError.
     """
-    path = Path(path)
+    with replacing(Path(path)) as file, naming(path):
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a file to write, which replaces `path` in one step when the block ends; see `write_atomic`.
+
+    partial: the file is called NAME.partial until then, is written without a buffer, and stays, with a warning that
+        names it, if the block raises; else it has a hidden name, and is removed then.
+    """
     check_replaceable(path)
     if path.exists() and not is_replaced(path):
-        with naming(path), open_output(path) as file:
-            file.write(data)
+        with naming(path), open_output(path, 0 if partial else -1) as file:
+            yield file
         return
     path = Path(os.path.realpath(path))
     with naming(path):
-        descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name[:_SHOWN]}.", path.parent)
+        temporary, file = _new_partial(path) if partial else _new_hidden(path)
     try:
-        with naming(path), os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            _give_access(temporary, path)
-        else:
-            set_mode(temporary, usual_mode(0o666))
-        try:
-            os.replace(temporary, path)
-            return
-        except OSError as error:
-            if error.errno not in MOUNTED:
-                raise
+        with file:
+            yield file
+            with naming(path):
+                file.flush()
+                os.fsync(file.fileno())
+        _put_in_place(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)
+            if partial and os.path.getsize(temporary):
+                logger.warning("%s holds what was finished", temporary)
+            else:
+                os.unlink(temporary)
         raise
+
+
+def _new_hidden(path: Path) -> tuple[str, IO[bytes]]:
+    descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name[:_SHOWN]}.", path.parent)
+    return temporary, os.fdopen(descriptor, "wb")
+
+
+def _new_partial(path: Path) -> tuple[str, IO[bytes]]:
+    """A new file NAME.partial, or NAME.2.partial where that is taken; readable for no more users than `path`."""
+    for number in itertools.count(1):
+        temporary = path.with_name(f"{path.name}{f'.{number}' if number > 1 else ''}.partial")
+        with suppress(FileExistsError):
+            mode = path.stat().st_mode & 0o600 if path.exists() else 0o666
+            return str(temporary), open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", 0)
+    raise AssertionError
+
+
+def _put_in_place(temporary: str, path: Path) -> None:
+    """Give a file the name and the access of the one that it replaces; a mount gets its content."""
+    if path.exists():
+        _give_access(temporary, path)
+    else:
+        set_mode(temporary, usual_mode(0o666))
+    try:
+        os.replace(temporary, path)
+        return
+    except OSError as error:
+        if error.errno not in MOUNTED:
+            raise
     with naming(f"{path}, of which {temporary} is what it should hold"):
-        path.write_bytes(data)
+        shutil.copyfile(temporary, path)
     os.unlink(temporary)
 
 

@@ -17,9 +17,10 @@ from typing import Any
 from fastformer.apps.system.foreign_files import check_path, read_file, same_file, write_file
 from fastformer.apps.system.run_lock import LOCK, check_locked, locked
 
-from .files import ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
+from .files import COMPRESSED, ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
 
+_COMPRESSED = f"({'|'.join(map(re.escape, COMPRESSED))})?"
 SPLITS = ("train", "valid", "test")
 _EUROPARL_HELD_OUT = 3000  # sentence pairs for validation and as many for test, the size of a WMT test set
 _EUROPARL_SEED = 1
@@ -244,12 +245,12 @@ def _open_split(source: Path, target: Path, expected: dict[str, int], limit: int
 
 
 def _find(folder: Path, names: Sequence[str]) -> Path:
-    """The first of the names that exists, plain or gzip."""
-    candidates = [folder / f"{name}{suffix}" for name in names for suffix in ("", ".gz")]
+    """The first of the names that exists, plain or compressed."""
+    candidates = [folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED)]
     for path in candidates:
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{folder}: none of {', '.join(path.name for path in candidates)} is there")
+    raise FileNotFoundError(f"{folder}: none of {', '.join(names)} is there, plain or compressed")
 
 
 def _clean(path: Path) -> list[str]:
@@ -258,10 +259,16 @@ def _clean(path: Path) -> list[str]:
 
 def _multi30k(folder: Path) -> dict[str, list[str]]:
     languages = sorted(
-        {match[1] for path in folder.iterdir() if (match := re.fullmatch(r"train\.([a-z]{2})(\.gz)?", path.name))}
+        {
+            match[1]
+            for path in folder.iterdir()
+            if (match := re.fullmatch(rf"train\.([a-z]{{2}}){_COMPRESSED}", path.name))
+        }
     )
     if len(languages) < 2:
-        raise FileNotFoundError(f"{folder}: train.LANGUAGE(.gz) of at least two languages is needed, found {languages}")
+        raise FileNotFoundError(
+            f"{folder}: train.LANGUAGE (plain or compressed) of at least two languages is needed, found {languages}"
+        )
     files = {}
     for name in SPLITS:
         for language in languages:
@@ -278,7 +285,7 @@ def _europarl(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
         {
             match[1]
             for path in folder.iterdir()
-            if (match := re.fullmatch(r"europarl-v7\.([a-z]{2}-[a-z]{2})\.[a-z]{2}(\.gz)?", path.name))
+            if (match := re.fullmatch(rf"europarl-v7\.([a-z]{{2}}-[a-z]{{2}})\.[a-z]{{2}}{_COMPRESSED}", path.name))
         }
     )
     if len(pairs) != 1:

@@ -87,6 +87,10 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def take(self, indices: Ints) -> "Pieces":
+        """The pieces at `indices`, in that order."""
+        return Pieces(self.stream, self.starts[indices], self.lengths[indices], self.reread[indices])
+
     @property
     def predictions(self) -> int:
         """Tokens that count: every token of the stream that can be predicted, once."""

@@ -7,23 +7,32 @@ decoded strictly, a part at a time: one wrong byte is an error that names its li
 end up in the vocabulary. Pairs beyond a limit are read, too, and not kept: files that are not aligned show it.
 """
 
+import bz2
+import collections
 import gzip
+import importlib
 import itertools
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from fastformer.apps.system.atomic import naming, replacing
 from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file, write_file
-from fastformer.apps.system.outputs import open_output
 from fastformer.settings import check_value
 
-_GZIP_MAGIC = b"\x1f\x8b"  # never the start of valid UTF-8
+# How compressed files begin, which apart from bzip2's is never the start of text, and how they may be called.
+_GZIP, _BZIP2, _XZ, _ZSTANDARD = "gzip", "bzip2", "xz", "Zstandard"
+_MAGIC = {b"\x1f\x8b": _GZIP, b"BZh": _BZIP2, b"\xfd7zXZ\0": _XZ, b"\x28\xb5\x2f\xfd": _ZSTANDARD}
+_BY_SUFFIX = {".gz": _GZIP, ".bz2": _BZIP2, ".xz": _XZ, ".zst": _ZSTANDARD}
+COMPRESSED = tuple(_BY_SUFFIX)
 _PART = 1 << 20  # bytes of whole lines that are decoded at a time
 # Text is a few times its archive, an archive made to fill the memory a thousand times; short lines take 20 times more.
 _UNPACKED, _SMALL = 200, 1 << 26
@@ -42,29 +51,55 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
     path = Path(path)
     if "\0" in str(path):
         raise TextError(f"{str(path)!r}: a NUL character in the name of a file")
-    empty = True
+    empty, compression = True, None
     try:
         if path.is_dir():
             raise TextError(f"{path}: is a folder, not a text file")
         with open_input(path) as file:
-            start = file.peek(2)[:2]
-            packed = start == _GZIP_MAGIC or (bool(start) and path.suffix == ".gz")
-            source: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
+            compression = _compression(file.peek(10), path.suffix)
+            source = _unpacked(file, compression, path)
             size = os.fstat(file.fileno()).st_size  # 0 of a pipe
-            for line in lines_of(source, str(path), max(_UNPACKED * size, _SMALL) if packed and size else None):
+            for line in lines_of(source, str(path), max(_UNPACKED * size, _SMALL) if compression and size else None):
                 empty = False
                 yield line
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TextError(f"{path}: not a complete gzip file ({error})") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise TextError(f"{path}: not a complete {compression} file ({error})") from error
     except OSError as error:  # a name that is too long among them
+        if error.errno is None and compression:  # what bz2 raises
+            raise TextError(f"{path}: not a complete {compression} file ({error})") from error
         raise TextError(f"{path}: cannot be read ({error.strerror})") from error
     if empty:
         raise TextError(f"{path}: the file is empty")
 
 
-def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[str]:
+def _compression(start: bytes, suffix: str) -> str | None:
+    """The name of the compression of a file that begins so; None for plain text and an empty file."""
+    found = next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+    if found == _BZIP2 and start[4:10] not in (b"1AY&SY", b"\x17rE8P\x90"):  # of a block, of none
+        found = None  # a text that begins with BZh
+    return found or (_BY_SUFFIX.get(suffix) if start else None)
+
+
+def _unpacked(file: BufferedReader, compression: str | None, path: Path) -> BufferedIOBase:
+    if compression == _GZIP:
+        return gzip.GzipFile(fileobj=file)
+    if compression == _BZIP2:
+        return bz2.BZ2File(file)
+    if compression == _XZ:
+        return lzma.LZMAFile(file)
+    if compression == _ZSTANDARD:
+        try:
+            zstd = importlib.import_module("compression.zstd")
+        except ImportError:
+            raise TextError(f"{path}: Zstandard needs Python 3.14; unpack the file: zstd -d {path.name}") from None
+        opened: BufferedIOBase = zstd.ZstdFile(file)
+        return opened
+    return file
+
+
+def lines_of(source: BufferedIOBase, name: str, most: int | None = None) -> Iterator[str]:
     """The lines of a stream of UTF-8 bytes, as `decode_lines` has them.
 
     name, most: of the stream, for errors, and how many bytes an archive may hold.
@@ -73,7 +108,8 @@ def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[
     a device behind a pipe, an archive made to fill the memory.
     """
     number = read = 0
-    while part := source.read(_PART):
+    read_part = source.read if source.seekable() else source.read1  # of a pipe, as much as is there
+    while part := read_part(_PART):
         if not part.endswith(b"\n"):
             part += source.readline(LARGEST)
             if len(part) > LARGEST and not part.endswith(b"\n"):
@@ -87,11 +123,23 @@ def lines_of(source: IO[bytes], name: str, most: int | None = None) -> Iterator[
         yield from lines
 
 
+def checked_lines(path: Path) -> Iterator[str]:
+    """The lines of a file, all of which are read once before, so that an error in one comes first; of a pipe, no error.
+
+    Raises what `read_lines` raises.
+    """
+    if not path.is_fifo():
+        collections.deque(iterate_lines(path), maxlen=0)
+    return iterate_lines(path)
+
+
 def read_lines(path: str | Path) -> list[str]:
-    r"""The lines of a UTF-8 file, plain or gzip, without their line ends; a byte order mark is dropped.
+    r"""The lines of a UTF-8 file, plain or compressed, without their line ends; a byte order mark is dropped.
+
+    It may be compressed by gzip, bzip2 or xz, and with Python 3.14 by Zstandard.
 
     Raises ``FileNotFoundError`` when there is no such file, and ``TextError`` for a folder, an empty file, a broken
-    gzip file, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
+    archive, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
     """
     return list(iterate_lines(path))
 
@@ -170,19 +218,19 @@ def write_lines(path: str | Path, lines: Iterable[str], within: Path | None = No
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:
     """Write texts as UTF-8, each with a final newline as soon as it comes, and each whole or not at all.
 
-    So what was written stays when the texts end in an error or are interrupted. An earlier file is replaced when the
-    first text comes, without texts it is empty afterwards; what is open (/dev/stdout) is added to. A pipe keeps what
-    it got of a text. Raises ``TextError`` for half of a surrogate pair.
+    They grow in a file NAME.partial, which is renamed to `path` once all are there. It is kept, with a warning that
+    names it, if the texts end in an error or are interrupted. What is open (/dev/stdout) and what is no file are
+    written to; a pipe keeps what it got of a text. Raises ``TextError`` for half of a surrogate pair.
     """
-    encoded = (encode_text(text, f"{path}, text {number}") + b"\n" for number, text in enumerate(texts, start=1))
-    first = list(itertools.islice(encoded, 1))
-    with open_output(Path(path), buffering=0) as file:
-        for whole in itertools.chain(first, encoded):
+    path = Path(path)
+    with replacing(path, partial=True) as file:
+        for number, text in enumerate(texts, start=1):
+            data = memoryview(encode_text(text, f"{path}, text {number}") + b"\n")
             end = file.tell() if file.seekable() else None
-            data = memoryview(whole)
             try:
-                while data:
-                    data = data[file.write(data) :]
+                with naming(path):
+                    while data:
+                        data = data[file.write(data) :]
             except BaseException:  # a full disk, or Ctrl-C
                 if end is not None:
                     file.truncate(end)

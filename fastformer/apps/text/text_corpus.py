@@ -69,7 +69,7 @@ def cut_lines(lines: Sequence[str], document: DocumentKind) -> list[list[str]]:
 
 
 def read_text(path: str | Path, document: DocumentKind = "line", name: str | None = None) -> TextCorpus:
-    """The documents of a UTF-8 file, plain or gzip; spaces at both ends of a line are dropped.
+    """The documents of a UTF-8 file, plain or compressed; spaces at both ends of a line are dropped.
 
     Raises as `read_lines` and `cut_lines` do, and ``TextError`` when the file holds no word.
     """

@@ -10,6 +10,7 @@ from fastformer.apps.train.processes import ProcessError, Processes, join_proces
 from fastformer.apps.train.randomness import seed_everything
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.trainer import DivergedError, Trainer
+from fastformer.apps.train.validation import Validation
 from fastformer.apps.train.weights import CheckpointError, put_weights, read_weights, write_weights
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Schedule",
     "TrainConfig",
     "Trainer",
+    "Validation",
     "average_checkpoints",
     "find_checkpoint",
     "join_processes",

@@ -2,6 +2,7 @@
 
     checkpoints/index.json            {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": […], …}
     checkpoints/step-200/     model.safetensors, state.pt, meta.json: see `checkpoint.py`
+    checkpoints/interim/      the same, written because time has passed; the next checkpoint replaces it
 
 A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
 the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
@@ -13,6 +14,7 @@ somebody's: it stays, and the folder gets the next name that is free (.new-step-
 import errno
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -44,9 +46,10 @@ from fastformer.apps.train.weights import CheckpointError, write_weights
 from fastformer.settings import check_value
 
 INDEX = "index.json"
-AVERAGE = "average"
+AVERAGE, INTERIM = "average", "interim"
 _STEP = re.compile(r"step-(\d+)")
-OURS = re.compile(rf"step-\d+|{AVERAGE}|\.(new|swap|old)-(step-\d+|{AVERAGE})(\.\d+)?")
+_NAME = rf"step-\d+|{AVERAGE}|{INTERIM}"
+OURS = re.compile(rf"{_NAME}|\.(new|swap|old)-({_NAME})(\.\d+)?")
 
 
 class CheckpointFolder:
@@ -60,7 +63,7 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Complete checkpoints with a training state, in the order of writing."""
-        found = {name for name in self._names() if _STEP.fullmatch(name)}
+        found = {name for name in self._names() if name == INTERIM or _STEP.fullmatch(name)}
         index = self._index()
         listed = [name for name in index["kept"] if name in found]
         unlisted = sorted(found.difference(listed, index["removed"]), key=_step_of)
@@ -105,22 +108,35 @@ class CheckpointFolder:
         config: Any = None,
         metrics: Mapping[str, float] | None = None,
         best: float | None = None,
+        name: str | None = None,
     ) -> Path:
-        """Write a checkpoint (without `state`: the average), and mark it as the best with the metric value `best`.
+        """Write a checkpoint, and mark it as the best with the metric value `best`.
 
-        Whatever goes wrong, the earlier ones stay loadable.
+        Args:
+            step: of the run.
+            weights: of the model.
+            state: see `fastformer.apps.train.saving`; None: the checkpoint is an average.
+            config: of the model.
+            metrics: of its validation.
+            best: see above.
+            name: of its folder; None: "average" or that of its step.
 
-        Raises OSError naming the cause and the last good checkpoint when the disk is full or cannot be written.
+        Raises:
+            OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. The earlier
+                ones stay loadable, whatever goes wrong.
         """
-        with self.explained(step, average=state is None):
-            new = self.begin(step, average=state is None)
+        name = name or (AVERAGE if state is None else name_of(step))
+        with self.explained(name):
+            new = self.begin(name)
             write_weights(new / WEIGHTS, weights)
             return self.complete(new, step, state, config, metrics, best)
 
-    def begin(self, step: int, average: bool = False) -> Path:
+    def begin(self, name: str) -> Path:
         """A hidden folder for the weights of a new checkpoint, which `complete` makes one."""
         self.recover()
-        new = self._hidden("new", _name(step, average))
+        if name in self._index()["removed"]:  # else the new one would be removed, too
+            self._update_index()
+        new = self._hidden("new", name)
         make_folder(new)
         return new
 
@@ -146,7 +162,7 @@ class CheckpointFolder:
         write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
         for path in [*inside, new / META, new]:
             synchronise(path)
-        name = _name(step, average=state is None)
+        name = _original(new.name)
         target = self.folder / name
         self._check()  # writing took its time
         if is_folder(target, self.folder.parent):
@@ -161,7 +177,7 @@ class CheckpointFolder:
         return target
 
     @contextmanager
-    def explained(self, step: int, average: bool = False) -> Iterator[None]:
+    def explained(self, name: str) -> Iterator[None]:
         """Clean up after an OSError in the block, and say what could not be written and what there is instead."""
         try:
             yield
@@ -171,7 +187,7 @@ class CheckpointFolder:
                 self.recover()
             last = self.last()
             rest = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-            what = f"checkpoint {_name(step, average)} could not be written to {self.folder}"
+            what = f"checkpoint {name} could not be written to {self.folder}"
             raise OSError(f"{what}: {error}; {rest}") from error
 
     def mark_best(self, path: Path, value: float) -> None:
@@ -239,7 +255,9 @@ class CheckpointFolder:
             names = [*(name for name in names if name != last), last]
         index["best"] = best or index["best"]
         spared = index["best"]["name"] if index["best"] else None
-        kept = [name for name in names if name in names[-self.keep :] or name == spared]
+        lasting = [name for name in names if name != INTERIM]
+        kept = [name for name in lasting if name in lasting[-self.keep :] or name == spared]
+        kept += [INTERIM] if names[-1:] == [INTERIM] else []
         removed = [name for name in names if name not in kept]
         index.update(last=kept[-1] if kept else None, kept=kept, removed=removed)
         content = json.dumps(index, indent=1) + "\n"
@@ -309,7 +327,7 @@ def _is_index(index: Mapping[str, Any]) -> bool:
     """Whether it names checkpoints alone, and none as both kept and removed: what it lists as removed is deleted."""
     best = index["best"]
     there, removed = [*index["kept"], *([] if best is None else [best["name"]])], index["removed"]
-    ours = all(name == AVERAGE or _STEP.fullmatch(name) for name in (*there, *removed))
+    ours = all(name in (AVERAGE, INTERIM) or _STEP.fullmatch(name) for name in (*there, *removed))
     return ours and not set(removed).intersection(there) and (best is None or isinstance(best["value"], int | float))
 
 
@@ -329,13 +347,15 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     return found
 
 
-def _name(step: int, average: bool) -> str:
-    return AVERAGE if average else f"step-{step}"
+def name_of(step: int) -> str:
+    """The name of the folder of a checkpoint that is kept."""
+    return f"step-{step}"
 
 
-def _original(swap: str) -> str:
-    return swap.removeprefix(".swap-").split(".")[0]
+def _original(hidden: str) -> str:
+    """The name that a checkpoint with a hidden name had, or is to get."""
+    return re.sub(r"^\.(new|swap|old)-", "", hidden).split(".")[0]
 
 
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step-"))
+def _step_of(name: str) -> float:
+    return math.inf if name == INTERIM else int(name.removeprefix("step-"))

@@ -34,7 +34,9 @@ class TrainConfig(Settings):
     accumulate: int = setting(1, "batches whose gradients make one step", at_least=1)
     steps: int | None = setting(None, "end after this many optimiser steps", at_least=1)
     epochs: int | None = setting(None, "end after this many passes over the data", at_least=1)
-    minutes: float | None = setting(None, "end after this many minutes, validations included", above=0)
+    minutes: float | None = setting(
+        None, "end after this many minutes, with all validations; one that takes over a tenth is made smaller", above=0
+    )
     clock: str = setting(
         "wall",
         "what minutes counts: wall, or cpu: time of the processor, on a busy machine",
@@ -48,10 +50,13 @@ class TrainConfig(Settings):
         None, "most sentences in a batch", at_least=1, only={"texts": "sentence pairs"}, fixed=True
     )
     validate_every: int | None = setting(None, "validate and save every n steps; unset: after each epoch", at_least=1)
+    save_minutes: float = setting(5.0, "most minutes between two saves", above=0)
     metric: str = setting(
         "loss", "validation value that decides best weights and early stopping, such as bleu", fixed=True
     )
-    patience: int | None = setting(None, "stop after this many validations without a better metric", at_least=1)
+    patience: int | None = setting(
+        None, "early stopping: end after this many validations without a better metric", at_least=1
+    )
     keep: int = setting(3, "last checkpoints to keep, besides the best", at_least=1)
     average: int = setting(1, "average the last n checkpoints at the end; 1: no averaging", at_least=1, at_most="keep")
     seed: int = setting(1, "seed of every random generator", at_least=0, below=2**32, fixed=True)

@@ -119,8 +119,11 @@ class RunningSums:
         """Whether every loss, and every norm that counts, was finite so far; waits for the device."""
         return bool(torch.isfinite(self._loss + self._norm))
 
-    def take(self, now: float) -> dict[str, float]:
-        """The values of a record, and begin anew: mean loss per token, mean norm, rate, tokens per second, skips."""
+    def values(self, now: float) -> dict[str, float]:
+        """Return the values of a record: mean loss per token, mean norm, rate, tokens per second, skips.
+
+        Waits for the device.
+        """
         skips = 0 if self._skips is None else int(self._skips.item())
         values = {
             "loss": self._loss.item() / max(self._tokens, 1),
@@ -128,10 +131,14 @@ class RunningSums:
             "lr": self.rate,
             "tokens_per_second": self._tokens / max(now - self._since, 1e-9),
         }
+        return values if self._skips is None else {**values, "skipped_steps": skips}
+
+    def take(self, now: float) -> dict[str, float]:
+        """The values of a record, and begin anew."""
+        values = self.values(now)
         self._loss.zero_()
         self._norm.zero_()
         if self._skips is not None:
-            values["skipped_steps"] = skips
             self._skips.zero_()
         self._tokens, self._steps, self._since = 0, 0, now
         return values

@@ -9,7 +9,11 @@ from fastformer.apps.train.config import TrainConfig
 
 @dataclass
 class Position:
-    """Everything countable of a run, saved with each checkpoint; `batch` counts those of the epoch under way."""
+    """The progress of a run, saved with each checkpoint.
+
+    batch: of the epoch under way. validation_due: the checkpoint was written just before a validation. share: of the
+    held-out data that is validated. reserve: seconds that the end of the run will take.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -19,12 +23,15 @@ class Position:
     best_value: float | None = None
     worse: int = 0
     records: int = 0
+    validation_due: bool = False
+    share: float = 1.0
+    reserve: float = 0.0
 
     def end(self, config: TrainConfig) -> str | None:
         """Name the budget that is used up; None where the run goes on."""
         if config.steps is not None and self.step >= config.steps:
             return "steps"
-        if config.minutes is not None and self.seconds >= 60 * config.minutes:
+        if config.minutes is not None and self.seconds + self.reserve >= 60 * config.minutes:
             return "minutes"
         return "epochs" if config.epochs is not None and self.epoch >= config.epochs else None
 
@@ -34,7 +41,7 @@ class Position:
         if config.steps is not None:
             parts.append(self.step / config.steps)
         if config.minutes is not None:
-            parts.append(self.seconds / (60 * config.minutes))
+            parts.append(self.seconds / max(60 * config.minutes - self.reserve, 1e-9))
         if config.epochs is not None:
             within = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch else 0.0
             parts.append((self.epoch + within) / config.epochs)

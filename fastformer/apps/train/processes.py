@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -113,16 +113,17 @@ class Processes:
         result: Value = answer[0]
         return result
 
-    def agree(self, seconds: float, stop: bool) -> tuple[float, bool]:
-        """The seconds of process 0, and whether any process was asked to stop."""
+    def agree(self, decisions: Sequence[float], stop: bool) -> tuple[list[float], bool]:
+        """The decisions of process 0, as numbers, and whether any process was asked to stop."""
         if self.world == 1:
-            return seconds, stop
-        said = torch.tensor([seconds if self.is_main else 0.0, float(stop)], dtype=torch.float64)
+            return list(decisions), stop
+        said = torch.tensor([*(d if self.is_main else 0.0 for d in decisions), float(stop)], dtype=torch.float64)
         with self.contact():
             work = dist.all_reduce(said, group=self.control, async_op=True)
             assert work is not None
             work.wait(TIMEOUT)
-        return float(said[0]), bool(said[1])
+        *numbers, stops = said.tolist()
+        return numbers, bool(stops)
 
     def wait(self) -> None:
         """Wait until all processes are here, for as long as one reads its data."""

@@ -1,28 +1,31 @@
-"""What a person sees of a run: a bar with loss, tokens per second and time left, and a line for every validation.
+"""Progress output of a run: loss, tokens per second and time left, and a line for every validation.
 
-On a terminal it is rich's bar; in a log file, where a bar would be thousands of lines, it is one plain line every few
-seconds. Nothing here touches the model or waits for the device: the numbers come from the records of the metrics. A
-stream that cannot be written to ends the showing, never the run.
+On a terminal it is rich's bar; in a log file or a pipe, where a bar would be thousands of lines, it is one plain line
+every few seconds. A stream that cannot be written to ends the output, never the run.
 """
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from fastformer.apps.system.terminal import Terminal, escaped
 
-_PLAIN_SECONDS = 10.0
+_PLAIN_SECONDS, _BAR_SECONDS = 10.0, 1.0  # between two updates
 
 
 class Progress:
-    """Shows a run on `stream` (standard error by default). `enabled=False` shows nothing."""
+    """Shows a run on `stream` (standard error by default). `enabled=False` shows nothing. `clock`: in seconds."""
 
-    def __init__(self, enabled: bool = True, stream: TextIO | None = None) -> None:
-        self._enabled = enabled
+    def __init__(
+        self, enabled: bool = True, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._enabled, self._clock = enabled, clock
         self._stream = Terminal(sys.stderr if stream is None else stream)
         self._bar: Any = None
         self._task: Any = None
-        self._printed = -_PLAIN_SECONDS
+        self._next = -math.inf  # when the next update is due: the first one after the first step
 
     def __enter__(self) -> "Progress":
         if self._enabled and self._stream.isatty():
@@ -36,25 +39,27 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
+    def due(self) -> bool:
+        """Whether it is time for `step`."""
+        return self._enabled and self._clock() >= self._next
+
     def step(self, record: dict[str, Any], progress: float, seconds_left: float) -> None:
-        """Show a training record; `progress` is the part of the budget spent."""
-        text = describe(record)
-        left = _clock(seconds_left)
+        """Show the numbers of the last steps, if `due`; `progress` is the part of the budget spent."""
+        if not self.due():
+            return
+        text, left = describe(record), _duration(seconds_left)
+        self._next = self._clock() + (_PLAIN_SECONDS if self._bar is None else _BAR_SECONDS)
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=text, left=left)
-        elif self._enabled and time.monotonic() - self._printed >= _PLAIN_SECONDS:
-            self._printed = time.monotonic()
-            self._print(f"{progress:4.0%}  {text}  left {left}")
+        else:
+            self._stream.line(f"{progress:4.0%}  {text}  left {left}")
 
     def line(self, text: str) -> None:
         """Print a line that stays: the summary of a validation, the reason of the end."""
         if self._bar is not None:
             self._bar.console.print(escaped(text), markup=False, emoji=False, highlight=False)
         elif self._enabled:
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        self._stream.line(text)
+            self._stream.line(text)
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -88,7 +93,7 @@ def _rich_bar(stream: Terminal) -> tuple[Any, Any]:
     return bar, bar.add_task("training", total=1.0, text="starting", left="?")
 
 
-def _clock(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds != seconds or seconds == float("inf"):
         return "?"
     minutes, rest = divmod(max(int(seconds), 0), 60)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastformer.apps.train.checkpoint import MODEL, OPTIMIZER, SHARDS, file_facts
-from fastformer.apps.train.checkpoint_folder import CheckpointFolder
+from fastformer.apps.train.checkpoint_folder import AVERAGE, CheckpointFolder, name_of
 from fastformer.apps.train.parallel import distinct_weights, whole_tensors, whole_weights
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.shards import write_shards
@@ -37,6 +37,7 @@ class CheckpointWriter:
         state: Mapping[str, Any] | None,
         metrics: Mapping[str, float],
         best: float | None = None,
+        name: str | None = None,
         sharded: bool = False,
     ) -> Path:
         """Write a checkpoint.
@@ -46,6 +47,7 @@ class CheckpointWriter:
             state: what resuming needs besides the model and the optimiser; None: weights alone, an average.
             metrics: of its validation, if there was one.
             best: the metric's value, if it is the best so far.
+            name: of its folder; None: "average" or that of its step.
             sharded: each process writes its part.
 
         Returns:
@@ -55,25 +57,29 @@ class CheckpointWriter:
             OSError: it could not be written; the earlier ones are as they were.
         """
         write = self._save_parts if sharded else self._save_whole
-        return write(step, state, metrics, best)
+        return write(name or (AVERAGE if state is None else name_of(step)), step, state, metrics, best)
 
-    def _save_whole(self, step: int, state: Mapping[str, Any] | None, metrics: Any, best: float | None) -> Path:
+    def _save_whole(
+        self, name: str, step: int, state: Mapping[str, Any] | None, metrics: Any, best: float | None
+    ) -> Path:
         weights = whole_weights(self._model, self._processes)
         if state is not None:
             state = {**state, "optimizer": whole_tensors(self._update.optimizer.state_dict(), self._processes)}
         return self._processes.on_main(
-            lambda: self._folder.save(step, weights, state, self._architecture, metrics, best)
+            lambda: self._folder.save(step, weights, state, self._architecture, metrics, best, name)
         )
 
-    def _save_parts(self, step: int, state: Mapping[str, Any] | None, metrics: Any, best: float | None) -> Path:
-        processes, folder, average = self._processes, self._folder, state is None
+    def _save_parts(
+        self, name: str, step: int, state: Mapping[str, Any] | None, metrics: Any, best: float | None
+    ) -> Path:
+        processes, folder = self._processes, self._folder
 
         def begin() -> Path:
-            with folder.explained(step, average):
-                return folder.begin(step, average)
+            with folder.explained(name):
+                return folder.begin(name)
 
         def complete(failure: OSError | None, shards: dict[str, Any]) -> Path:
-            with folder.explained(step, average):
+            with folder.explained(name):
                 if failure is not None:
                     raise failure
                 return folder.complete(new, step, state, self._architecture, metrics, best, shards, copies)

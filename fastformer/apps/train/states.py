@@ -144,6 +144,10 @@ def _one_of(*choices: str) -> Check:
     )
 
 
+def _flag(entry: _Entry) -> None:
+    entry.must(type(entry.value) is bool, "true or false")
+
+
 def _count(entry: _Entry) -> None:
     entry.must(type(entry.value) is int and 0 <= entry.value <= _MOST, "a count")
 
@@ -194,7 +198,10 @@ def _sums(entry: _Entry) -> None:
 
 def _position(entry: _Entry) -> None:
     counts = dict.fromkeys(("step", "epoch", "batch", "tokens", "worse", "records"), _count)
-    entry.record({**counts, "seconds": _number(), "best_value": _or_none(_value)})
+    entry.record(
+        {**counts, "seconds": _number(), "best_value": _or_none(_value)},
+        {"validation_due": _flag, "share": _number(above=0.0, at_most=1.0), "reserve": _number()},
+    )
 
 
 def _scaler(entry: _Entry) -> None:

@@ -1,29 +1,112 @@
-"""What a validation gives: named values, one of which says whether a checkpoint is the best so far."""
+"""Validation: named values of a model on held-out data, one of which says whether a checkpoint is the best so far."""
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fastformer.apps.train.metrics import LOWER_IS_BETTER, OF_RECORD
+from fastformer.apps.train.parallel import gathered
+from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.randomness import preserved_randomness
+from fastformer.apps.train.update import Update
+
+_SMALLEST_TRIAL = 8  # examples: one alone takes as long as several, where each token has a step of its own
 
 
-def validation_values(validate: Callable[[Any], Mapping[str, Any]], model: nn.Module, metric: str) -> dict[str, Any]:
-    """What `validate` finds of a model in eval mode, without gradients and without a trace in the generators.
+@dataclass(frozen=True)
+class Validation:
+    """Scores a model on `size` held-out examples, or on a share of them where the time does not allow for all.
 
-    Its values are numbers, and texts that explain them: `bleu_signature` stands beside `bleu` in the log.
-
-    "perplexity" is added from "loss" where it is absent. Raises ValueError where `metric` is not among the values, or
-    one is named like what each record says.
+    score(model, indices): the values on the examples at `indices`, int64 `[n]`, in ascending order.
     """
-    model.eval()
-    with torch.no_grad(), preserved_randomness():
-        found = validate(model).items()
-        values: dict[str, Any] = {name: value if isinstance(value, str) else float(value) for name, value in found}
-    model.train()
+
+    size: int
+    score: Callable[[Any, NDArray[np.int64]], Mapping[str, float | str]]
+
+    def __call__(self, model: Any, share: float = 1.0) -> Mapping[str, float | str]:
+        """Score a model on evenly spaced examples, at least one."""
+        count = self.count(share)
+        return self.score(model, np.arange(count) * self.size // count)
+
+    def count(self, share: float) -> int:
+        """How many examples a share of them has."""
+        return min(max(int(share * self.size), 1), self.size)
+
+
+class Validator:
+    """Runs a validation of `model` in process 0, while the other processes wait. All processes call its methods.
+
+    Args:
+        validate: see `Trainer`; only a `Validation` can be made smaller.
+        model: in training mode before and after.
+        update: holds the model's parameters and the precision.
+        processes: that train the model.
+        metric: the value that the validation must have.
+    """
+
+    def __init__(
+        self,
+        validate: Callable[[Any], Mapping[str, float | str]],
+        model: nn.Module,
+        update: Update,
+        processes: Processes,
+        metric: str,
+    ) -> None:
+        self._validate, self._model, self._metric = validate, model, metric
+        self._update, self._processes = update, processes
+
+    @property
+    def reducible(self) -> Validation | None:
+        """The validation, if it can be made smaller."""
+        return self._validate if isinstance(self._validate, Validation) else None
+
+    def values(self, share: float) -> dict[str, Any]:
+        """Validate on a share of the examples; raises ValueError as `check_values`."""
+        with gathered(self._update.module, self._processes):
+            return self._processes.on_main(lambda: check_values(self._values(share), self._metric))
+
+    def trial(self, seconds: float, clock: Callable[[], float]) -> tuple[float, float]:
+        """Validate on more and more examples until that takes `seconds`; only if `reducible`.
+
+        Returns:
+            The duration of the last trial, and its share of the examples.
+        """
+        with gathered(self._update.module, self._processes):
+            return self._processes.on_main(lambda: self._trial(seconds, clock))
+
+    def _trial(self, seconds: float, clock: Callable[[], float]) -> tuple[float, float]:
+        assert self.reducible is not None
+        size = self.reducible.size
+        count = min(_SMALLEST_TRIAL, size)
+        while True:
+            begun = clock()
+            self._values(count / size)
+            spent = clock() - begun
+            if spent >= seconds or count == size:
+                return spent, count / size
+            count = min(4 * count if spent < seconds / 4 else 2 * count, size)
+
+    def _values(self, share: float) -> dict[str, Any]:
+        """Validate in eval mode, without gradients and without a trace in the generators."""
+        self._model.eval()
+        with self._update.autocast(), torch.no_grad(), preserved_randomness():
+            found = self._validate(self._model, share) if share < 1 else self._validate(self._model)  # type: ignore[call-arg]
+            values = {name: value if isinstance(value, str) else float(value) for name, value in found.items()}
+        self._model.train()
+        return values
+
+
+def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
+    """Return the values, numbers and texts that explain them, with "perplexity", from "loss", where it is absent.
+
+    Raises ValueError where `metric` is not among the values, or one is named like what each record says.
+    """
     for name in values:
         if not isinstance(name, str) or name in OF_RECORD:
             raise ValueError(f"validate must name its values by texts, none of them {', '.join(OF_RECORD)}: {name!r}")

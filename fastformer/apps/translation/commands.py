@@ -1,8 +1,9 @@
 """`fastformer demo | train | translate | score`, and a translation run's part of the commands for all runs."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,11 @@ from fastformer.apps.cli.console import (
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
+from fastformer.apps.cli.help import START, USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.text import read_lines, read_parallel
+from fastformer.apps.text import read_parallel
+from fastformer.apps.text.files import iterate_lines
 from fastformer.apps.text.scores import BLEU_TOKENIZERS, check_bleu_tokenizer
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import (
@@ -45,10 +48,11 @@ Folder = Annotated[
     Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}` or `fastformer demo`")
 ]
 
+_READ_AHEAD = 16  # batches, in which sentences of similar length are translated together
 _NONE = Translation("", -math.inf, -math.inf)  # so that each sentence has as many lines
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
     target: Annotated[str, typer.Option(help="fr or de")] = "fr",
     run: Annotated[Path, typer.Option(help="folder for the run; an earlier demo in it is replaced")] = Path("demo"),
@@ -63,7 +67,7 @@ def demo(
 add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @with_settings(search=SearchOptions)
 def translate(
     sentences: Annotated[list[str] | None, typer.Argument(help="sentences; none: read them from --input")] = None,
@@ -80,21 +84,23 @@ def translate(
     *,
     search: dict[str, Any],
 ) -> None:
-    """Translate sentences, a file, or standard input: with --n-best n lines each, the last empty if there are fewer."""
-    given = given_lines(sentences, input, output, "sentences")
+    """Translate sentences, a file, or standard input: with --n-best n lines each, the last empty if there are fewer.
+
+    Sentences from a pipe are translated and printed by batch: with --batch-size 1, each gets its answer at once.
+    """
+    given = given_lines(sentences, input, output, "sentences", batch_size, _READ_AHEAD)
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
     translator = load_translator(run, checkpoint, choose_device(device, weights), weights)
     pack_weights(translator.model)
-    for lines in given:
-        found = translator.candidates(lines, options, batch_size)
-        whole = [c for each in found for c in each + [_NONE] * (options.n_best - len(each))]
-        put_lines([f"{c.score:.4f}\t{c.text}" if scores else c.text for c in whole], output)
+    found = (each for lines in given for each in translator.candidates(lines, options, batch_size))
+    whole = (c for each in found for c in each + [_NONE] * (options.n_best - len(each)))
+    put_lines((f"{c.score:.4f}\t{c.text}" if scores else c.text for c in whole), output)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def score(
-    source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or .gz")],
+    source: Annotated[Path, typer.Option(help="file of source sentences, one a line, plain or compressed")],
     target: Annotated[Path, typer.Option(help="file of their translations, line by line")],
     run: Folder = MAIN_RUN,
     output: Annotated[Path | None, typer.Option(help="file for the scores; default: standard output")] = None,
@@ -108,15 +114,34 @@ def score(
     """
     check_output(output)
     refuse_output(output, source, target, runs=(run,))
-    sources, targets = ([line.strip() for line in read_lines(path)] for path in (source, target))
-    if len(sources) != len(targets):
-        raise ValueError(f"{source} has {len(sources):,} lines but {target} has {len(targets):,}; they must be pairs")
-    for path, lines in ((source, sources), (target, targets)):
-        if "" in lines:
-            raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
-    found = load_translator(run, checkpoint, choose_device(device)).score(sources, targets, batch_size)
-    lines = [f"{log_p:.4f}\t{tokens}\t{math.exp(min(-log_p / tokens, 700.0)):.4f}" for log_p, tokens in found]
-    put_lines(lines, output)
+    check_value("batch_size", batch_size, int, at_least=1)
+    pairs = _pairs_to_score(source, target)
+    streamed = source.is_fifo() or target.is_fifo()
+    given = [list(pairs)] if not streamed else iter(lambda: list(itertools.islice(pairs, batch_size)), [])
+    translator = load_translator(run, checkpoint, choose_device(device))
+
+    def scores() -> Iterator[tuple[float, int]]:
+        first = 1
+        for batch in given:
+            sources, targets = zip(*batch, strict=True)
+            yield from translator.score_each(sources, targets, batch_size, first)
+            first += len(batch)
+
+    put_lines((f"{log_p:.4f}\t{n}\t{math.exp(min(-log_p / n, 700.0)):.4f}" for log_p, n in scores()), output)
+
+
+def _pairs_to_score(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+    """The pairs of two files or pipes; raises ValueError for an empty line, and at the end for files of two lengths."""
+    counts = [0, 0]
+    for pair in itertools.zip_longest(iterate_lines(source), iterate_lines(target)):
+        for side, (path, line) in enumerate(zip((source, target), pair, strict=True)):
+            counts[side] += line is not None
+            if line is not None and not line.strip():
+                raise ValueError(f"{path}:{counts[side]}: an empty line cannot be scored; leave the pair out")
+        if None not in pair:
+            yield pair[0].strip(), pair[1].strip()
+    if counts[0] != counts[1]:
+        raise ValueError(f"{source} has {counts[0]:,} lines but {target} has {counts[1]:,}; they must be pairs")
 
 
 @evaluation.evaluate.part(APPLICATION)

@@ -4,7 +4,9 @@ Number words are a real translation task: French counts by twenties and agrees (
 German says the units before the tens and writes one word. The numbers it is tested on never occur in training.
 """
 
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,7 +108,8 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         console.print(
             f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}"
         )
-        console.print(f'Your turn: fastformer translate --run {folder} "ninety-nine thousand eight hundred one"')
+        typed = "fastformer" if shutil.which("fastformer") else sys.argv[0]  # as .venv/bin/fastformer
+        console.print(f'Your turn: {typed} translate --run {folder} "ninety-nine thousand eight hundred one"')
     return scores
 
 

@@ -4,12 +4,14 @@ What a run folder is stands in `fastformer.apps.runs.folder`; its tokenizers lie
 tokenizer/target, the same one twice if they are joint.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
@@ -39,7 +41,7 @@ from fastformer.apps.text.scores import (
     warn_without_spaces,
 )
 from fastformer.apps.text.tokenizers import split_symbols
-from fastformer.apps.train import Processes, TrainConfig, Trainer
+from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 from fastformer.apps.translation.export import ctranslate2_spec
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
@@ -68,7 +70,7 @@ class DataConfig(Settings):
     )
     source: str = setting("en", "source language, as the dataset names it", only={"train_source": None})
     target: str = setting("fr", "target language", only={"train_source": None})
-    train_source: Path | None = setting(None, "file of source sentences (plain or .gz), instead of a dataset")
+    train_source: Path | None = setting(None, "file of source sentences (plain or compressed), instead of a dataset")
     train_target: Path | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
     valid_source: Path | None = setting(
         None, "the same for validation; unset: split from training", only={"train_source": SET}
@@ -331,16 +333,16 @@ class TranslationRun(Run):
     def loss(self, model: TranslationModel, batch: Any) -> torch.Tensor:
         return translation_loss(model, batch, self.train_config.label_smoothing)
 
-    def validation(self) -> Callable[[TranslationModel], dict[str, float | str]]:
+    def validation(self) -> Validation:
         corpus, data = self.corpora["valid"], self.data
         source, target = self.tokenizers
         pairs = encode_pairs(corpus, source, target, data.max_length, too_long="truncate")
-        shown = corpus.take(range(min(data.bleu_sentences, len(corpus))), "valid")
         tokenizer = data.tokenizer_for_bleu
-        warn_without_spaces(tokenizer, shown.target)  # before hours of training
+        warn_without_spaces(tokenizer, corpus.target[: data.bleu_sentences])  # before hours of training
 
-        def validate(model: TranslationModel) -> dict[str, float | str]:
-            values: dict[str, float | str] = {"loss": corpus_loss(model, pairs)}
+        def score(model: TranslationModel, indices: NDArray[np.int64]) -> dict[str, float | str]:
+            values: dict[str, float | str] = {"loss": corpus_loss(model, pairs.take(indices))}
+            shown = corpus.take([i for i in indices.tolist() if i < data.bleu_sentences], "valid")
             if len(shown):
                 translator = Translator(model, source, target, data.max_length)
                 found = translator.translate(shown.source, SearchOptions(beam=1))
@@ -348,7 +350,7 @@ class TranslationRun(Run):
                 values |= {"bleu": scores.bleu, "bleu_signature": scores.bleu_signature, "chrf": scores.chrf}
             return values
 
-        return validate
+        return Validation(len(pairs), score)
 
 
 def load_translator(

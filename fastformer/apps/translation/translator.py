@@ -107,12 +107,20 @@ class Translator:
             else:
                 yield indices, beam_search(self.model, ids, source_lengths, options)
 
-    @torch.inference_mode()
     def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64) -> list[tuple[float, int]]:
         """Score given translations: (log probability in nats, tokens with eos) of each pair.
 
         Raises:
             ValueError: the numbers of sentences differ, or one has no token or more than training reads.
+        """
+        return list(self.score_each(sources, targets, batch_size))
+
+    def score_each(
+        self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64, first: int = 1
+    ) -> Iterator[tuple[float, int]]:
+        """Like `score`, but each batch is scored when its first pair is asked for; `first`: number of the first pair.
+
+        Errors as for `score`, at once.
         """
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sources", sources)
@@ -120,16 +128,19 @@ class Translator:
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         if not sources:
-            return []
+            return iter(())
         pairs = EncodedPairs(
-            self._encode_whole("source", sources, self.source_tokenizer),
-            self._encode_whole("target", targets, self.target_tokenizer),
+            self._encode_whole("source", sources, self.source_tokenizer, first),
+            self._encode_whole("target", targets, self.target_tokenizer, first),
             self.source_tokenizer.special_ids,
             self.target_tokenizer.special_ids,
         )
+        return self._scores(pairs, batch_size)
+
+    @torch.inference_mode()
+    def _scores(self, pairs: EncodedPairs, batch_size: int) -> Iterator[tuple[float, int]]:
         self.model.eval()
         device = device_of(self.model)
-        results: list[tuple[float, int]] = []
         for start in range(0, len(pairs), batch_size):
             end = min(start + batch_size, len(pairs))
             batch = collate(pairs.take(np.arange(start, end))).to(device)
@@ -139,14 +150,13 @@ class Translator:
             chosen = log_p.gather(1, batch.target_out[:, None]).squeeze(1).double()
             lengths = batch.target_lengths.tolist()
             parts = torch.split(chosen, lengths)
-            results.extend((float(part.sum()), length) for part, length in zip(parts, lengths, strict=True))
-        return results
+            yield from [(float(part.sum()), length) for part, length in zip(parts, lengths, strict=True)]
 
-    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
+    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer, first: int) -> Sequences:
         """The ids of sentences of which none is cut or left out."""
         sequences = Sequences.from_lists(tokenizer.encode_batch(list(sentences)))
         most = self.max_source_length - 1
-        for number, length in enumerate(sequences.lengths.tolist(), start=1):
+        for number, length in enumerate(sequences.lengths.tolist(), start=first):
             if not 1 <= length <= most:
                 raise ValueError(f"{side} {number} has {length} tokens; what is scored must have 1 to {most}")
         return sequences

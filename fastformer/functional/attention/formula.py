@@ -4,7 +4,7 @@ Letters: B batch, H heads, T queries, S keys, K head size.
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def scores_to_weights(
     """softmax(cap(scale * q k^T) + mask), cap(x) = softcap * tanh(x / softcap): `[B, H, T, S]`.
 
     A sink is a score more in each row of its head, of which no weight is returned. What is added to scores of 16 bits
-    is added in fp32, where the sums still differ as the scores do.
+    is added in fp32, where the sums still differ as the scores do. Where `widens`, the weights are fp32.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, T, _ = q.shape
@@ -39,24 +39,45 @@ def scores_to_weights(
     else:
         sunk = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)], -1)
         weights = sunk.softmax(-1)[..., :-1]
-    if weights.is_cuda and autocasts(weights):  # which has softmax in fp32
+    if widens(q) or (weights.is_cuda and autocasts(weights)):  # autocast on a GPU has softmax in fp32
         return weights
     return weights.to(product_dtype(q))
 
 
+def widens(x: Tensor) -> bool:
+    """Whether products with x are computed in fp32 and rounded once: those of 16 bits on a CPU.
+
+    SDPA keeps scores and sums in fp32. With scores and weights rounded to bf16, the error was 2 to 14 times SDPA's.
+    """
+    return x.is_cpu and product_dtype(x) in (torch.float16, torch.bfloat16)
+
+
 def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """scale * q k^T of `[N, T, K]` and `[N, S, K]`; those of fp16 are fp32.
+    """Return scale * q k^T of `[N, T, K]` and `[N, S, K]`; in fp32 if `widens`, and of fp16 on any device.
 
     As SDPA has them: fp16 has no numbers beyond 65,504, neither for a score, nor for one below its lowest as a mask,
     nor for what is divided by a wide softcap.
     """
-    if product_dtype(q) == torch.float16:
-        with torch.autocast(q.device.type, enabled=False) if autocasts(q) else nullcontext():
+    if widens(q) or product_dtype(q) == torch.float16:
+        with _without_autocast(q):
             return products(q.float(), k.float(), scale)
     # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13); of bf16 and
     # scale 0, too, it writes nothing.
     beta = 0 if scale and (compiling() or not dispatch_modes()) else 1
     return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=beta, alpha=scale)
+
+
+def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """Return weights v of `[..., T, S]` and `[..., S, Kv]`, in fp32 before it is rounded if `widens`."""
+    if not widens(v):
+        return torch.matmul(weights, v)
+    with _without_autocast(v):
+        out = torch.matmul(weights.float(), v.float())
+    return out.to(product_dtype(v))
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def wide(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastformer.functional.attention.distances import of_pairs
-from fastformer.functional.attention.formula import products, wide
+from fastformer.functional.attention.formula import products, weighted_sum, wide, widens
 from fastformer.functional.attention.reference import attention_over_zeros
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.functional.dropout import drop
@@ -188,7 +188,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
             scores = scores + torch.full((T, S), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
         if group.key_bias is not None and not alone:
             scores = (scores.view(H, N, T, S) + group.key_bias.to(scores.dtype)).flatten(0, 1)
-        out = torch.bmm(drop(scores.softmax(-1).to(v.dtype), rules.dropout_p), v.flatten(0, 1))
+        weights = scores.softmax(-1)
+        weights = drop(weights if widens(v) else weights.to(v.dtype), rules.dropout_p)
+        out = weighted_sum(weights, v.flatten(0, 1))
         return out.view(H, N, T, v.shape[3])
     padded = replace(
         rules,

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.functional.attention.distances import with_distances
-from fastformer.functional.attention.formula import repeat_heads, scores_to_weights
+from fastformer.functional.attention.formula import repeat_heads, scores_to_weights, weighted_sum, widens
 from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
+from fastformer.host.devices import product_dtype
 from fastformer.modes import readable
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -70,7 +71,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
     dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
     merged, dead = open_dead_rows(with_distances(q, k, rules), None if causal else allowed_positions(q, k, rules))
-    if merged is not None and merged.is_floating_point():
+    # A bias by distance stays fp32 where SDPA takes that beside 16 bits.
+    if merged is not None and merged.is_floating_point() and not (widens(q) and merged.dtype == torch.float32):
         merged = merged.to(q.dtype)
     # A branch, since numbers of heads are symbols to a compiler that meets the model sharded.
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
@@ -92,7 +94,7 @@ def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tu
     if dead is not None:
         weights = weights.masked_fill(dead, 0.0)
     weights = drop(weights, rules.dropout_p)
-    return torch.matmul(weights, v), weights
+    return weighted_sum(weights, v), weights.to(product_dtype(q)) if widens(q) else weights
 
 
 def _harmless(dtype: torch.dtype) -> float:

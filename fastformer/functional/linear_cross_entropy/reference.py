@@ -36,32 +36,55 @@ def plain_loss(
     """Compute the loss of each row, `[M]`: lse(z) - (1 - eps) z_y - eps mean(z) (Szegedy et al. 2016), 0 if ignored."""
     logits = F.linear(x, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    counts = target != ignore_index  # [M]
+    label = torch.where(counts, target, 0)[:, None]
+    # The loss does not depend on what is subtracted: no derivative goes through the largest logit.
+    logits = logits - logits.detach().amax(1, keepdim=True)
+    of_label = logits.gather(1, label)
+    mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
+    others = logits.exp().scatter(1, label, 0.0).sum(1, keepdim=True)
+    return _losses(of_label, others, mean, label_smoothing).squeeze(1).masked_fill(~counts, 0.0)
+
+
+def _losses(of_label: Tensor, others: Tensor, mean: Tensor | None, label_smoothing: float) -> Tensor:
+    """Compute the loss of each row from the differences of its logits to the largest one.
+
+    No term is negative, so none cancels another. No term is rounded at the size of the logits, and where the label has
+    the largest logit, none at 1: log(1 + others) would be 0 for all losses below 6e-8.
+
+    Args:
+        of_label: the difference of the label.
+        others: sum of exp(difference) over all other classes.
+        mean: of all differences; only read for label smoothing.
+        label_smoothing: eps.
+    """
+    loss = torch.log1p(others + of_label.expm1()) - (1.0 - label_smoothing) * of_label
+    return loss if mean is None else loss - label_smoothing * mean
 
 
 def _losses_(
     logits: Tensor, bias: Tensor | None, label: Tensor, counts: Tensor, label_smoothing: float, wanted: bool
 ) -> Tensor:
-    """The loss of each row, `[m]`, of logits `[m, V]` still without `bias`; they become d loss / d z where `wanted`.
+    """Compute the loss of each row, `[m]`, of logits `[m, V]` still without `bias`.
 
-    d loss / d z = softmax(z) - (1 - eps) onehot(y) - eps / V; loss and gradient are 0 where `counts` is False.
+    The logits become d loss / d z where `wanted`: softmax(z) - (1 - eps) onehot(y) - eps / V. Loss and gradient are 0
+    where `counts` is False.
     """
     if bias is not None:
         logits += bias
     label = label[:, None]
-    loss = logits.gather(1, label).mul_(label_smoothing - 1.0)  # [m, 1]
-    if label_smoothing > 0.0:
-        loss -= label_smoothing * logits.mean(1, keepdim=True)
-    peak = logits.amax(1, keepdim=True)
-    total = logits.sub_(peak).exp_().sum(1, keepdim=True)
-    loss += peak + total.log()
+    logits -= logits.amax(1, keepdim=True)
+    of_label = logits.gather(1, label)  # [m, 1]
+    mean = logits.mean(1, keepdim=True) if label_smoothing > 0.0 else None
+    others = logits.exp_().scatter_(1, label, 0.0).sum(1, keepdim=True)
     if wanted:
         shares = counts.to(logits.dtype)[:, None]  # [m, 1]
-        logits.mul_(shares / total)
+        inverse = shares / (others + of_label.exp())
+        logits.mul_(inverse)
         if label_smoothing > 0.0:
             logits.sub_(shares * (label_smoothing / logits.shape[1]))
-        logits.scatter_add_(1, label, shares * (label_smoothing - 1.0))
-    return loss.squeeze(1).masked_fill_(~counts, 0.0)
+        logits.scatter_add_(1, label, shares * label_smoothing - others * inverse)
+    return _losses(of_label, others, mean, label_smoothing).squeeze(1).masked_fill_(~counts, 0.0)
 
 
 def _gradients(
@@ -97,7 +120,7 @@ def _chunk_(
     label_smoothing: float,
     wanted: bool,
 ) -> Tensor:
-    """The sum of the losses of a chunk of rows; dlogits `[m, V]` is filled with d loss / d z where `wanted`."""
+    """Return the losses of a chunk of rows, `[m]`; dlogits `[m, V]` is filled with d loss / d z where `wanted`."""
     counts = target != ignore_index  # [m]
     label = torch.where(counts, target, 0)
     # Autocast computes the logits in its own dtype, like any linear layer.
@@ -106,13 +129,13 @@ def _chunk_(
         torch.mm(x, weight.t(), out=dlogits)
     else:
         dlogits.copy_(F.linear(x, weight, bias))
-    total = dlogits.new_zeros(())
+    losses = []
     _, lines = _rows_at_once(x, weight.shape[0])
     for at in range(0, len(counts), lines):
         part = slice(at, at + lines)
         added = bias if plain else None
-        total += _losses_(dlogits[part], added, label[part], counts[part], label_smoothing, wanted).sum()
-    return total
+        losses.append(_losses_(dlogits[part], added, label[part], counts[part], label_smoothing, wanted))
+    return torch.cat(losses)
 
 
 def _in_chunks(
@@ -124,18 +147,19 @@ def _in_chunks(
     label_smoothing: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of all losses, and its gradients of x, weight and bias where `wanted`, else empty."""
+    """Return all losses `[M]`, and the gradients of their sum for x, weight and bias where `wanted`, else empty."""
     M, V = x.shape[0], weight.shape[0]
     # Sums over rows accumulate in fp32 at least.
     wide = torch.promote_types(weight.dtype, torch.float32)
     dx, dweight, dbias = _gradients(x, weight, wanted, wide)
-    total = torch.zeros((), dtype=wide, device=x.device)
+    losses = [torch.zeros(0, dtype=wide, device=x.device)]
     step, _ = _rows_at_once(x, V)
     place = _aligned(step, V, wide, x.device)
     for start in range(0, M, step):
         rows = slice(start, start + step)
         dlogits = place[: min(step, M - start)]  # at first the logits, [m, V]
-        total += _chunk_(dlogits, x[rows], weight, bias, target[rows], ignore_index, label_smoothing, any(wanted))
+        inputs = x[rows], weight, bias, target[rows]
+        losses.append(_chunk_(dlogits, *inputs, ignore_index, label_smoothing, any(wanted)))
         if not any(wanted):
             continue
         if wanted[2]:
@@ -148,7 +172,7 @@ def _in_chunks(
                 dweight.addmm_(dlogits.t(), x[rows])
             else:
                 dweight += torch.mm(dlogits.t(), x[rows])
-    return total, dx, dweight, dbias
+    return torch.cat(losses), dx, dweight, dbias
 
 
 # As one op of a graph of torch.compile, which would unroll its loop, and cannot take `out=`.
@@ -166,7 +190,7 @@ def _(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.new_empty((), dtype=wide), *_gradients(x, weight, wanted, wide)
+    return weight.new_empty(x.shape[0], dtype=wide), *_gradients(x, weight, wanted, wide)
 
 
 def _fits_one_chunk(x: Tensor, weight: Tensor) -> bool:
@@ -201,13 +225,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.one_chunk = any(wanted) and not compiling() and _fits_one_chunk(x, weight)
         if ctx.one_chunk:
             dlogits = _aligned(x.shape[0], weight.shape[0], weight.dtype, x.device)
-            total = _chunk_(dlogits, x, weight, bias, target, ignore_index, label_smoothing, True)
+            losses = _chunk_(dlogits, x, weight, bias, target, ignore_index, label_smoothing, True)
             ctx.save_for_backward(x, weight, bias, target, dlogits)
-            return total
+            return losses.sum()
         run = _in_chunks_op if compiling() else _in_chunks
-        total, *found = run(x, weight, bias, target, ignore_index, label_smoothing, wanted)
+        losses, *found = run(x, weight, bias, target, ignore_index, label_smoothing, wanted)
         ctx.save_for_backward(x, weight, bias, target, *found)
-        return total
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,9 +274,15 @@ def linear_cross_entropy(
         # Custom Functions do not see autocast; F.linear, inside, obeys it.
         x, weight, bias = to_autocast(x, weight, bias)  # type: ignore[assignment]
     given = (x, weight) if bias is None else (x, weight, bias)
+    settings = target, ignore_index, label_smoothing
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     # What torch.func and forward mode take is plain, and so is what keeps the classes of tensors.
-    if rows or transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(given):
-        losses = plain_loss(x, weight, bias, target, ignore_index, label_smoothing)
+    plain = transformed() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(given)
+    if plain or (rows and trained):
+        losses = plain_loss(x, weight, bias, *settings)
         return losses if rows else losses.sum()
-    loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    if rows:
+        run = _in_chunks_op if compiling() else _in_chunks
+        return run(x, weight, bias, *settings, [False] * 3)[0]
+    loss: Tensor = ChunkedCrossEntropy.apply(x, weight, bias, *settings)  # type: ignore[no-untyped-call]
     return loss

@@ -138,7 +138,8 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=dtype)
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    mean, rstd = (x.new_empty(x.shape[0] if kept else 0, dtype=torch.float32) for kept in (centred, True))
+    shapes = (2, x.shape[0]) if centred else (0,), x.shape[:1]
+    mean, rstd = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return y, s, mean, rstd
 
 
@@ -171,7 +172,7 @@ _backward = define(
 class _DropoutAddNorm(torch.autograd.Function):
     """x, residual `[M, N]`, weight, bias, seed, eps, dropout_p, centred, dtype, formula -> (y, s `[M, N]`, mean, rstd).
 
-    The statistics are `[M]`; the mean is empty where the norm is not centred.
+    The statistics are those of `layer_norm`; the mean is empty where the norm is not centred.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Layer norm: op, reference, registration and autograd Function, and what the other norms share with it.
 
-Kept for backward, beside x and the weight: mean and 1 / sqrt(var + eps) of each row in fp32, 8 bytes a row.
+Kept for backward, beside x and the weight: 1 / sqrt(var + eps) and the mean of each row, this one as the sum of two
+numbers, in fp32: 12 bytes a row.
 """
 
 import math
@@ -35,7 +36,8 @@ def layer_norm(
     Args:
         x: `[..., *normalized_shape]`, floating point.
         normalized_shape: the trailing dimensions; a number stands for one.
-        weight: `normalized_shape`, or None for ones; of a narrower dtype than x, too.
+        weight: `normalized_shape`, or None for ones. A narrower dtype than that of x is widened, where torch raises:
+            FSDP2 gathers weights in 16 bits.
         bias: `normalized_shape`, or None for zeros; likewise.
         eps: added to the variance.
         dtype: of the result, which is rounded once; None: torch's.
@@ -43,6 +45,7 @@ def layer_norm(
     Raises:
         fastformer.host.devices.DeviceError: a tensor is on another device than x; every op refuses that.
         TypeError: one is no tensor.
+        RuntimeError: torch's error, also for other mixtures of dtypes.
     """
     if dtype is None and is_torchs(x, weight, bias):
         return torch.layer_norm(x, as_shape(normalized_shape), weight, bias, eps)
@@ -62,7 +65,7 @@ def layer_norm(
 
 
 def _forward_fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(shape, dtype=torch.float32) for shape in ((2, x.shape[0]), x.shape[:1]))
     return x.new_empty(x.shape, dtype=dtype), mean, rstd
 
 
@@ -86,7 +89,7 @@ _backward = define(
 
 
 class _LayerNorm(torch.autograd.Function):
-    """x `[M, N]`, weight, bias, eps, dtype, formula -> (y `[M, N]`, mean `[M]`, rstd `[M]`)."""
+    """x `[M, N]`, weight, bias, eps, dtype, formula -> (y `[M, N]`, mean `[2, M]`, rstd `[M]`)."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +167,7 @@ def as_row(*parameters: Tensor | None) -> list[Tensor | None]:
 
 
 def as_wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Widen parameters of a narrower dtype than x, which kernels take as they are, and torch not at all."""
+    """Widen parameters of a narrower dtype than x: kernels and FSDP2 need that, and torch raises."""
     dtype = x.dtype
     if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
         return weight, bias  # 0.4 us earlier

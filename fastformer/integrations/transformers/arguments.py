@@ -5,7 +5,7 @@ Letters: B batch, L padded length, D model width, H heads, K head size, N tokens
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def parameters(layer: nn.Module) -> tuple[str, ...]:
     return _parameters(cls)
 
 
-@cache
+@lru_cache(maxsize=1000)
 def _parameters(cls: Any) -> tuple[str, ...]:
     its = list(inspect.signature(cls.forward).parameters.values())[1:]
     return tuple(p.name for p in its if p.kind is p.POSITIONAL_OR_KEYWORD)

@@ -65,6 +65,6 @@ def padding_rules(mask: Tensor, packed: bool = False) -> MaskRules | None:
 
 def _padding(values: Tensor) -> Tensor | None:
     if values.dtype == torch.bool:
-        return values
+        return values.clone()  # a view would keep its mask, and so what was read of it, alive
     real = values == 0
     return real if bool((real | (values <= _HIDES)).all()) else None

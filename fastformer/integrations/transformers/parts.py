@@ -1,7 +1,7 @@
 """What a layer of a Hugging Face model is made of, and who else would see tokens in place of batches there."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -27,12 +27,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-@cache
+@lru_cache(maxsize=1000)
 def _class_of(kind: Any) -> Any:
     return next(cls for cls in kind.__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
-@cache
+@lru_cache(maxsize=1000)
 def _place(kind: Any, layer: Any) -> tuple[bool, bool]:
     """Of a class, in layers of another: whether it is looked into, and whether it was tested with the layer."""
     its, theirs = _class_of(kind).__module__, (_class_of(layer).__module__, "transformers.models.")

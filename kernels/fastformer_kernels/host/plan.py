@@ -19,7 +19,9 @@ from triton import knobs
 
 from fastformer_kernels.host.launch import Launch, guard, precision, repeat, watched
 
-_MOST = 1024  # plans of a launcher; where sizes never repeat, they are all forgotten now and then
+# Plans of a launcher; where sizes never repeat, they are all forgotten now and then. A plan takes 2 to 4 KB (of layer
+# norm and of attention), so those of a dozen launchers take about 1 MiB.
+_MOST = 32
 _NEVER = "does more than a plan can"
 _TENSORS = (Tensor, torch.nn.Parameter)
 

@@ -70,11 +70,27 @@ def _shrink(difference):
 
 
 @triton.jit
+def _log1p(x):
+    """log(1 + x) for x >= -1, with the digits of x where 1 + x has lost them: 2 artanh(x / (2 + x)), a series."""
+    ratio = x / (2.0 + x)
+    square = ratio * ratio
+    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
+    return tl.where(tl.abs(x) < 0.5, 2.0 * ratio * series, tl.log(1.0 + x))
+
+
+@triton.jit
 def _statistics(
-    row_ptr, bias_ptr, counts, V, stride,
+    row_ptr, bias_ptr, label, z_label, counts, V, stride,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a row, sum of exp(z - largest), and sum of z where SMOOTH; inf, 1 and 0 if it is ignored."""
+    """Read a row once.
+
+    Returns:
+        The largest logit; sum of exp(z - largest) of all classes but the label; exp(z - largest) of the label; mean of
+        largest - z if SMOOTH. If the row is ignored: inf, 1, 0 and anything.
+    """
+    # Any number of the row's size, so that differences to it lose no digit.
+    pivot = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
     # One running maximum for neighbours that a thread loads together: their reduction stays within the thread.
     LANES: tl.constexpr = BLOCK // _TOGETHER
     top = tl.full((LANES,), LOWEST, tl.float32)
@@ -84,22 +100,26 @@ def _statistics(
         columns = start + tl.arange(0, BLOCK)
         z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride, HAS_BIAS)
         if SMOOTH:
-            sums += tl.sum(tl.reshape(tl.where(columns < V, z, 0.0), (LANES, _TOGETHER)), 1)
+            sums += tl.sum(tl.reshape(tl.where(columns < V, z - pivot, 0.0), (LANES, _TOGETHER)), 1)
+        z = tl.where(columns == label, float("-inf"), z)
         z = tl.reshape(z, (LANES, _TOGETHER))
         new_top = tl.maximum(top, tl.max(z, 1))
         exps = exps * _shrink(top - new_top) + tl.sum(tl.exp2((z - new_top[:, None]) * LOG2E), 1)
         top = new_top
-    largest = tl.max(top, 0)
-    exps = tl.where(counts, tl.sum(exps * _shrink(top - largest), 0), 1.0)
-    return tl.where(counts, largest, float("inf")), exps, tl.sum(sums, 0)
+    largest = tl.maximum(tl.max(top, 0), z_label)  # which is NaN where it is none: then the first
+    others = tl.where(counts, tl.sum(exps * _shrink(top - largest), 0), 1.0)
+    of_label = tl.where(counts, tl.exp2((z_label - largest) * LOG2E), 0.0)
+    mean = (largest - pivot) - tl.sum(sums, 0) / V
+    return tl.where(counts, largest, float("inf")), others, of_label, mean
 
 
 @triton.jit
-def _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH: tl.constexpr):
-    # No term is negative, so that none cancels another however large the logits are.
-    loss = tl.log(exps) + (1.0 - smoothing) * (largest - z_label)
+def _loss(largest, others, of_label, mean, z_label, smoothing, SMOOTH: tl.constexpr):
+    # No term is negative, so that none cancels another; none is rounded at the size of the logits, nor at 1 where the
+    # label has the largest of them.
+    loss = _log1p(others + (of_label - 1.0)) + (1.0 - smoothing) * (largest - z_label)
     if SMOOTH:
-        loss += smoothing * (largest - sums / V)
+        loss += smoothing * mean
     return loss
 
 
@@ -127,9 +147,11 @@ def cross_entropy_kernel(
     """One program a row: its loss."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_m
-    _, counts, _, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
-    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH)
-    loss = _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH)
+    label, counts, _, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
+    largest, others, of_label, mean = _statistics(
+        row_ptr, bias_ptr, label, z_label, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH
+    )
+    loss = _loss(largest, others, of_label, mean, z_label, smoothing, SMOOTH)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
 
 
@@ -143,24 +165,26 @@ def cross_entropy_gradients_kernel(
     row_ptr = logits_ptr + row * stride_logits_m
     # Read by all threads before any overwrites it: the sums over the row, in between, bring them together.
     label, counts, valid, z_label = _label(row_ptr, bias_ptr, target_ptr, row, V, ignore_index, HAS_BIAS)
-    largest, exps, sums = _statistics(row_ptr, bias_ptr, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH)
-    loss = _loss(largest, exps, sums, z_label, smoothing, V, SMOOTH)
+    largest, others, of_label, mean = _statistics(
+        row_ptr, bias_ptr, label, z_label, counts, V, stride_logits_m, BLOCK, HAS_BIAS, SMOOTH
+    )
+    loss = _loss(largest, others, of_label, mean, z_label, smoothing, SMOOTH)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
 
     factor = tl.where(valid, scale, float("nan"))
     if HAS_GRAD:
         factor *= tl.load(grad_ptr + row)
     factor = tl.where(counts, factor, 0.0)
-    inverse = factor / exps
-    at_label = (1.0 - smoothing) * factor
+    inverse = factor / (others + of_label)
+    at_label = smoothing * factor - others * inverse
     everywhere = smoothing / V * factor
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = _load_logits(row_ptr, bias_ptr, columns, counts, V, stride_logits_m, HAS_BIAS)
         dz = tl.exp2((z - largest) * LOG2E) * inverse
+        dz = tl.where(columns == label, at_label, dz)
         if SMOOTH:
             dz -= everywhere
-        dz = tl.where(columns == label, dz - at_label, dz)
         tl.store(row_ptr + columns, dz.to(row_ptr.dtype.element_ty), mask=columns < stride_logits_m)
 
 

@@ -35,6 +35,7 @@ from fastformer_kernels.norms.rows import (
     scale_and_shift,
     standardise,
     standardise_gradient,
+    store_mean,
     store_partials,
     sum_partials,
     two_sums,
@@ -84,13 +85,13 @@ def dropout_add_norm_forward_kernel(
     tl.store(s_ptr + starts * N + cols, s, mask)
     s = s.to(tl.float32)
     if mean_ptr is not None:
-        normal, mean, rstd = standardise(s, cols, eps, N)
+        normal, mean, rest, rstd = standardise(s, cols, eps, N)
     else:
         normal, rstd = divide_by_root_mean_square(s, eps, N)
     y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
     if mean_ptr is not None:
-        tl.store(mean_ptr + rows, mean, rows < M)
+        store_mean(mean_ptr, mean, rest, rows, M)
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
 
@@ -233,7 +234,7 @@ def forward(
     centred: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y in `dtype`, s, and the statistics of the rows of s as its norm has them, fp32 `[M]`; RMS norm: no mean.
+    """Return y in `dtype`, s, and the statistics of the rows of s as its norm returns them; RMS norm: no mean.
 
     Args:
         x, residual: `[M, N]`; s has the dtype to which theirs promote.
@@ -259,7 +260,7 @@ def forward(
         y, rstd = rms_norm.forward(s, weight, eps, dtype)
         return y, s, noted(x.new_empty(0, dtype=torch.float32)), rstd
     y = noted(x.new_empty((M, N), dtype=dtype))
-    mean, rstd = (noted(x.new_empty(M if kept else 0, dtype=torch.float32)) for kept in (centred, True))
+    mean, rstd = (noted(x.new_empty(shape, dtype=torch.float32)) for shape in ((2, M) if centred else (0,), (M,)))
     if x.numel() > 0:
         tile = forward_tile(N)
         programs = cdiv(M, tile["BLOCK_M"])

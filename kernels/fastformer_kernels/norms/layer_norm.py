@@ -6,8 +6,9 @@ The gradient with g = dy w (means over the row, sums over the rows):
 
 Forward reads x once and writes y: 4 bytes an element in half precision. Backward reads dy and x once and writes dx, 6
 bytes: its programs stay and walk over the rows, keep the sums of dw and db in registers, and leave one row each for a
-second kernel to add up. The variance is the mean of squared deviations, for rows whose mean is large. Rows longer than
-`is_wide` allows take two passes, and a backward pass of 10 bytes.
+second kernel to add up. The variance is the mean of squared deviations, and the mean is kept as the sum of two numbers,
+for rows whose mean is large (`rows.standardise`). Rows longer than `is_wide` allows take two passes, and a backward
+pass of 10 bytes.
 """
 
 import math
@@ -26,6 +27,7 @@ from fastformer_kernels.norms.rows import (
     scale_and_shift,
     standardise,
     standardise_gradient,
+    store_mean,
     store_partials,
     sum_partials,
     two_sums,
@@ -128,10 +130,10 @@ def layer_norm_forward_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M)[:, None] & (cols < N)
     x = load_tile(x_ptr, starts, stride_x_m, cols, mask, ALIGN)
-    normal, mean, rstd = standardise(x, cols, eps, N)
+    normal, mean, rest, rstd = standardise(x, cols, eps, N)
     y = scale_and_shift(normal, weight_ptr, bias_ptr, cols, N, BLOCK_M)
     tl.store(y_ptr + starts * N + cols, y, mask)
-    tl.store(mean_ptr + rows, mean, rows < M)
+    store_mean(mean_ptr, mean, rest, rows, M)
     tl.store(rstd_ptr + rows, rstd, rows < M)
 
 
@@ -192,7 +194,7 @@ def layer_norm_backward_kernel(
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y in `dtype`, and the rows' mean and 1 / sqrt(var + eps), fp32 `[M]`.
+    """Return y in `dtype`, the rows' mean as the sum of two numbers, fp32 `[2, M]`, and 1 / sqrt(var + eps), `[M]`.
 
     Args:
         x: `[M, N]`.
@@ -203,7 +205,7 @@ def forward(
     x = inner_contiguous(x)
     M, N = x.shape
     y = noted(x.new_empty((M, N), dtype=dtype))
-    mean, rstd = (noted(x.new_empty(M, dtype=torch.float32)) for _ in range(2))
+    mean, rstd = (noted(x.new_empty(shape, dtype=torch.float32)) for shape in ((2, M), (M,)))
     if x.numel() == 0:
         return y, mean, rstd
     tensors = (x, weight, bias, y, mean, rstd)

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from fastformer_kernels.host.launch import kernel
-from fastformer_kernels.norms.rows import load_row, load_tile, scale_and_shift
+from fastformer_kernels.norms.rows import load_row, load_tile, scale_and_shift, store_mean
 
 
 @kernel("N")
@@ -24,27 +24,29 @@ def layer_norm_wide_forward_kernel(
     """Normalise one long row: a pass for the statistics, a pass for y.
 
     Every column of the tile keeps the mean and the squared deviations of what it has met (Welford 1962); at the end
-    those of the columns are combined (Chan et al. 1979).
+    those of the columns are combined (Chan et al. 1979). From all numbers the mean of the first tile is subtracted, or
+    each mean would be rounded at their size.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]
+    first_mean = tl.sum(load_tile(x_ptr, row, stride_x_m, lanes, lanes < N, ALIGN)) / tl.minimum(N, BLOCK_N)
     means = tl.zeros((1, BLOCK_N), tl.float32)
     squares = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
+        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN) - first_mean
         change = tl.where(cols < N, x - means, 0.0)
         means += change * (1.0 / (first // BLOCK_N + 1))
         squares += change * (x - means)
     counts = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
-    mean = tl.sum(means * counts) / N
-    rstd = tl.rsqrt(tl.sum(squares + counts * (means - mean) * (means - mean)) / N + eps)
+    rest = tl.sum(means * counts) / N
+    rstd = tl.rsqrt(tl.sum(squares + counts * (means - rest) * (means - rest)) / N + eps)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = first + lanes
-        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
-        y = scale_and_shift((x - mean) * rstd, weight_ptr, bias_ptr, cols, N, 1)
+        x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN) - first_mean - rest
+        y = scale_and_shift(x * rstd, weight_ptr, bias_ptr, cols, N, 1)
         tl.store(y_ptr + row * N + cols, y, cols < N)
-    tl.store(mean_ptr + row, mean)
+    store_mean(mean_ptr, first_mean, rest, row, tl.num_programs(0))
     tl.store(rstd_ptr + row, rstd)
 
 
@@ -65,7 +67,8 @@ def layer_norm_gradient_means_kernel(
 ):
     """Write mean(g x̂) and mean(g) of one long row to `[2, M]`: the first pass of its backward."""
     row = tl.program_id(0).to(tl.int64)
-    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+    mean, rest = tl.load(mean_ptr + row), tl.load(mean_ptr + tl.num_programs(0) + row)
+    rstd = tl.load(rstd_ptr + row)
     sum_gx = tl.zeros((1, BLOCK_N), tl.float32)
     sum_g = tl.zeros((1, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
@@ -74,7 +77,7 @@ def layer_norm_gradient_means_kernel(
         x = load_tile(x_ptr, row, stride_x_m, cols, cols < N, ALIGN)
         if weight_ptr is not None:
             g *= load_row(weight_ptr, cols, N, 1)
-        sum_gx += g * (x - mean) * rstd
+        sum_gx += g * (x - mean - rest) * rstd
         sum_g += g
     tl.store(means_ptr + row, tl.sum(sum_gx) / N)
     tl.store(means_ptr + tl.num_programs(0) + row, tl.sum(sum_g) / N)

@@ -37,11 +37,31 @@ def two_sums(a, b):
 
 @triton.jit
 def standardise(x, cols, eps, N: tl.constexpr):
-    """Return (x - mean) / sqrt(var + eps) of whole rows in fp32, 0 outside, their mean and 1 / sqrt(var + eps)."""
+    """Return (x - mean) / sqrt(var + eps) of whole rows in fp32, 0 outside, the statistics of `store_mean` and rstd.
+
+    The mean is rounded at the size of x, and would add that rounding to every deviation of a row of nearly equal
+    numbers. So the mean of the deviations, the rest, is subtracted too.
+    """
     mean = tl.sum(x, 1) / N
     deviation = tl.where(cols < N, x - mean[:, None], 0.0)
+    rest = tl.sum(deviation, 1) / N
+    deviation = tl.where(cols < N, deviation - rest[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(deviation * deviation, 1) / N + eps)
-    return deviation * rstd[:, None], mean, rstd
+    return deviation * rstd[:, None], mean, rest, rstd
+
+
+@triton.jit
+def store_mean(mean_ptr, mean, rest, rows, M):
+    """Write the mean of each row to `[2, M]`, as two numbers whose sum it is: one of fp32 has not enough digits."""
+    tl.store(mean_ptr + rows, mean, rows < M)
+    tl.store(mean_ptr + M + rows, rest, rows < M)
+
+
+@triton.jit
+def subtract_mean(x, mean_ptr, rows, M):
+    """Return x minus the mean of each row, as `store_mean` has written it."""
+    x -= tl.load(mean_ptr + rows, rows < M, other=0.0)[:, None]
+    return x - tl.load(mean_ptr + M + rows, rows < M, other=0.0)[:, None]
 
 
 @triton.jit
@@ -66,7 +86,7 @@ def load_standardised(x_ptr, mean_ptr, rstd_ptr, rows, starts, stride, cols, mas
     """Load a tile of x and the statistics of its rows; return x̂ = (x - mean) rstd, or x rstd without one, and rstd."""
     x = load_tile(x_ptr, starts, stride, cols, mask, ALIGN)
     if mean_ptr is not None:
-        x -= tl.load(mean_ptr + rows, rows < M, other=0.0)[:, None]
+        x = subtract_mean(x, mean_ptr, rows, M)
     rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
     return x * rstd[:, None], rstd
 

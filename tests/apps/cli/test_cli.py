@@ -108,9 +108,11 @@ def test_the_version_is_the_package_s(tmp_path: Path) -> None:
 
 
 def ops_after(heading: str, text: str) -> dict[str, str]:
-    """The indented `op: verdict` lines under a heading of `fastformer info`."""
+    """The indented `op, op: verdict` lines under a heading of `fastformer info`, a verdict for each op."""
     lines = text.split("\n")[text.split("\n").index(heading) + 1 :]
-    return dict(line.strip().split(": ", 1) for line in takewhile(lambda line: line.startswith("  "), lines))
+    rows = [line.strip().split(": ", 1) for line in takewhile(lambda line: line.startswith("  "), lines)]
+    assert len({verdict for _, verdict in rows}) == len(rows)  # no reason is said twice
+    return {op: verdict for ops, verdict in rows for op in ops.split(", ")}
 
 
 def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +130,7 @@ def test_info_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert f"torch {torch.__version__}" in text
     verdicts = ops_after(heading, text)
     assert tuple(verdicts) == functional.OPS
-    assert all(verdict.startswith(f"reference ({op} needs a GPU") for op, verdict in verdicts.items())
+    assert all(verdict.startswith("reference (needs a GPU") for verdict in verdicts.values())
     with fastformer_package.backend("triton"):
         text = fastformer("info", cwd=tmp_path).stdout
     assert "backend: triton (" in text

@@ -94,7 +94,7 @@ def test_an_interrupted_run_leaves_what_is_finished(loaded, generator, tmp_path,
     finally:
         hook.remove(), output_hook.remove()
     assert done.returncode == 130
-    written = (tmp_path / "texts.txt").read_text().splitlines(keepends=True)
+    written = (tmp_path / "texts.txt.partial").read_text().splitlines(keepends=True)
     assert 0 < len(written) < 4
     assert written == whole[: len(written)]
 

@@ -253,3 +253,31 @@ def test_a_target_too_long_for_learned_positions_is_refused(runs: Path) -> None:
     longest = translator.model.config.longest
     with pytest.raises(ValueError, match=f"target must have at most {longest - 1} tokens, not {longest}"):
         attend(translator, "two", "un " * longest)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("history pieces", "p.pdf"), ("positions", "p.svg"), ("attention --run pieces --source two", "p.PNG")],
+)
+def test_figures_have_the_format_of_their_name(runs, tmp_path, command, name):
+    done = fastformer("plot", *command.split(), "--output", str(tmp_path / name), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    begin = {"p.pdf": b"%PDF", "p.svg": b"<?xml", "p.PNG": b"\x89PNG"}[name]
+    assert (tmp_path / name).read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("name", ["p.jpg", "p", "p.png.bak"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plot history pieces --output",
+        "plot positions --output",
+        "plot attention --run absent --output",
+        "compare absent --plot",
+    ],
+)
+def test_other_formats_are_refused_before_any_work(runs, tmp_path, command, name):
+    done = fastformer(*command.split(), str(tmp_path / name), cwd=runs)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{name}: the name of a figure must end in .png, .pdf, .svg" in done.stderr
+    assert not (tmp_path / name).exists()

@@ -125,6 +125,7 @@ def options(application: Application, stated: Settings) -> Iterator[tuple[str, "
 def other(item: "dataclasses.Field[Any]", value: Any, files: Path) -> Any:
     """Another value of an option."""
     special = {"dataset": "elsewhere", "source": "de", "target": "de", "document": "file", "betas": (0.5, 0.6)}
+    special |= {"target_language": "th", "symbols": "<2fr>"}
     if item.name in special:
         return special[item.name]
     if item.name.endswith(("_source", "_target", "_text")):

@@ -1,7 +1,10 @@
 """Lines, aligned pairs and splits: what is read is what is in the file, and bad input is one clear line."""
 
+import bz2
 import gzip
+import importlib.util
 import io
+import lzma
 import os
 import sys
 import tempfile
@@ -28,6 +31,11 @@ from tests.support.python import python
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 
+COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+if importlib.util.find_spec("compression"):
+    COMPRESSIONS["zst"] = importlib.import_module("compression.zstd").compress
+
+
 @pytest.mark.parametrize(
     ("data", "lines"),
     [
@@ -39,15 +47,17 @@ SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
         (b"a\n\n\n", ["a", "", ""]),
         (b"a\rb\n", ["a\rb"]),
         (b"a\r", ["a"]),
+        (b"BZh1 may begin a text\n", ["BZh1 may begin a text"]),
         (f"a{SEPARATORS}b\nc\n".encode(), [f"a{SEPARATORS}b", "c"]),
     ],
 )
 def test_lines_end_at_newlines_only(tmp_path, data, lines):
     (tmp_path / "plain").write_bytes(data)
-    (tmp_path / "packed.gz").write_bytes(gzip.compress(data))
-    (tmp_path / "packed_unnamed").write_bytes(gzip.compress(data))
-    for name in ("plain", "packed.gz", "packed_unnamed"):
-        assert read_lines(tmp_path / name) == lines
+    assert read_lines(tmp_path / "plain") == lines
+    for suffix, compress in COMPRESSIONS.items():
+        for name in (f"packed.{suffix}", f"packed_by_{suffix}"):
+            (tmp_path / name).write_bytes(compress(data))
+            assert read_lines(tmp_path / name) == lines
 
 
 @settings(deadline=None)
@@ -69,6 +79,13 @@ BAD_FILES = {
     "utf16": ("ab\ncd".encode("utf-16-le"), "utf16:1: a NUL character"),
     "cr": (b"\xef\xbb\xbfa\rb\rc\r", r"cr: its lines end with CR alone; convert it"),
     "cr.gz": (gzip.compress(b"a\rb"), r"cr.gz: its lines end with CR alone; convert it"),
+    "plain.bz2": (b"not packed\n", "plain.bz2: not a complete bzip2 file"),
+    "cut.bz2": (bz2.compress(b"a line\n" * 100)[:-9], "cut.bz2: not a complete bzip2 file"),
+    "flipped.bz2": (bz2.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.bz2: not a complete bzip2 file"),
+    "plain.xz": (b"not packed\n", "plain.xz: not a complete xz file"),
+    "cut.xz": (lzma.compress(b"a line\n" * 100)[:-9], "cut.xz: not a complete xz file"),
+    "flipped.xz": (lzma.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.xz: not a complete xz file"),
+    "empty.xz": (b"", "the file is empty"),
     "plain.gz": (b"not packed\n", "plain.gz: not a complete gzip file"),
     "cut.gz": (gzip.compress(b"a line\n" * 100)[:-9], "cut.gz: not a complete gzip file"),
     "flipped.gz": (gzip.compress(b"a line\n" * 100)[:-8] + b"\0" * 8, "flipped.gz: not a complete gzip file"),
@@ -120,6 +137,14 @@ def test_a_stream_of_lines_that_end_with_cr_is_named(beyond_a_part):
     data = b"a line\r" * ((1 << 18) if beyond_a_part else 3)
     with pytest.raises(TextError, match="standard input: its lines end with CR alone"):
         list(files.lines_of(io.BytesIO(data), "standard input"))
+
+
+@pytest.mark.skipif("zst" in COMPRESSIONS, reason="this Python reads it")
+@pytest.mark.parametrize("name", ["packed.zst", "packed"])
+def test_zstandard_is_named_where_python_cannot_read_it(tmp_path, name):
+    (tmp_path / name).write_bytes(bytes.fromhex("28b52ffd2003190000610a62"))  # of b"a\nb"
+    with pytest.raises(TextError, match=f"{name}: Zstandard needs Python 3.14; unpack the file: zstd -d {name}"):
+        read_lines(tmp_path / name)
 
 
 def test_missing_file_and_folder(tmp_path):
@@ -199,20 +224,23 @@ def test_sample_lines():
     assert sample_lines(lines, 99, seed=3) == lines
 
 
-def test_texts_are_in_the_file_as_soon_as_they_come(tmp_path):
-    path = tmp_path / "texts.txt"
+def test_texts_are_in_a_partial_file_as_soon_as_they_come(tmp_path):
+    path, partial = tmp_path / "texts.txt", tmp_path / "texts.txt.partial"
     path.write_text("earlier\n")
     texts = ["eins", "zwei\nund drei ü", ""]
 
     def coming():
-        assert path.read_text() == "earlier\n"  # nothing came yet
         for i, text in enumerate(texts):
             yield text
-            assert path.read_text(encoding="utf-8") == "".join(f"{one}\n" for one in texts[: i + 1])
+            assert partial.read_text(encoding="utf-8") == "".join(f"{one}\n" for one in texts[: i + 1])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_texts(path, coming())
+    assert path.read_text() == "earlier\n"
+    assert partial.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
+    partial.unlink()
+    write_texts(path, texts)
     assert path.read_text(encoding="utf-8") == "eins\nzwei\nund drei ü\n\n"
     write_texts(path, [])
     assert path.read_text() == ""
@@ -234,6 +262,7 @@ def test_an_error_before_the_first_text_leaves_the_earlier_file(tmp_path):
     with pytest.raises(ZeroDivisionError):
         write_texts(path, (str(1 // i) for i in range(2)))
     assert path.read_text() == "earlier\n"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit to a file's size")
@@ -250,4 +279,4 @@ def test_a_full_disk_leaves_no_half_of_a_text(tmp_path):
     )
     done = python("-c", code, tmp_path / "texts.txt")
     assert "File too large" in done.stderr
-    assert (tmp_path / "texts.txt").read_text() == "0123456789\n" * 2
+    assert (tmp_path / "texts.txt.partial").read_text() == "0123456789\n" * 2

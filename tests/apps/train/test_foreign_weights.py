@@ -35,7 +35,7 @@ def saved(folder: Path, weights: dict[str, Tensor], sharded: bool) -> Checkpoint
     if not sharded:
         checkpoints.save(1, weights, {})
         return checkpoints
-    new = checkpoints.begin(1)
+    new = checkpoints.begin("step-1")
     write_shards(new / SHARDS, {MODEL + name: x for name, x in weights.items()})
     shards = {f"{SHARDS}/{path.name}": file_facts(path) for path in (new / SHARDS).glob("*.safetensors")}
     checkpoints.complete(new, 1, {}, shards=shards)

@@ -355,7 +355,7 @@ def save(folder, step):
     if not sharded:
         folder.save(step, {"w": tensor}, state, best=value)
         return
-    new = folder.begin(step)
+    new = folder.begin(f"step-{step}")
     write_shards(new / "shards", {"model.w": tensor, "optimizer.0.y": tensor})
     facts = {f"shards/{path.name}": module.file_facts(path) for path in (new / "shards").iterdir()}
     folder.complete(new, step, state, best=value, shards=facts)

@@ -178,7 +178,7 @@ def test_compiled_models_train_the_same(tmp_path):
 def test_one_process_is_alone_with_and_without_a_group(monkeypatch):
     with join_processes() as processes:
         assert (processes.rank, processes.world, processes.is_main) == (0, 1, True)
-        assert processes.agree(3.5, True) == (3.5, True)
+        assert processes.agree([3.5, 0.0], True) == ([3.5, 0.0], True)
         assert processes.gather(4) == [4]
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -46,6 +46,7 @@ def start(folder: Path, validation_seconds: float) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     assert process.stderr is not None
+    assert "training begins" in process.stderr.readline()
     assert "step 1" in process.stderr.readline()
     return process
 

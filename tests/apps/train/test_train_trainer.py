@@ -14,7 +14,7 @@ from torch import nn
 from fastformer.apps.train import CheckpointFolder, DivergedError, read_metrics
 from fastformer.apps.train.metrics import RunningSums
 from fastformer.apps.train.progress import Progress
-from tests.support.train_task import Rows, Source, config, network, summed_loss, trainer
+from tests.support.train_task import Clock, Rows, Source, config, network, summed_loss, trainer
 
 
 class Merged:
@@ -302,13 +302,25 @@ def test_perplexity_is_added_to_a_validation_loss(tmp_path):
 def test_plain_progress_shows_loss_speed_time_left_and_validations(tmp_path, capsys):
     trainer(tmp_path, config(), show=True).fit()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(" 10%  epoch 1  step 2  loss 1.")
-    assert "tokens/s  left 0:0" in lines[0]
-    assert len(lines) == 1 + 4 + 2 + 1  # one plain line in ten seconds, four validations, two epochs of 7, the end
-    assert lines[1].startswith("validation: epoch 1  step 5  loss 1.")
-    assert "perplexity" in lines[1]
-    assert lines[2].startswith("mean of training: epoch 1  step 7  loss 1.")
+    assert lines[0] == "training begins: until 20 steps are made; saved every 5 minutes and with each validation"
+    assert lines[1].startswith("  5%  epoch 1  step 1  loss 1.")
+    assert "tokens/s  left 0:0" in lines[1]
+    # The begin, one plain line in ten seconds, four validations, two epochs of 7, the end.
+    assert len(lines) == 1 + 1 + 4 + 2 + 1
+    assert lines[2].startswith("validation: epoch 1  step 5  loss 1.")
+    assert "perplexity" in lines[2]
+    assert lines[3].startswith("mean of training: epoch 1  step 7  loss 1.")
     assert lines[-1] == "ended at step 20: steps"
+
+
+def test_progress_is_shown_by_time_whatever_the_steps_take(tmp_path, capsys):
+    """Records come every 50 steps of 4 seconds; lines after the first step, and then every ten seconds."""
+    clock = Clock()
+    settings = config(steps=20, log_every=50, validate_every=1000)
+    trainer(tmp_path, settings, loss=clock.takes(4.0, summed_loss), validate=None, show=True, clock=clock).fit()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "tokens/s" in line]
+    assert [line.split("step ")[1].split()[0] for line in lines] == ["1", "4", "7", "10", "13", "16", "19"]
+    assert not [record for record in read_metrics(tmp_path) if record["kind"] == "train"]
 
 
 def test_a_line_says_when_a_validation_was_the_best_and_is_saved(tmp_path, capsys):
@@ -321,8 +333,8 @@ def test_a_line_says_when_a_validation_was_the_best_and_is_saved(tmp_path, capsy
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("validation", "average"))]
     assert ["best so far, saved" in line for line in lines] == [True, True, False, True, False]
     assert lines[0].endswith("  best so far, saved")
-    # Said after it is true: validations are the 1st, 3rd, 4th and 6th line, beside two epochs.
-    assert [None if path is None else path.name for path in (best[0], best[2], best[3], best[5])] == [
+    # Said after it is true: validations are the 2nd, 4th, 5th and 7th line, after the begin and beside two epochs.
+    assert [None if path is None else path.name for path in (best[1], best[3], best[4], best[6])] == [
         "step-5", "step-10", "step-10", "step-20",
     ]  # fmt: skip
     assert checkpoints.is_dir()

@@ -61,6 +61,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("changes", [{}, {"steps": 3, "lr": 0.1}, {"average": 2}], ids=str)
+def test_a_resume_that_trains_nothing_changes_nothing(tmp_path: Path, changes: dict[str, float]) -> None:
+    """The last validation is in no checkpoint, as the run ends between two; an average that is asked for is made."""
+    TranslationRun.create(tmp_path / "run", DATA, MODEL, replace(TRAIN, steps=3)).fit(show=False)
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    before = content()
+    result = TranslationRun.open(tmp_path / "run", changes).fit(resume=True, show=False)
+    assert (result.reason, result.step) == ("steps", 3)
+    assert (content() == before) == ("average" not in changes)
+    assert content()[tmp_path / "run" / "config.toml"] == before[tmp_path / "run" / "config.toml"]
+
+
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "s", [f"word {i % 7} {i}" for i in range(60)])
     write_lines(tmp_path / "t", [f"mot {i % 7} {i}" for i in range(60)])

@@ -39,6 +39,21 @@ def faults() -> Iterator[Fault]:
         "deviation = tl.where(cols < N, x - mean[:, None], 0.0)",
         "deviation = x - mean[:, None]",
     )
+    large_mean = "layer_norm.py::test_rows_whose_mean_is_large_beside_their_deviations"
+    yield at(
+        file,
+        f"{large_mean}[layer_norm-nearly equal-512]",
+        "norms: the mean's rounding left in every deviation",
+        "deviation - rest[:, None], 0.0)",
+        "deviation, 0.0)",
+    )
+    yield at(
+        f"{KERNELS}/norms/long_rows",
+        f"{large_mean}[layer_norm-nearly equal-8208]",
+        "norms: means of long rows rounded at the size of their numbers",
+        "lanes < N, ALIGN)) / tl.minimum(N, BLOCK_N)",
+        "lanes < 0, ALIGN)) / tl.minimum(N, BLOCK_N)",
+    )
     yield at(
         file,
         values,
@@ -175,7 +190,7 @@ def faults() -> Iterator[Fault]:
         divided,
         "dropout, add, RMS norm: layer norm in its place",
         "normal, rstd = divide_by_root_mean_square(s, eps, N)",
-        "normal, _, rstd = standardise(s, cols, eps, N)",
+        "normal, _, _, rstd = standardise(s, cols, eps, N)",
     )
     yield at(
         file,
@@ -188,8 +203,8 @@ def faults() -> Iterator[Fault]:
         f"{KERNELS}/norms/rows",
         "dropout_add_norm.py::test_values_and_gradients[layer norm-both-weight and bias-shape1-torch.float32]",
         "norms: mean not subtracted in backward",
-        "x -= tl.load(mean_ptr",
-        "x -= 0.0 * tl.load(mean_ptr",
+        "x -= tl.load(mean_ptr + rows",
+        "x -= 0.0 * tl.load(mean_ptr + rows",
     )
     wide = "dropout_add_norm.py::test_long_rows[RMS norm-4100-torch.float32]"
     yield at(

@@ -1,0 +1,156 @@
+"""Help as plain text that fits 80 columns and cuts no option's name, and suggestions for mistyped options.
+
+Commands and options stand in groups, their `rich_help_panel`; groups of commands are in the order of `GROUPS`.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+GROUPS = START, TRAIN, USE, INSPECT, SHARE = "Start", "Train", "Use and evaluate", "Look inside", "Export and check"
+_MOST = 3  # suggestions
+_ALIKE = 0.6  # of names, 0 to 1; words of a help text count for less than those of a name
+_IN_HELP = 0.8
+_SIZES = {"n", "num", "number", "max", "min", "dim", "size", "rate", "path", "file", "dir", "arg"}  # say little alone
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Command(TyperCommand):
+    """A command with plain help and suggestions."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super(TyperCommand, self).format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return _suggesting(self, ctx, super().parse_args, args)
+
+
+class Group(TyperGroup):
+    """A group of commands with plain help, which shows the commands of its groups too, and suggestions."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super(TyperGroup, self).format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
+        for name, command in _commands(self):
+            if name:
+                panels.setdefault(_panel(command) or "Commands", []).append((name, command.get_short_help_str(1000)))
+        for panel, rows in panels.items():
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows)
+        _write_options(self, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return _suggesting(self, ctx, super().parse_args, args)
+
+
+class App(typer.Typer):
+    """A `typer.Typer` whose commands, and itself as a group, have plain help and suggestions."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=Group, rich_markup_mode="rich", **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        return super().command(name, cls=Command, **options)
+
+
+def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every command below one, itself first, with the words that call it; groups that do nothing alone too."""
+    yield path, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from walk(each, f"{path} {name}")
+
+
+def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    """The options and arguments of a command with their help, by the group they stand in."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            name, help = record
+            help = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", help)  # typer's form of a given text
+            home = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            groups.setdefault(getattr(parameter, "rich_help_panel", None) or home, []).append((name, help))
+    return groups
+
+
+def near_options(typed: str, options: dict[str, str]) -> list[str]:
+    """The options, with their help, that a mistyped one may stand for: alike in letters, or in words of name or help.
+
+    >>> near_options("--learning-rate", {"--lr": "peak learning rate", "--embedding-range": "of the embeddings"})
+    ['--lr']
+    """
+    rated = {option: _likeness(typed, option, help) for option, help in options.items()}
+    best = max(rated.values(), default=0.0)
+    found = [option for option, value in rated.items() if value >= max(_ALIKE, 0.95 * best)]
+    return sorted(found, key=lambda option: -rated[option])[:_MOST]
+
+
+def _likeness(typed: str, option: str, help: str) -> float:
+    letters = difflib.SequenceMatcher(None, typed.lstrip("-"), option.lstrip("-")).ratio()
+    words, name = _words(typed), _words(option)
+    telling = [word for word in words if word not in _SIZES] or words
+    in_name = [any(_same(word, other) for other in name) for word in telling]
+    in_help = [any(_same(word, other) for other in _words(help)) for word in telling]
+    shares = [1.0 if here else _IN_HELP if there else 0.0 for here, there in zip(in_name, in_help, strict=True)]
+    words_alike = sum(shares) / max(len(shares), 1)
+    if all(here or there for here, there in zip(in_name, in_help, strict=True)):
+        # Of help texts with all the words, the shorter says less else.
+        spare = len(name) / len(words) if all(in_name) else len(_words(help)) / len(words)
+        words_alike += 0.2 / max(spare, 1.0)
+    return max(letters, words_alike)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _same(word: str, other: str) -> bool:
+    """Whether two words are the same, one shortens the other, or both begin alike: accumulate and accumulation."""
+    shorter = min(len(word), len(other))
+    common = next((i for i in range(shorter) if word[i] != other[i]), shorter)
+    return word == other or common >= 6 or common == shorter >= 3
+
+
+def _suggesting(command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[str]], args: list[str]) -> list[str]:
+    try:
+        return parse(ctx, args)
+    except _UsageError as error:
+        if hasattr(error, "possibilities"):  # an unknown option
+            options = {
+                name: re.split(r" \(|  \[", each.help or "")[0]  # without bounds, conditions and default
+                for each in command.params
+                for name in getattr(each, "opts", [])
+                if name.startswith("--")
+            }
+            near = near_options(error.option_name, options)  # type: ignore[attr-defined]
+            error.possibilities = None
+            error.message += f"; did you mean {' or '.join(near)}?" if near else ""  # type: ignore[attr-defined]
+        raise
+
+
+def _commands(group: Any) -> Iterator[tuple[str, Any]]:
+    """The commands that a group's help shows: in place of a group that does nothing alone, the commands in it."""
+    for path, command in walk(group, ""):
+        if path and (not hasattr(command, "commands") or command.invoke_without_command):
+            yield path.strip(), command
+
+
+def _panel(command: Any) -> str:
+    return getattr(command, "rich_help_panel", None) or ""
+
+
+def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
+    for group, rows in options_by_group(command, ctx).items():
+        with formatter.section(group):
+            formatter.write_dl(rows)

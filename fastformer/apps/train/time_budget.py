@@ -1,0 +1,64 @@
+"""`TimeBudget`: what steps, saves and validations cost of a budget in minutes, and how much to keep back for the end.
+
+A run by the clock ends early enough to save and to validate once more. The cost of a validation is kept in steps, so
+that it follows the speed of the machine: another process on the same cores slows steps and validations down alike.
+"""
+
+from fastformer.apps.train.config import TrainConfig
+
+_VALIDATION = 0.1  # largest part of the budget that one validation may take
+_TRIAL = 0.01  # part of the budget after which a trial validation says enough
+_MEASURE_BY = 0.5  # part of the budget after which the cost of a validation is measured if none was due before
+_RECENT = 0.2  # weight of the last step in the mean duration of a step
+
+
+class TimeBudget:
+    """The costs that were measured so far, in seconds of the clock that the budget counts.
+
+    Attributes:
+        trial_seconds: how long a trial validation should take; None without a budget in minutes.
+    """
+
+    def __init__(self, config: TrainConfig, validates: bool) -> None:
+        self._limit = None if config.minutes is None else 60 * config.minutes
+        self._at_end = 2 if config.average > 1 else 1  # saves and validations; the average has its own
+        self._steps, self._step = 0, 0.0
+        self._save = 0.0
+        self._validation = None if validates else 0.0  # of all held-out data, in steps
+        self.trial_seconds = None if self._limit is None else _TRIAL * self._limit
+
+    def step_took(self, seconds: float) -> None:
+        """Note the duration of a step. The first one, which may compile and allocate, counts until the second."""
+        self._steps += 1
+        self._step = seconds if self._steps <= 2 else self._step + _RECENT * (seconds - self._step)
+
+    def save_took(self, seconds: float) -> None:
+        """Note the duration of a save."""
+        self._save = seconds
+
+    def validation_took(self, seconds: float, share: float) -> None:
+        """Note the duration of a validation on a share of the held-out data."""
+        self._validation = seconds / share / max(self._step, 1e-9)
+
+    @property
+    def knows_validation(self) -> bool:
+        """Whether a validation, or a part of one, was measured."""
+        return self._validation is not None
+
+    def must_measure(self, seconds: float) -> bool:
+        """Whether the cost of a validation should be measured now, `seconds` after the start of the run."""
+        return self._limit is not None and not self.knows_validation and seconds >= _MEASURE_BY * self._limit
+
+    def share(self) -> float:
+        """The largest share of the held-out data that is validated within a tenth of the budget."""
+        if self._limit is None or not self._validation:
+            return 1.0
+        return min(1.0, _VALIDATION * self._limit / max(self._validation * self._step, 1e-9))
+
+    def reserve(self, share: float) -> float | None:
+        """The seconds that the next step and the end of the run take; None where that is not known yet."""
+        if self._limit is None:
+            return 0.0
+        if self._validation is None:
+            return None
+        return self._step + self._at_end * (self._save + share * self._validation * self._step)

@@ -1,0 +1,69 @@
+"""Help that a narrow terminal shows whole, in order of use, and suggestions for mistyped options."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra `apps`")
+
+import typer
+
+from fastformer.apps.cli import main  # noqa: F401 (registers the commands)
+from fastformer.apps.cli.console import app
+from fastformer.apps.cli.help import walk
+from tests.support.command_line import fastformer
+
+COMMANDS = dict(walk(typer.main.get_command(app), "fastformer"))
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_help_fits_80_columns_and_cuts_no_name(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = fastformer(*path.split()[1:], "--help", cwd=tmp_path).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    first_words = {word for line in text.splitlines() for word in re.findall(r"^ +(--\S+)(?: / (--\S+))?", line)[:1]}
+    shown = {name for names in first_words for name in names}
+    wanted = {name for each in COMMANDS[path].params for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"}
+    assert wanted <= shown
+
+
+def test_commands_stand_in_order_of_use(tmp_path: Path) -> None:
+    text = fastformer("--help", cwd=tmp_path).stdout
+    names = [
+        *("demo", "data", "train", "train lm", "train classify", "translate", "score", "generate", "classify"),
+        *("evaluate", "compare", "plot history", "plot attention", "plot positions", "export", "info"),
+    ]
+    assert re.findall(r"^  ([a-z]+(?: [a-z]+)?)  ", text, re.M) == names
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "suggested"),
+    [
+        ("train", "--learning-rate", "--lr"),
+        ("train lm", "--learning-rate", "--lr"),
+        ("train", "--batch-size", "--batch-tokens or --batch-sentences"),
+        ("train", "--vocab-size", "--vocabulary"),
+        ("train", "--num-layers", "--encoder-layers or --decoder-layers"),
+        ("train", "--max-epochs", "--epochs"),
+        ("train", "--nhead", "--heads"),
+        ("train", "--gradient-accumulation-steps", "--accumulate"),
+        ("train", "--max-grad-norm", "--clip-norm"),
+        ("train", "--early-stopping", "--patience"),
+        ("train", "--train-src", "--train-source"),
+        ("train", "--dim-feedforward", "--feed-forward"),
+        ("translate", "--beam-size", "--beam"),
+        ("translate", "--nbest", "--n-best"),
+        ("generate", "--topk", "--top-k"),
+        ("evaluate", "--batchsize", None),
+    ],
+)
+def test_a_mistyped_option_gets_the_right_one(command: str, typed: str, suggested: str | None, tmp_path: Path) -> None:
+    done = fastformer(*command.split(), typed, "1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    assert f"No such option: {typed}" in said
+    if suggested is None:
+        assert "did you mean" not in said
+    else:
+        assert f"did you mean {suggested}" in said

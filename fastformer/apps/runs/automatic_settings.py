@@ -206,7 +206,7 @@ def _rounded(number: float, digits: int = 2) -> float:
 
 
 def _listed(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "nothing, all is given"
 
 
 def tokens_per_second(

@@ -99,11 +99,14 @@ class Run(ABC):
 
     def _choose(self, model: Mapping[str, Any], given: Given) -> dict[str, Any]:
         """Choose the settings that are not given, and return those of the model."""
+        stated = {**given["data"], **given["model"], **given["train"]}
+        if {*self.application.automatic} - stated.keys() <= {"vocabulary"}:  # which is chosen already
+            return dict(model)
         self.choice = choice = choose(
             self.task(given),
             self.application.model,
             self.train_config,
-            {**given["data"], **given["model"], **given["train"]},
+            stated,
             lambda shape: self._speed(shape, model),
             self.device.type != "cpu",
         )

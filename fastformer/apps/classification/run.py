@@ -185,9 +185,8 @@ class ClassificationRun(Run):
 
     def task(self, given: Given) -> Task:
         tokens = len(self.sequences.ids)
-        return Task(
-            layers={"layers": (2, 4, 6)}, tokens=tokens, batch="batch_sentences", unit=tokens / len(self.sequences)
-        )
+        length = tokens / len(self.sequences)
+        return Task({"layers": (2, 4, 6)}, tokens, batch="batch_sentences", unit=length, per_target=length)
 
     def make_batches(self, data: ClassificationDataConfig, train: Any) -> LabelledBatches:
         classes = self.corpora["train"].classes

@@ -69,6 +69,7 @@ class Task:
     tokens: of the training text, as batches count them.
     batch: name of the setting of the batch size; None if batches of `unit` tokens are fixed.
     unit: tokens for each one that the setting counts: 1, or those of a sentence.
+    per_target: tokens for each target of the loss: 1, or those of a text that has one label.
     longest: tokens of the longest text, for which a batch must have room.
     data: names of settings of the data, as `layers`. model, train: settings that suit this kind of run.
     """
@@ -77,6 +78,7 @@ class Task:
     tokens: int
     batch: str | None = "batch_tokens"
     unit: float = 1.0
+    per_target: float = 1.0
     longest: int = 1
     data: Mapping[str, Sequence[int]] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +125,8 @@ def choose(
         defaults: class of the model's settings.
         train: settings of training as given, with their defaults.
         given: name -> value of all settings that a user stated.
-        speed: tokens a second with the shape and the batch size of a choice; asked only where `train` has minutes.
+        speed: targets of the loss a second, with the shape and the batch size of a choice; asked only where `train`
+            has minutes.
         on_gpu: whether the run is on a GPU, where nothing of this was measured.
     """
 
@@ -141,7 +144,7 @@ def choose(
         if train.steps is not None:
             budgets.append(train.steps * _step(task, train, given, _BATCH**2 * train.steps)[1])
         if train.minutes is not None:
-            rate = speed(shape)
+            rate = task.per_target * speed(shape)
             budgets.append(_TRAINING_SHARE * 60 * train.minutes * rate)
         return shape, min(budgets), rate
 
@@ -209,7 +212,7 @@ def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items()) or "nothing, all is given"
 
 
-def tokens_per_second(
+def targets_per_second(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: BatchSource, train: TrainConfig, world: int
 ) -> float:
     """Measure the speed at which `world` processes train, over a few steps of one, which change the model.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
-from fastformer.apps.runs.automatic_settings import Choice, Task, choose, tokens_per_second, vocabulary_size
+from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
 from fastformer.apps.runs.folder import read_kind, stated
 from fastformer.apps.runs.held_out import NAMES, checksum
 from fastformer.apps.runs.kept_settings import check_kept, kept_settings
@@ -115,13 +115,13 @@ class Run(ABC):
         return {**model, **choice.model}
 
     def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:
-        """Measure how many tokens a second the processes train a model with."""
+        """Measure how many targets of the loss the processes train a model with in a second."""
         data, train = replace(self.data, **shape.data), replace(self.train_config, **shape.train)
         config = self.application.model_config({**model, **shape.model}, self.tokenizers, data)
         check_memory(config)
         network = self.application.network(config).to(self.device)
         batches, world = self.make_batches(data, train), Processes.current().world
-        return tokens_per_second(network, self.loss, batches, train, world)
+        return targets_per_second(network, self.loss, batches, train, world)
 
     @classmethod
     @abstractmethod

@@ -101,9 +101,12 @@ def test_a_given_setting_is_never_chosen_and_fits_the_others(given: dict[str, An
 
 
 def test_batches_of_texts_have_as_many_tokens_as_others_and_fixed_batches_stay() -> None:
-    task = Task({"layers": (2, 4, 6)}, 100_000, batch="batch_sentences", unit=20.0)
+    task = Task({"layers": (2, 4, 6)}, 100_000, batch="batch_sentences", unit=20.0, per_target=20.0)
     classifier = choose(task, ClassifierConfig, ClassificationTrainConfig(steps=1000), {}, not_asked)
     assert classifier.train["batch_sentences"] == 30  # 640 tokens of 20 a text, with one digit
+    train = ClassificationTrainConfig(minutes=1)
+    classifier = choose(task, ClassifierConfig, train, {}, lambda shape: 100.0)  # texts a second: 2,000 tokens
+    assert "for 110,000 tokens of training" in classifier.lines[0]  # 54 s of them
     columns = Task({"layers": (2, 4, 6)}, WIKITEXT2, batch=None, unit=700.0)
     language = choose(columns, LanguageConfig, LanguageTrainConfig(epochs=1), {}, not_asked)
     assert "batch_tokens" not in language.train

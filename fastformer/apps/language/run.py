@@ -45,6 +45,7 @@ from fastformer.apps.text import (
     read_text,
     split_text,
 )
+from fastformer.apps.text.special_ids import UNK
 from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 from fastformer.settings import SET, Given, Settings, check_value, inherited, setting
 
@@ -88,7 +89,9 @@ class LanguageDataConfig(Settings):
     columns: int = setting(20, "how many columns", at_least=1, only={"stream": "columns"})
     context: int = setting(256, "most tokens that a model looks back on, itself counted (bptt)", at_least=1)
     tokenizer: str = setting(
-        "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
+        "bpe",
+        "sentencepiece's bpe, unigram or char; or words: a plain word list, the choice for a text that has <unk>",
+        choices=TOKENIZERS,
     )
     vocabulary: int | None = setting(None, f"entries at most; unset: {_PIECES:,}, or every word", at_least=5)
     splitting: str = setting("whitespace", "where words end", choices=SPLITTINGS, only={"tokenizer": "words"})
@@ -189,6 +192,11 @@ def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
     return learn_tokenizer(train.lines, data, pieces=_PIECES)
 
 
+def _writes_unknown(corpus: TextCorpus) -> bool:
+    """Whether rare words were replaced by <unk> already, as in WikiText: the text has a word list, without pieces."""
+    return any(UNK in line.split() for line in corpus.lines)
+
+
 class LanguageRun(Run):
     """A run that learns to predict text; see `fastformer.apps.runs.run.Run`."""
 
@@ -203,6 +211,12 @@ class LanguageRun(Run):
 
     def learn(self) -> tuple[Tokenizer]:
         return (build_tokenizer(self.data, self.corpora["train"]),)
+
+    def chosen_data(self, given: Given) -> dict[str, Any]:
+        stated = {"tokenizer", "vocabulary", "character_coverage"} & given["data"].keys()
+        if not stated and self.train_config.metric != "word_perplexity" and _writes_unknown(self.corpora["train"]):
+            return {"tokenizer": "words"}
+        return super().chosen_data(given)
 
     def sides(self) -> tuple[list[str]]:
         return (self.corpora["train"].lines,)

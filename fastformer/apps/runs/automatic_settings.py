@@ -9,8 +9,8 @@ vocabulary   as many entries as there are words that occur ten times; beyond 4,0
 size         the last row of `SIZES` that T and E are enough for
 batch        0.8 times the root of T, which is 0.64 tokens for each step: batches and steps grow alike
 lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps
-validation   every half of the steps if the corpus is read at most twice, else every fifth; after each epoch if epochs
-             or a plateau schedule are given
+validation   five times if the corpus is read more than five times or there are more than 10,000 steps; else, or if a
+             number of epochs or a plateau schedule is given, after each epoch
 dropout      0 where the budget reads the corpus at most twice, 0.1 at most twenty times, 0.3 beyond
 
 docs/translation.md and docs/language-models.md have the runs that these constants are from. The rows above width 128
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ def choose(
     train: TrainConfig,
     given: Mapping[str, Any],
     speed: Callable[[Choice], float],
+    data: Mapping[str, Any] = MappingProxyType({}),
     on_gpu: bool = False,
 ) -> Choice:
     """Choose the settings that were not given.
@@ -127,6 +129,7 @@ def choose(
         given: name -> value of all settings that a user stated.
         speed: targets of the loss a second, with the shape and the batch size of a choice; asked only where `train`
             has minutes.
+        data: settings of the data that are chosen already.
         on_gpu: whether the run is on a GPU, where nothing of this was measured.
     """
 
@@ -134,7 +137,7 @@ def choose(
         """The shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
         batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
         shape = Choice(
-            _left_out({name: sizes[row] for name, sizes in task.data.items()}, given),
+            {**data, **_left_out({name: sizes[row] for name, sizes in task.data.items()}, given)},
             _left_out(_shape(task, defaults, given, row), given),
             _left_out({task.batch: batch} if task.batch else {}, given),
         )
@@ -165,8 +168,8 @@ def choose(
     if train.optimizer != "sgd":
         training["lr"] = _rounded(4e-3 * 128 / max({**model, **given}["d_model"], 128))
     training["warmup_steps"] = min(4000, int(_rounded(max(steps / 10, 1), 1)))
-    if train.epochs is None and "plateau" not in train.schedule:
-        training["validate_every"] = max(50, int(_rounded(steps / (2 if epochs <= 2 else 5), 1)))
+    if (epochs > 5 or steps > 10_000) and train.epochs is None and "plateau" not in train.schedule:
+        training["validate_every"] = max(50, int(_rounded(steps / 5, 1)))
 
     model, training = _left_out(model, given), _left_out(training, given)
     remark = " (the rule was not measured on a GPU)" if on_gpu else ""

@@ -82,36 +82,38 @@ class Run(ABC):
         """
         self.folder, self.train_config, self.device = folder, train, torch.device(device)
         self.data, self.corpora = self.read(data)
+        chosen: dict[str, Any] = {}
         if given is not None:
-            self._choose_vocabulary(given)
+            chosen = {name: value for name, value in self.chosen_data(given).items() if name not in given["data"]}
+            self.data = replace(self.data, **chosen)
         self.tokenizers = tokenizers or self.learn()
         self.encode()
         if given is not None:
-            model = self._choose(model, given)
+            model = self._choose(model, given, chosen)
         self.model_config = self.application.model_config(model, self.tokenizers, self.data)
         self.batches = self.make_batches(self.data, self.train_config)
 
-    def _choose_vocabulary(self, given: Given) -> None:
-        self.chosen = ()
-        if self.data.tokenizer in ("bpe", "unigram") and "vocabulary" not in given["data"]:
-            self.data = replace(self.data, vocabulary=vocabulary_size(self.sides()))
-            self.chosen = ("vocabulary",)
+    def chosen_data(self, given: Given) -> dict[str, Any]:
+        """Choose settings of the data that must be known before its vocabularies are learnt."""
+        pieces = self.data.tokenizer in ("bpe", "unigram")
+        return {"vocabulary": vocabulary_size(self.sides())} if pieces and "vocabulary" not in given["data"] else {}
 
-    def _choose(self, model: Mapping[str, Any], given: Given) -> dict[str, Any]:
-        """Choose the settings that are not given, and return those of the model."""
+    def _choose(self, model: Mapping[str, Any], given: Given, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose the settings that are not given, and return those of the model; those of `data` are chosen already."""
         stated = {**given["data"], **given["model"], **given["train"]}
-        if {*self.application.automatic} - stated.keys() <= {"vocabulary"}:  # which is chosen already
-            return dict(model)
-        self.choice = choice = choose(
-            self.task(given),
-            self.application.model,
-            self.train_config,
-            stated,
-            lambda shape: self._speed(shape, model),
-            self.device.type != "cpu",
-        )
+        choice = Choice(data, {}, {})
+        if {*self.application.automatic} - stated.keys() - {"vocabulary"}:  # else nothing is left to be chosen
+            choice = choose(
+                self.task(given),
+                self.application.model,
+                self.train_config,
+                stated,
+                lambda shape: self._speed(shape, model),
+                data,
+                self.device.type != "cpu",
+            )
         self.data, self.train_config = replace(self.data, **choice.data), replace(self.train_config, **choice.train)
-        self.chosen = (*(self.chosen or ()), *choice.data, *choice.model, *choice.train)
+        self.choice, self.chosen = choice, (*choice.data, *choice.model, *choice.train)
         return {**model, **choice.model}
 
     def _speed(self, shape: Choice, model: Mapping[str, Any]) -> float:

@@ -16,6 +16,7 @@ from fastformer.apps.runs import run as runs
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, vocabulary_size
 from fastformer.apps.runs.folder import stated
 from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.text import write_lines
 from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation.model import TranslationConfig
 from fastformer.apps.translation.run import DataConfig, TranslationRun
@@ -44,7 +45,7 @@ CPU, GPU = speeds(5000, 1300), speeds(300_000, 250_000, 150_000)
         (MULTI30K, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.1, "batch_tokens": 800, "warmup_steps": 100}),
         (MULTI30K, {"minutes": 10}, CPU, {"d_model": 128, "dropout": 0.1, "batch_tokens": 1000, "warmup_steps": 300}),
         (MULTI30K, {"minutes": 3}, GPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 4000, "lr": 4e-3}),
-        (30_000, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 800}),
+        (30_000, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 800, "validate_every": 300}),
         (WMT, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.0, "heads": 4, "feed_forward": 256}),
         (
             WMT,
@@ -53,8 +54,8 @@ CPU, GPU = speeds(5000, 1300), speeds(300_000, 250_000, 150_000)
             {"d_model": 512, "encoder_layers": 6, "heads": 8, "feed_forward": 2048, "lr": 1e-3},
         ),
         (WMT, {"minutes": 60}, speeds(300_000, 250_000, 50_000), {"d_model": 256, "encoder_layers": 4, "lr": 2e-3}),
-        (WMT, {"minutes": 60, "steps": 1000}, GPU, {"d_model": 128, "validate_every": 500}),
-        (MULTI30K, {"steps": 1000}, not_asked, {"batch_tokens": 600, "warmup_steps": 100, "validate_every": 500}),
+        (WMT, {"minutes": 60, "steps": 1000}, GPU, {"d_model": 128, "validate_every": None}),
+        (MULTI30K, {"steps": 1000}, not_asked, {"batch_tokens": 600, "warmup_steps": 100, "validate_every": None}),
         (MULTI30K, {"epochs": 10}, not_asked, {"batch_tokens": 2000, "dropout": 0.1, "validate_every": None}),
         (WMT, {"epochs": 3}, not_asked, {"d_model": 512, "batch_tokens": 4000, "warmup_steps": 4000}),
     ],
@@ -62,7 +63,7 @@ CPU, GPU = speeds(5000, 1300), speeds(300_000, 250_000, 150_000)
 def test_settings_follow_from_corpus_budget_and_speed(
     tokens: int, budget: dict[str, Any], speed: Any, expected: dict[str, Any]
 ) -> None:
-    choice = choose(Task(TRANSLATION, tokens), TranslationConfig, TrainConfig(**budget), {}, speed, speed is GPU)
+    choice = choose(Task(TRANSLATION, tokens), TranslationConfig, TrainConfig(**budget), {}, speed, on_gpu=speed is GPU)
     found = {**choice.model, **choice.train}
     assert {name: found.get(name) for name in expected} == expected
     assert len(choice.lines) == 3
@@ -158,8 +159,8 @@ def test_a_run_measures_stores_what_was_chosen_and_keeps_it_when_it_goes_on(
     assert re.search(r"at [\d,]+ tokens a second, measured here", run.choice.lines[1])
     assert (run.model_config.d_model, run.train_config.lr) == (32, 1e-3)
     stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
-    chosen = stored["run"]["chosen"]
-    assert sorted(chosen) == sorted({*application.application.automatic} - {"d_model", "lr"})
+    chosen, unset = stored["run"]["chosen"], {"validate_every"} - run.choice.train.keys()
+    assert sorted(chosen) == sorted({*application.application.automatic} - {"d_model", "lr"} - unset)
     for section in ("data", "model", "train"):
         values = getattr(run.choice, section)
         assert {name: stored[section][name] for name in values} == values
@@ -175,6 +176,27 @@ def test_a_run_measures_stores_what_was_chosen_and_keeps_it_when_it_goes_on(
     again.fit(resume=True, show=False)
     stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
     assert stored["run"]["chosen"] == [name for name in chosen if name != "warmup_steps"]
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "tokenizer"),
+    [
+        ("a <unk> word", {}, "words"),
+        ("an unk word", {}, "bpe"),
+        ("a <unk> word", {"vocabulary": 20}, "bpe"),
+        ("a <unk> word", {"tokenizer": "char"}, "char"),
+    ],
+)
+def test_a_text_without_its_rare_words_has_a_word_list(
+    line: str, given: dict[str, Any], tokenizer: str, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "text", [f"{line} {i}" for i in range(50)])
+    data = LanguageDataConfig(train_text=tmp_path / "text", **given)
+    stated = {"data": {"train_text": tmp_path / "text", **given}, "model": {}, "train": {"steps": 1}}
+    run = LanguageRun.create(tmp_path / "run", data, {}, LanguageTrainConfig(steps=1), given=stated)
+    assert run.data.tokenizer == tokenizer
+    assert run.choice is not None
+    assert ("tokenizer words" in run.choice.lines[0]) == (tokenizer == "words")
 
 
 def test_nothing_is_chosen_where_python_gives_the_settings(tmp_path: Path) -> None:

@@ -165,14 +165,13 @@ def test_a_run_measures_stores_what_was_chosen_and_keeps_it_when_it_goes_on(
         values = getattr(run.choice, section)
         assert {name: stored[section][name] for name in values} == values
     settings = run.data, run.model_config, run.train_config
-    run.fit(show=False)
+    changes = {"minutes": 5.0, "steps": run.fit(show=False).step + 1, "warmup_steps": 3}
     del run
     monkeypatch.setattr(runs, "choose", not_asked)
-    again = application.open(tmp_path / "run", {"minutes": 0.02, "warmup_steps": 3})
-    before, now = (
-        [vars(each) for each in three] for three in (settings, (again.data, again.model_config, again.train_config))
-    )
-    assert now == [*before[:2], {**before[2], "minutes": 0.02, "warmup_steps": 3}]
+    again = application.open(tmp_path / "run", changes)
+    before = [vars(each) for each in settings]
+    now = [vars(each) for each in (again.data, again.model_config, again.train_config)]
+    assert now == [*before[:2], {**before[2], **changes}]
     again.fit(resume=True, show=False)
     stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
     assert stored["run"]["chosen"] == [name for name in chosen if name != "warmup_steps"]

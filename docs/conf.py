@@ -23,7 +23,7 @@ from benchmarks.codegen.budget import BUDGET
 from benchmarks.codegen.checks.loops import Loop
 from benchmarks.report.pages import BEGIN, END
 from fastformer.apps.cli.console import app as app_of_commands
-from fastformer.apps.cli.help import options_by_group, walk
+from fastformer.apps.cli.help import GROUPS, options_by_group, walk
 from fastformer.settings import Settings, declared, explained
 
 DOCS = Path(__file__).resolve().parent
@@ -111,7 +111,9 @@ def from_repository(app: Sphinx, page: str, source: list[str]) -> None:
 def command_line() -> str:
     """Every command with its arguments and options, from what the command line is made of."""
     lines = []
-    for path, command in walk(typer.main.get_command(app_of_commands), "fastformer"):
+    commands = walk(typer.main.get_command(app_of_commands), "fastformer")
+    order = {group: i for i, group in enumerate(GROUPS)}
+    for path, command in sorted(commands, key=lambda each: order.get(each[1].rich_help_panel, -1)):
         context = type(command).context_class(command, info_name=path)
         lines += [f"## `{path}`", "", "```text", " ".join([path, *command.collect_usage_pieces(context)]), "```", ""]
         lines += [escaped(inspect.cleandoc(command.help or "")), ""]
@@ -123,9 +125,12 @@ def command_line() -> str:
 
 
 def escaped(text: str) -> str:
-    """Text in which Markdown sees code between backticks, and nothing else."""
+    """Text in which Markdown sees nothing but code: what stands between backticks, and flags."""
     parts = text.split("`")
-    return "`".join(part if i % 2 else re.sub(r"([\\*_$<\[\]{}|])", r"\\\1", part) for i, part in enumerate(parts))
+    for i in range(0, len(parts), 2):
+        parts[i] = re.sub(r"([\\*_$<\[\]{}|])", r"\\\1", parts[i])
+        parts[i] = re.sub(r"(?<![\w-])--[a-z][a-z-]*", r"`\g<0>`", parts[i])
+    return "`".join(parts)
 
 
 def newest() -> tuple[str, dict[str, dict[str, Any]]]:

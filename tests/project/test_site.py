@@ -1,5 +1,6 @@
 """The documentation site, built as `make docs` builds it: whole, strict, and with nothing from a network."""
 
+import html
 import importlib
 import inspect
 import json
@@ -16,9 +17,12 @@ import pytest
 pytest.importorskip("furo", reason="the site needs the extra `docs`")
 pytest.importorskip("transformers", reason="its integration is on the site")
 
+import typer
 from sphinx.util.inventory import InventoryFile
 
 import fastformer
+from fastformer.apps.cli.console import app
+from fastformer.apps.cli.help import walk
 from tests.support.python import ROOT
 
 pytestmark = pytest.mark.slow
@@ -84,6 +88,14 @@ def test_shapes_errors_and_settings_are_shown(site: Path) -> None:
     settings = re.sub(r"<[^>]*>", "", (site / "api" / "train.html").read_text(encoding="utf-8"))
     assert "optimiser: adamw, adam, sgd" in settings
     assert re.search(r"end after this many optimiser steps \(.*1.*\)", settings)
+
+
+def test_every_command_and_option_is_on_its_page(site: Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]*>", "", (site / "command-line.html").read_text(encoding="utf-8")))
+    for path, command in walk(typer.main.get_command(app), "fastformer"):
+        assert f"\n{path}" in text
+        options = {name for each in command.params for name in each.opts if name.startswith("--")}
+        assert {name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", text)} == set(), path
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:

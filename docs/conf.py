@@ -65,7 +65,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", r".*"),  # the default role: code, where it names nothing of ours
     ("py:class", r"Tensor|Figure|.*\.[VMT]|.*\.(Value|Model)|dict\[object"),  # of type checking only; type variables
-    ("py:.*", r"(torch|np|numpy|pathlib|collections|typing|rich|matplotlib|sentencepiece|safetensors)\b.*"),
+    ("py:.*", r"(torch|np|numpy|io|pathlib|collections|typing|rich|matplotlib|sentencepiece|safetensors)\b.*"),
 ]
 
 html_math_renderer = "mathml"

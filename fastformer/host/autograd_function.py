@@ -206,10 +206,7 @@ def twice(op: str, formula: Formula | None, seed: Tensor | None = None) -> bool:
 
 
 def plain_gradients(
-    formula: Formula,
-    inputs: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    grads: Sequence[Tensor | None],
+    formula: Formula, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Differentiate `formula(*inputs)` in a differentiable way.
 

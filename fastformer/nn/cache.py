@@ -1,8 +1,7 @@
-"""What a decoder keeps between steps: keys and values of what each row has read, and of the memory that it attends to.
+"""Key and value caches of decoders: `cache = decoder.new_cache(memory)`, then `decoder.step(x, cache)`.
 
-Every stack that decodes from left to right has one: `cache = decoder.new_cache(memory)`, then `decoder.step(x, cache)`
-for one token a row, for a chunk, or for prompts of different lengths. A layer is the same formula as without a cache
-(`compose`), given another way to attend, so what a step returns is what a forward pass over everything returns there.
+A step reads one token a row, a chunk, or prompts of different lengths. A layer is the same formula as without a cache
+(`compose`), given another way to attend, so a step returns what a forward pass over everything returns there.
 
 Tensors that are written to are made outside inference mode, so that a cache may be filled inside and outside in turn.
 
@@ -22,13 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_tensors, send
-from fastformer.nn.attends import Attention
+from fastformer.nn.kv_write import KVWrite, LayerCache, length_mask, prefers_mask
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.padding_free import check_cached
-from fastformer.nn.places import Apart, LayerCache, Packed, Together, hides, hiding
-from fastformer.nn.plain_steps import PlainSteps
-from fastformer.nn.projections import Positions
-from fastformer.nn.wrappers import unwrap, within
+from fastformer.nn.padding_free import MIXED_ORDERS, batch_orders, check_apart, mixing_part
+from fastformer.nn.rotary import Positions
+from fastformer.nn.wrappers import call_inside, unwrap
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
 
@@ -41,7 +38,7 @@ def without_gaps(layout: Layout, device: torch.device) -> Layout:
 
 
 def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    keys_values = _of(layer.multihead_attn, MultiheadAttention.keys_values, tokens)
+    keys_values = _inside(layer.multihead_attn, MultiheadAttention.keys_values, tokens)
     # One copy here saves a strided read at every step.
     keys, values = (unpack(x, layout).transpose(1, 2).contiguous() for x in keys_values)
     return keys, values
@@ -51,19 +48,42 @@ def _project_none(attention: MultiheadAttention, nothing: Tensor) -> tuple[Tenso
     return attention.keys_values(nothing, Positions(nothing.new_empty(0, dtype=torch.int64), 1))
 
 
-def _of(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
-    """run(attention, *arguments), within an adapter around the attention."""
+def _inside(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
+    """Return run(attention, *arguments), computed inside an adapter around the attention."""
     if isinstance(attention, MultiheadAttention):
         return run(attention, *arguments)
     *others, x = arguments
-    found = []  # apart, since the adapter takes what it is given back for a tensor
+    found = []  # the adapter takes what it is given back for a tensor
 
     def note(inner: MultiheadAttention, x: Tensor) -> Tensor:
         found.append(run(inner, *others, x))
         return x
 
-    within(attention, note, x)
+    call_inside(attention, note, x)
     return found[0]
+
+
+def _check(stack: Any) -> None:
+    """Refuse to read with a cache where that would be something else than calling the stack.
+
+    Raises:
+        RuntimeError: a part has hooks or a forward of its own, or may look at several positions at once.
+    """
+    check_apart(stack, "decoding with a cache")
+    if len(batch_orders(stack)) > 1:
+        raise RuntimeError(f"{MIXED_ORDERS}: what is a row to one is a position to another, and a step reads rows")
+    for index, layer in enumerate(map(unwrap, stack.layers)):
+        for name in ("self_attn", "multihead_attn"):
+            attention = unwrap(layer._modules.get(name))
+            if attention is not None and not attention.packs:
+                raise RuntimeError(
+                    f"attention in layers.{index} has add_bias_kv or add_zero_attn, whose keys no step has"
+                )
+            if attention is not None and name == "multihead_attn" and attention.counts_positions:
+                raise RuntimeError(f"attention to the memory in layers.{index} counts positions, which no step knows")
+    reason = mixing_part(stack)
+    if reason is not None:
+        raise RuntimeError(f"{reason}: it may look at several positions; fastformer.token_wise says that it does not")
 
 
 class KVCache:
@@ -76,7 +96,6 @@ class KVCache:
         memory_lengths: int64 `[B]`, on the device; None where all memories are equally long, or there are none.
         layers: a `LayerCache` for each layer.
         stack_id: names the stack that made the cache; copies of a stack that has made one share its name.
-        plain: a shorter way for one token a row, where there is one.
     """
 
     @torch.inference_mode(False)
@@ -92,7 +111,7 @@ class KVCache:
         check_value("rows", rows, int, at_least=0)
         check_value("hypotheses", hypotheses, int, at_least=1)
         check_value("longest", longest, int | None, at_least=1)
-        check_cached(stack)
+        _check(stack)
         state: dict[str, Any] = stack.__dict__
         self.stack_id: str = state.setdefault("_stack_id", uuid.uuid4().hex)
         self.hypotheses, self.longest, self.capacity = hypotheses, longest, 0
@@ -107,10 +126,9 @@ class KVCache:
             inner = unwrap(attention)
             like = inner.in_proj_weight if inner._qkv_same_embed_dim else inner.q_proj_weight
             nothing = like.new_zeros(0, attention.embed_dim)
-            empty = _of(attention, _project_none, nothing)
+            empty = _inside(attention, _project_none, nothing)
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
-        self.plain = PlainSteps.of(stack)
         if memory is not None and not memory[1].full:
             self.memory_lengths = memory[1].offsets.diff()
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -154,40 +172,40 @@ class KVCache:
         x = x if self.batch_first else x.transpose(0, 1)
         count = x.shape[1]
         if lengths is None:
-            if self._reads_at_once(count):
+            if self._reads_uniformly(count):
                 return x, None
             lengths = torch.full((self.rows,), count, device="cpu")
         layout = Layout.from_lengths(lengths, x.device, count)
         return pack(x, layout), layout
 
-    def _reads_at_once(self, count: int) -> bool:
-        """Whether `count` tokens of each row need no layout."""
+    def _reads_uniformly(self, count: int) -> bool:
+        """Return whether `count` tokens of each row need no layout."""
         return count == 1 or not self.rows or bool((self.lengths == self.lengths[0]).all())
 
-    def place(self, count: int, layout: Layout | None) -> "Together":
-        """Say where new tokens go, `count` of each row or as a layout says, and make room for them."""
+    def write(self, count: int, layout: Layout | None) -> KVWrite:
+        """Return where new tokens go, `count` of each row or as a layout says, and make room for them."""
         if layout is not None:
             end = int((self.lengths + layout.lengths).max()) if self.rows else 0
             self._reserve(end)
             first = not bool((self.lengths * layout.lengths).any())
             (past,) = send(self.device, self.lengths)
-            return Packed(layout, past, end, first)
+            return KVWrite.packed(layout, past, end, first)
         least, most = (int(self.lengths.min()), int(self.lengths.max())) if self.rows else (0, 0)
         self._reserve(most + count)
         if least == most:
-            return Together(most, count, self.device)
+            return KVWrite(most + count, self.device, most)
         (positions,) = send(self.device, self.lengths)
-        return Apart(positions, most + 1)
+        return KVWrite.ragged(positions, most + 1)
 
-    def attends(self, index: int, layer: Any, place: "Together") -> tuple[Attention, ...]:
+    def attentions(self, index: int, layer: Any, write: KVWrite) -> tuple[Callable[[Tensor], Tensor], ...]:
         """Return what a layer's `compose` takes: attention to what the rows have read, and to the memory."""
         kept = self.layers[index]
 
         def own(x: Tensor) -> Tensor:
-            return _of(layer.self_attn, place.attend, kept, x)  # type: ignore[no-any-return]
+            return _inside(layer.self_attn, write.attend, kept, x)  # type: ignore[no-any-return]
 
         def memory(x: Tensor) -> Tensor:
-            return _of(layer.multihead_attn, place.attend_to_memory, self.hypotheses, self.memory_limits, kept, x)  # type: ignore[no-any-return]
+            return _inside(layer.multihead_attn, write.attend_to_memory, kept, self, x)  # type: ignore[no-any-return]
 
         return (own,) if kept.memory is None else (own, memory)
 
@@ -196,14 +214,14 @@ class KVCache:
         lengths = self.memory_lengths
         if lengths is None:
             return {}
-        if not hides(q):
+        if not prefers_mask(q):
             return {"key_lengths": lengths}
         kept = self._memory_mask
         if kept is None or kept[0] is not lengths or kept[1].dtype != q.dtype:
-            kept = self._memory_mask = lengths, hiding(lengths, positions, q)
+            kept = self._memory_mask = lengths, length_mask(lengths, positions, q)
         return {"mask": kept[1]}
 
-    def count(self, count: int, layout: Layout | None) -> None:
+    def advance(self, count: int, layout: Layout | None) -> None:
         """Remember that new tokens were read."""
         self._set_lengths(self.lengths + (count if layout is None else layout.lengths))
 
@@ -264,7 +282,7 @@ class KVCache:
         rows = (chosen[:, None] * self.hypotheses + torch.arange(self.hypotheses, device="cpu")).flatten()
         lengths, memory_lengths = self.lengths[rows.to(self.lengths.device)], self.memory_lengths
         rows, chosen = send(self.device, rows, chosen)
-        layers = [kept.of(rows, chosen) for kept in self.layers]
+        layers = [kept.select(rows, chosen) for kept in self.layers]
         if memory_lengths is not None:
             memory_lengths = memory_lengths.index_select(0, chosen)
         # At once: what comes in between, memory that does not suffice or Ctrl-C, leaves the cache as it was.

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from fastformer.nn.modules import OURS, SequentialFeedForward
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
-from fastformer.nn.transformer import Transformer  # noqa: F401  all classes of OURS are defined from here on
 
 ZEROED = (
     "where a key padding mask is given, the padded rows of its output are 0 now, in training too, where torch computes "

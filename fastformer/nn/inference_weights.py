@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.host.devices import autocasts
 from fastformer.modes import forward_ad, readable, tracing_state, transformed, watched
-from fastformer.nn.multihead_attention import MultiheadAttention
+from fastformer.nn.modules import OURS
 from fastformer.settings import check_value
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -62,9 +62,8 @@ def pack_weights(model: nn.Module, precision: str = "fp32") -> None:
     for name, x in model.named_parameters():
         if precision != "fp32" and (x.dtype != torch.float32 or not x.is_cpu):
             raise ValueError(f"model must be in fp32 on a CPU for {precision}, and {name} is {x.dtype} on {x.device}")
-    others = [
-        its for its in model.modules() if isinstance(its, nn.MultiheadAttention) and type(its) is not MultiheadAttention
-    ]
+    attentions = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
+    others = [x for x in attentions if type(x) is not OURS[nn.MultiheadAttention]]
     kept = {id(part) for attention in others for part in attention.modules()}
     known = WeakTensorKeyDictionary()  # what several modules share is packed once
     for module in model.modules():
@@ -93,7 +92,7 @@ def _packed(weight: nn.Parameter, precision: str) -> nn.Parameter:
 def _weights_of(module: nn.Module) -> tuple[str, ...]:
     if type(module) in (nn.Linear, NonDynamicallyQuantizableLinear):
         return ("weight",)
-    if type(module) is MultiheadAttention:
+    if type(module) is OURS[nn.MultiheadAttention]:
         return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
     return ()
 

@@ -1,10 +1,11 @@
-"""Drop-in Transformer layers: torch.nn's classes on our modules and ops.
+"""Drop-in Transformer layers: torch.nn's classes on fastformer's modules and ops.
 
-Each layer is one formula, `compose`, written over functions that attend. torch's `forward` gives it attention with
-torch's masks, `packed` gives it attention within packed sequences, and a decoder with a cache gives it attention to
-what it kept. Constructors run torch's own, so initial values under a seed are torch's, then take over what it made.
+A layer runs in two forms. Where its attention was replaced or has hooks, or a subclass has a block of its own, torch's
+own `forward` runs, which calls every part. Else `compose` runs: one formula over attention callables, for padded
+batches (`forward`), packed sequences (`packed`) and cached steps. Constructors run torch's own, so initial values under
+a seed are torch's, then take over what it made.
 
-Letters: B batch, T targets, S sources, D model width.
+Letters: B batch, H heads, T targets, S sources, D model width.
 """
 
 from collections.abc import Callable
@@ -16,40 +17,47 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
-from fastformer.nn.attends import Attention, is_watched, packed_attention, padded_attention
-from fastformer.nn.hooks import has_hooks, plain
-from fastformer.nn.modules import LayerNorm, activation_name, drop_in, runs_as_torch, take_over
+from fastformer.nn.hooks import plain, plain_parts
+from fastformer.nn.modules import activation_name, drop_in, make_norm, run_feed_forward, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.options import LayerOptions, attention_options, check_options, make_norm
-from fastformer.nn.sublayers import Pending, feed_forward, first_norm
-from fastformer.nn.torch_calls import encoder_masks
-from fastformer.nn.wrappers import Inside, is_sharded
+from fastformer.nn.options import LayerOptions, attention_options, check_options
+from fastformer.nn.sublayers import NORMS, DeferredResidual, norm_of, product_dtype
+from fastformer.nn.wrappers import DeferredCall, call_inside
 from fastformer.packing import Layout, offsets_of
 
+Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
+
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
-# The parts that torch's fast path of an encoder layer replaces.
-_TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
+# The classes of the parts that ops work with past their calls.
+PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "self_attn": (MultiheadAttention,),
-    "linear1": (nn.Linear,),
-    "linear2": (nn.Linear,),
-    "norm1": (LayerNorm, nn.LayerNorm),
-    "norm2": (LayerNorm, nn.LayerNorm),
-    "dropout": (nn.Dropout,),
-    "dropout1": (nn.Dropout,),
-    "dropout2": (nn.Dropout,),
+    "multihead_attn": (MultiheadAttention,),
+    **dict.fromkeys(("linear1", "linear2"), (nn.Linear,)),
+    **dict.fromkeys(("norm1", "norm2", "norm3"), NORMS),
+    **dict.fromkeys(("dropout", "dropout1", "dropout2", "dropout3"), (nn.Dropout,)),
 }
 
 
-def _overrides(cls: type, original: type, *methods: str) -> bool:
-    """Whether a class, by itself or through a base, replaces one of these methods of torch's."""
-    return any(getattr(cls, name) is not getattr(original, name) for name in methods)
+_PARTS_OF_FAST_PATH = 8  # of an encoder layer
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share."""
+    """What encoder and decoder layers share.
 
-    _overridden = False
-    _original: type[nn.Module]
+    Attributes:
+        own_blocks: whether a subclass has another `_sa_block`, `_mha_block` or `_ff_block`.
+        runs_packed: whether packed sequences may go past `forward`: it has no own blocks and no own `forward`.
+    """
+
+    own_blocks = False
+    runs_packed = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        kinds: Any = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+        torchs = next(kind for kind in kinds if issubclass(cls, kind))
+        cls.own_blocks = any(getattr(cls, name, None) is not getattr(torchs, name, None) for name in BLOCKS)
+        cls.runs_packed = not cls.own_blocks and getattr(cls.forward, "__globals__", None) is globals()
 
     def __init__(
         self,
@@ -82,36 +90,8 @@ class _Layer(nn.Module):
         take_over(self)
         self._take_options(nhead, options)
 
-    @property
-    def has_own_blocks(self) -> bool:
-        """Whether a subclass has another `_sa_block`, `_mha_block` or `_ff_block`."""
-        return self._overridden
-
-    def _check_composable(self) -> None:
-        """Refuse to compose a layer with a block of its own."""
-        if self.has_own_blocks:
-            raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
-
-    @property
-    def overridden(self) -> bool:
-        """Whether `forward` or a block of the layer was replaced, which `packed` and `compose` do not call."""
-        forwards = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-        return self.has_own_blocks or type(self).forward not in forwards
-
-    @property
-    def attentions(self) -> tuple[nn.Module, ...]:
-        """Its attention modules: ours, or what took their place."""
-        found: dict[str, Any] = self._modules
-        return tuple(found[name] for name in ("self_attn", "multihead_attn") if name in found)
-
-    @property
-    def watched(self) -> bool:
-        """Whether code that is not ours sees with which arguments the layer, or attention in it, is called."""
-        hooks = has_hooks(self) and not is_sharded(self)
-        return self.overridden or hooks or any(map(is_watched, self.attentions))
-
     def _take_options(self, heads: int, options: LayerOptions) -> None:
-        """Take what torch's layer has not in the place of what its constructor made."""
+        """Replace parts that torch's constructor made by those that the options ask for."""
         own: dict[str, Any] = self._modules
         first = own["linear1"]
         bias, factory = first.bias is not None, {"device": first.weight.device, "dtype": first.weight.dtype}
@@ -122,9 +102,9 @@ class _Layer(nn.Module):
         check_options(options, LayerOptions)
         for name in ("self_attn", "multihead_attn"):
             if name in own:
-                old, theirs = own[name], attention_options(options, cross=name == "multihead_attn")
+                old, given = own[name], attention_options(options, cross=name == "multihead_attn")
                 arguments = {"bias": bias, "batch_first": old.batch_first, **factory}
-                own[name] = MultiheadAttention(old.embed_dim, heads, old.dropout, **arguments, **theirs)
+                own[name] = MultiheadAttention(old.embed_dim, heads, old.dropout, **arguments, **given)
         for name in ("norm1", "norm2", "norm3"):
             if name in own and "norm" in options:
                 own[name] = make_norm(options["norm"], first.in_features, own[name].eps, bias, factory)
@@ -135,18 +115,66 @@ class _Layer(nn.Module):
         if not hasattr(self, "activation"):
             self.activation = F.relu
 
+    def compose(self, x: Tensor, *attentions: Attention) -> Tensor:
+        """Compute the layer.
+
+        Args:
+            x: `[..., D]`.
+            attentions: one for each attention of the layer, in their order.
+
+        Raises:
+            RuntimeError: the layer has an own block, which only `forward` calls.
+        """
+        if self.norm_first:
+            return self.carry(x, *attentions).add()
+        parts = self.plain_parts()
+        for number, attend in enumerate((*attentions, None), start=1):
+            out = self._feed_forward(x, parts) if attend is None else attend(x)
+            x, _ = self._defer(out, x, number, parts).norm(*self._norm(number, parts))
+        return x
+
+    def carry(self, x: Tensor | DeferredResidual, *attentions: Attention) -> DeferredResidual:
+        """Compute a layer with `norm_first` but for its last sum, which the next norm adds; as `compose`."""
+        parts = self.plain_parts()
+        readers = "self_attn", *(["multihead_attn"] if len(attentions) > 1 else []), "linear1"
+        for number, reader in enumerate(readers, start=1):
+            # A norm that a plain product alone reads is written as autocast has the product read it.
+            dtype = product_dtype(x) if reader in parts else None
+            h, x = norm_of(x, *self._norm(number, parts), dtype)
+            out = self._feed_forward(h, parts) if reader == "linear1" else attentions[number - 1](h)
+            x = self._defer(out, x, number, parts)
+        return x  # type: ignore[return-value]
+
+    def plain_parts(self) -> set[str]:
+        """Return the names of the parts that an op may replace: asked once a call, and not again for each part."""
+        if self.own_blocks:
+            raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
+        return plain_parts(self, PARTS)
+
+    def _norm(self, number: int, parts: set[str]) -> tuple[Any, bool]:
+        name = f"norm{number}"
+        return self._modules[name], name in parts
+
+    def _defer(self, x: Tensor, residual: Tensor, number: int, parts: set[str]) -> DeferredResidual:
+        name = f"dropout{number}"
+        return DeferredResidual(x, residual, self._modules[name], name in parts)
+
+    def _feed_forward(self, x: Tensor, parts: set[str]) -> Tensor:
+        own = self._modules
+        name = activation_name(self.activation) if parts.issuperset(("linear1", "dropout", "linear2")) else None
+        return run_feed_forward(x, own["linear1"], own["dropout"], own["linear2"], name, self.activation)
+
 
 @drop_in
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
     Constructor, parameters, masks (True = ignore) and exceptions are torch's; `activation` knows "silu", "gelu_tanh",
-    "geglu", "swiglu" and "reglu", too. Keywords behind torch's are those of `LayerOptions`. A subclass or an instance
-    that replaces `_sa_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    "geglu", "swiglu" and "reglu", too. Keywords behind torch's are those of `LayerOptions`. A subclass that overrides
+    `_sa_block` or `_ff_block` runs torch's `forward`, which calls them.
     """
 
     self_attn: MultiheadAttention
-    _original = nn.TransformerEncoderLayer
 
     @property
     def activation_relu_or_gelu(self) -> int:
@@ -155,23 +183,22 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         torch reads it in its layer and in its stack. It calls no parts: not overridden methods, adapters and hooks.
         """
         known = {"relu": 1, "gelu": 2}.get(activation_name(self.activation) or "", 0)
-        if not known or type(self) is not TransformerEncoderLayer or not self.self_attn._is_torchs_formula:
+        if not known or type(self) is not TransformerEncoderLayer:
             return 0
-        for name, kinds in _TORCHS.items():
-            part: Any = self._modules[name]
-            missing = any(x is None for x in part._parameters.values()) and name != "self_attn"
-            dropping = name.startswith("dropout") and part.training
-            if missing or dropping or not plain(part, *kinds):
-                return 0
-        return known
+        own: dict[str, Any] = self._modules
+        dropping = any(own[name].training for name in ("dropout", "dropout1", "dropout2"))
+        if dropping or len(plain_parts(self, PARTS)) < _PARTS_OF_FAST_PATH or not self.self_attn.is_torchs_formula:
+            return 0
+        parameters = [
+            own[part]._parameters.get(name)
+            for part in ("linear1", "linear2", "norm1", "norm2")
+            for name in ("weight", "bias")
+        ]
+        return 0 if any(x is None for x in parameters) else known
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
-        self.__dict__["activation_relu_or_gelu"] = value
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._overridden = _overrides(cls, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
+        self.__dict__["activation_relu_or_gelu"] = value  # for the day that the layer is reverted
 
     def forward(
         self,
@@ -189,42 +216,32 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             is_causal: states that src_mask is the causal mask, which need not be given.
         """
         given: Any = src_mask
-        if isinstance(given, Inside):
+        if isinstance(given, DeferredCall):
             return given.run(self, src)
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
-        if self.has_own_blocks or src.is_nested:  # as torch's encoder hands it over in inference
+        unmasked = src_mask is None and src_key_padding_mask is None and not is_causal
+        calls_parts = self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention)
+        if calls_parts or (unmasked and runs_as_torch(src) and self.activation_relu_or_gelu):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
-        if src_mask is None and src_key_padding_mask is None and runs_as_torch(src) and self.activation_relu_or_gelu:
-            return nn.TransformerEncoderLayer.forward(self, src, is_causal=is_causal)
-        if not plain(self.self_attn, MultiheadAttention):
-            src_mask, src_key_padding_mask = encoder_masks(src_mask, src_key_padding_mask, src, "src_mask")
-
-        return self.compose(src, padded_attention(self.self_attn, None, src_mask, src_key_padding_mask, is_causal))
+        return self.compose(src, *self.padded_attentions((src_mask, src_key_padding_mask, is_causal)))
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
         check_types(("tokens",), tokens)
-        return self.compose(tokens, *self.attends(layout, causal, src_mask))
+        return self.compose(tokens, *self.packed_attentions(layout, causal, src_mask))
 
-    def attends(self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> tuple[Attention]:
+    def padded_attentions(
+        self, own_masks: tuple[Any, Any, Any], weights: list[list[Tensor]] | None = None
+    ) -> tuple[Attention, ...]:
+        """Return what `compose` takes for padded batches; arguments as in the decoder's layer."""
+        return (_padded(self.self_attn, None, *own_masks, None if weights is None else weights[0]),)
+
+    def packed_attentions(
+        self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None
+    ) -> tuple[Attention, ...]:
         """Return what `compose` takes for packed sequences."""
-        return (packed_attention(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
-
-    def compose(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute the layer, given what attends."""
-        if self.norm_first:
-            return self.carry(x, attention).add()
-        self._check_composable()
-        x, _ = Pending(attention(x), x, self.dropout1).norm(self.norm1)
-        return Pending(feed_forward(self, x), x, self.dropout2).norm(self.norm2)[0]
-
-    def carry(self, x: Tensor | Pending, attention: Attention) -> Pending:
-        """Compute a layer with `norm_first` but for its last sum, from what the layer before left, too."""
-        self._check_composable()
-        h, x = first_norm(x, self.norm1, self.self_attn)
-        h, x = Pending(attention(h), x, self.dropout1).norm(self.norm2, self.linear1)
-        return Pending(feed_forward(self, h), x, self.dropout2)
+        return (_packed(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
 
 
 @drop_in
@@ -232,17 +249,12 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer on fastformer's ops (Vaswani et al. 2017, section 3.1).
 
     Constructor, parameters, masks (True = ignore) and exceptions are torch's; activations and keywords as of the
-    encoder's layer. A subclass or an instance that replaces
-    `_sa_block`, `_mha_block` or `_ff_block` keeps torch's `forward`, which calls them.
+    encoder's layer. A subclass that overrides `_sa_block`, `_mha_block` or `_ff_block` runs torch's `forward`, which
+    calls them.
     """
 
     self_attn: MultiheadAttention
     multihead_attn: MultiheadAttention
-    _original = nn.TransformerDecoderLayer
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._overridden = _overrides(cls, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
 
     def forward(
         self,
@@ -268,30 +280,16 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             memory_is_causal: the same of memory_mask.
         """
         given: Any = tgt_mask
-        if isinstance(given, Inside):
+        if isinstance(given, DeferredCall):
             return given.run(self, tgt, memory)
-        if self.has_own_blocks:
-            return nn.TransformerDecoderLayer.forward(
-                self,
-                tgt,
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+        masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+        if self.own_blocks:  # which may take another memory
+            return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_types(("tgt", "memory"), tgt, memory)
-        check_masks(("tgt_mask", "memory_mask"), tgt_mask, memory_mask)
-        padding_masks = "tgt_key_padding_mask", "memory_key_padding_mask"
-        check_masks(padding_masks, tgt_key_padding_mask, memory_key_padding_mask)
-
-        return self.compose(
-            tgt,
-            padded_attention(self.self_attn, None, tgt_mask, tgt_key_padding_mask, tgt_is_causal),
-            padded_attention(self.multihead_attn, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
-        )
+        check_masks(("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), *masks)
+        own_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+        return self.compose(tgt, *self.padded_attentions(memory, own_masks, memory_masks))
 
     def packed(
         self,
@@ -305,33 +303,73 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     ) -> Tensor:
         """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; masks as in forward, over the columns."""
         check_types(("tokens",), tokens)
-        return self.compose(tokens, *self.attends(layout, memory, memory_layout, causal, tgt_mask, memory_mask))
+        given = layout, memory, memory_layout, causal, tgt_mask, memory_mask
+        return self.compose(tokens, *self.packed_attentions(*given))
 
-    def attends(
-        self, layout: Layout, memory: Tensor, memory_layout: Layout, causal: bool, *masks: Tensor | None
-    ) -> tuple[Attention, Attention]:
-        """Return what `compose` takes for packed sequences; masks: of the target, and of the memory."""
-        tgt_mask, memory_mask = masks
+    def packed_attentions(
+        self,
+        layout: Layout,
+        memory: Tensor,
+        memory_layout: Layout,
+        causal: bool,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+    ) -> tuple[Attention, ...]:
+        """Return what `compose` takes for packed sequences."""
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (
-            packed_attention(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
-            packed_attention(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
+            _packed(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
+            _packed(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
-    def compose(self, x: Tensor, self_attention: Attention, cross_attention: Attention) -> Tensor:
-        """Compute the layer, given what attends."""
-        if self.norm_first:
-            return self.carry(x, self_attention, cross_attention).add()
-        self._check_composable()
-        x, _ = Pending(self_attention(x), x, self.dropout1).norm(self.norm1)
-        x, _ = Pending(cross_attention(x), x, self.dropout2).norm(self.norm2)
-        return Pending(feed_forward(self, x), x, self.dropout3).norm(self.norm3)[0]
+    def padded_attentions(
+        self,
+        memory: Tensor,
+        own_masks: tuple[Any, Any, Any],
+        memory_masks: tuple[Any, Any, Any],
+        weights: list[list[Tensor]] | None = None,
+    ) -> tuple[Attention, ...]:
+        """Return what `compose` takes for padded batches.
 
-    def carry(self, x: Tensor | Pending, self_attention: Attention, cross_attention: Attention) -> Pending:
-        """Compute a layer with `norm_first` but for its last sum, from what the layer before left, too."""
-        self._check_composable()
-        h, x = first_norm(x, self.norm1, self.self_attn)
-        h, x = Pending(self_attention(h), x, self.dropout1).norm(self.norm2, self.multihead_attn)
-        h, x = Pending(cross_attention(h), x, self.dropout2).norm(self.norm3, self.linear1)
-        return Pending(feed_forward(self, h), x, self.dropout3)
+        Args:
+            memory: the encoder's output.
+            own_masks: mask, key padding mask and causal hint of self-attention.
+            memory_masks: those of attention to the memory.
+            weights: get the weights of each attention, `[B, H, T, S]`.
+        """
+        kept = (None, None) if weights is None else weights
+        return (
+            _padded(self.self_attn, None, *own_masks, kept[0]),
+            _padded(self.multihead_attn, memory, *memory_masks, kept[1]),
+        )
+
+
+def _padded(
+    attention: Any,
+    memory: Tensor | None,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    weights: list[Tensor] | None = None,
+) -> Attention:
+    """Return attention in a padded batch, to itself or to memory, called as torch's layers call it."""
+
+    def attend(x: Tensor) -> Tensor:
+        kv = x if memory is None else memory
+        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
+        if weights is None:
+            return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
+        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
+        weights.append(found)
+        return out  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _packed(attention: Any, *layouts: Any, **rules: Any) -> Attention:
+    """Return attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
+    if isinstance(attention, MultiheadAttention):
+        return lambda x: attention.packed(x, *layouts, **rules)
+    # An adapter around it, whose call returns a pair.
+    return lambda x: call_inside(attention, lambda inner, x: inner.packed(x, *layouts, **rules), x)[0]

@@ -25,9 +25,12 @@ from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 from fastformer.host.devices import autocasts
 from fastformer.modes import watched
 from fastformer.nn.activations import FUSED
-from fastformer.nn.hooks import plain
+from fastformer.nn.hooks import plain, plain_parts
 
 _FEW_TOKENS = 256
+_FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
+    "linear1": (nn.Linear,), "dropout": (nn.Dropout,), "linear2": (nn.Linear,),
+}  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -115,13 +118,13 @@ def run_feed_forward(
     activation: Callable[[Tensor], Tensor],
     recompute: bool = False,
 ) -> Tensor:
-    """second(dropout(activation(first(x)))): one op where the parts do no more than that, else the parts in turn.
+    """Return second(dropout(activation(first(x)))), by one op or by calling the parts in turn.
 
     Args:
-        name: what the op calls the activation; None: it knows none such.
+        name: what the op calls the activation; None: the parts are to be called.
         recompute: as the op takes it.
     """
-    if name is None or not (plain(first, nn.Linear) and plain(dropout, nn.Dropout) and plain(second, nn.Linear)):
+    if name is None:
         return second(dropout(activation(first(x))))  # type: ignore[no-any-return]
     return functional.feed_forward(
         x,
@@ -174,6 +177,11 @@ class RMSNorm(nn.RMSNorm):
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
+def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, Any]) -> nn.Module:
+    """Return a norm over `width` numbers, "layer" or "rms"; bias: of a layer norm."""
+    return RMSNorm(width, eps, **factory) if kind == "rms" else LayerNorm(width, eps, bias=bias, **factory)
+
+
 class FeedForward(nn.Module):
     """dropout(activation(linear1(x))) -> linear2, with the parameter names of torch's Transformer layers.
 
@@ -208,9 +216,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D]`; parts that were replaced, or have hooks, are called."""
-        parts = self.linear1, self.dropout, self.linear2
+        unmodified = len(plain_parts(self, _FEED_FORWARD)) == len(_FEED_FORWARD)
         apply = partial(activate, activation=self.activation)
-        return run_feed_forward(x, *parts, self.activation, apply, self.recompute)
+        parts = self.linear1, self.dropout, self.linear2
+        return run_feed_forward(x, *parts, self.activation if unmodified else None, apply, self.recompute)
 
     def extra_repr(self) -> str:
         """Show the activation, and whether anything is recomputed."""

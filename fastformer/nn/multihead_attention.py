@@ -21,9 +21,10 @@ from fastformer.modes import compiling
 from fastformer.nn.hooks import plain
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
-from fastformer.nn.projections import OUT_PROJECTIONS, Positions, Projections
-from fastformer.nn.torch_calls import ahead
-from fastformer.nn.wrappers import Inside
+from fastformer.nn.packed_input import ahead
+from fastformer.nn.projections import OUT_PROJECTIONS, Projections
+from fastformer.nn.rotary import Positions
+from fastformer.nn.wrappers import DeferredCall
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
 
@@ -41,6 +42,7 @@ class MultiheadAttention(Projections):
         softcap: of the scores; None: none.
     """
 
+    runs_packed = True  # packed sequences may go past `forward`; not of subclasses
     window: Window | None = None
     softcap: float | None = None
 
@@ -61,17 +63,7 @@ class MultiheadAttention(Projections):
     ) -> None:
         if not options:
             super().__init__(
-                embed_dim,
-                num_heads,
-                dropout,
-                bias,
-                add_bias_kv,
-                add_zero_attn,
-                kdim,
-                vdim,
-                batch_first,
-                device,
-                dtype,
+                embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
             )
             return
         check_options(options, AttentionOptions)
@@ -115,7 +107,7 @@ class MultiheadAttention(Projections):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
-        if isinstance(key, Inside):
+        if isinstance(key, DeferredCall):
             return key.run(self, query), None
         check_tensors(("query", "key", "value"), query, (key, value))
         check_masks(("key_padding_mask", "attn_mask"), key_padding_mask, attn_mask)
@@ -124,7 +116,7 @@ class MultiheadAttention(Projections):
                 raise ValueError("query and key must not be nested where attention has options that torch's has not")
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
         causal_alone = attn_mask is None or (is_causal and not need_weights)
-        if key_padding_mask is None and causal_alone and runs_as_torch(query) and self._is_torchs_formula:
+        if key_padding_mask is None and causal_alone and runs_as_torch(query) and self.is_torchs_formula:
             masks = None, need_weights, attn_mask, average_attn_weights, is_causal
             return super().forward(query, key, value, *masks)
         # torch's own checks, so that a mistake raises what it raises there.
@@ -243,7 +235,7 @@ class MultiheadAttention(Projections):
         return built or self.softcap is not None or self.counts_positions or self.has_sinks
 
     @property
-    def _is_torchs_formula(self) -> bool:
+    def is_torchs_formula(self) -> bool:
         """Whether torch's own `forward` computes what this module does, with parameters that torch's ops can read."""
         own = self._parameters
         whole = type(own.get("in_proj_weight")) is type(self.out_proj._parameters.get("weight")) is nn.Parameter

@@ -9,7 +9,6 @@ from torch import nn
 
 from fastformer.functional.attention.op import check_softcap, check_window
 from fastformer.functional.attention.rules import Window
-from fastformer.nn.modules import LayerNorm, RMSNorm
 from fastformer.nn.rotary import Rotary
 from fastformer.settings import check_value
 
@@ -57,11 +56,6 @@ class LayerOptions(AttentionOptions, total=False):
 
 
 _OF_SELF_ATTENTION = ("rotary", "window", "position_bias", "sinks")
-
-
-def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, Any]) -> nn.Module:
-    """A norm over `width` numbers, of one of `NORMS`; bias: of a layer norm."""
-    return RMSNorm(width, eps, **factory) if kind == "rms" else LayerNorm(width, eps, bias=bias, **factory)
 
 
 def attention_options(options: LayerOptions, cross: bool = False) -> AttentionOptions:

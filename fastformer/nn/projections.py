@@ -8,7 +8,7 @@ Letters: D model width, H heads of queries, Hkv of keys and values, K head size,
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,10 @@ from fastformer.host.devices import in_autocast
 from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
-from fastformer.nn.rotary import Rotary
+from fastformer.nn.rotary import Positions, Rotary
 
 OUT_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
 QK_EPS = 1e-6
-
-
-class Positions(NamedTuple):
-    """Where tokens stand in their sequences: int64, broadcastable to `[..., L]`, all below `end`."""
-
-    at: Tensor
-    end: int
 
 
 class Projections(nn.MultiheadAttention):

@@ -7,7 +7,7 @@ Letters: K head size, R numbers of a head that are turned, P positions.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ _SHORTEST = 128  # tables grow by doubling from here
 _MOST = 64  # tables that are kept; the oldest go
 _KEPT: dict[Any, tuple[Tensor, Tensor]] = {}
 _READ_BY_GRAPHS: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+class Positions(NamedTuple):
+    """Where tokens stand in their sequences: int64, broadcastable to `[..., L]`, all below `end`."""
+
+    at: Tensor
+    end: int
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_masks, check_types
-from fastformer.nn.attends import padded_attention
 from fastformer.nn.cache import KVCache, without_gaps
 from fastformer.nn.layer_stack import Stack
 from fastformer.nn.modules import drop_in, twin
-from fastformer.nn.padding_free import PackedInput, is_causal_mask, read_side
+from fastformer.nn.packed_input import PackedInput, ahead, causal_hint, encoder_masks, is_causal_mask, read_side
+from fastformer.nn.padding_free import sees_calls
 from fastformer.nn.static_cache import StaticKVCache
-from fastformer.nn.torch_calls import ahead, encoder_masks
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 
@@ -76,13 +75,9 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         check_types(("src",), src)
         check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
         if need_weights:
-            out, weights = self._weigh(
-                self._finite(src, src_key_padding_mask, padding_free),
-                lambda layer, kept: (
-                    padded_attention(layer.self_attn, None, mask, src_key_padding_mask, is_causal is True, kept[0]),
-                ),
-            )
-            return self._blank(out, src_key_padding_mask, padding_free), weights
+            src = self._finite(src, src_key_padding_mask, padding_free)
+            out, weights = self._weigh(src, (mask, src_key_padding_mask, is_causal is True))
+            return self._zero(out, src_key_padding_mask, padding_free), weights
         if src.is_nested:
             _refuse("src", src_key_padding_mask, mask)
             self._check_packs("src")
@@ -95,13 +90,13 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             return side.unpack(self.encode(side, src, mask, bool(is_causal)))
         output = src = self._finite(src, src_key_padding_mask, padding_free)
         padding, hint = src_key_padding_mask, is_causal is True
-        if self.watched:
-            mask, padding = encoder_masks(mask, padding, src, "mask")
-            hint = self._hint(mask, is_causal, src)
+        if sees_calls(self):  # in torch's form
+            mask, padding = encoder_masks(mask, padding, src)
+            hint = causal_hint(mask, is_causal, src, self.layers[0].self_attn.batch_first)
         for layer in self.layers:
             output = self.run_layer(layer, output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
         output = output if self.norm is None else self.norm(output)
-        return self._blank(output, src_key_padding_mask, padding_free)
+        return self._zero(output, src_key_padding_mask, padding_free)
 
     def encode(self, side: PackedInput, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
@@ -189,16 +184,10 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         if need_weights:
             tgt = self._finite(tgt, tgt_key_padding_mask, padding_free)
             memory = self._finite(memory, memory_key_padding_mask, padding_free)
-            own = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
-            others = memory_mask, memory_key_padding_mask, memory_is_causal
-            out, *weights = self._weigh(
-                tgt,
-                lambda layer, kept: (
-                    padded_attention(layer.self_attn, None, *own, kept[0]),
-                    padded_attention(layer.multihead_attn, memory, *others, kept[1]),
-                ),
-            )
-            return self._blank(out, tgt_key_padding_mask, padding_free), *weights
+            own_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
+            memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+            out, *weights = self._weigh(tgt, memory, own_masks, memory_masks)
+            return self._zero(out, tgt_key_padding_mask, padding_free), *weights
         usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
         if tgt.is_nested or (usual and memory.is_nested):
             _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
@@ -221,9 +210,9 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         output = tgt = self._finite(tgt, tgt_key_padding_mask, padding_free)
         memory = self._finite(memory, memory_key_padding_mask, padding_free)
         hint = tgt_is_causal is True
-        if self.watched:
+        if sees_calls(self):  # in torch's form
             check_masks(("tgt_mask",), tgt_mask)
-            hint = self._hint(tgt_mask, tgt_is_causal, tgt)
+            hint = causal_hint(tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first)
         for layer in self.layers:
             output = self.run_layer(
                 layer,
@@ -237,7 +226,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                 memory_is_causal=memory_is_causal,
             )
         output = output if self.norm is None else self.norm(output)
-        return self._blank(output, tgt_key_padding_mask, padding_free)
+        return self._zero(output, tgt_key_padding_mask, padding_free)
 
     def read_target(self, tgt: Tensor, padding: Tensor | None, source: PackedInput) -> PackedInput | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.modes import readable
 from fastformer.nn.cache import KVCache
-from fastformer.nn.places import Apart, Packed, Together
+from fastformer.nn.kv_write import KVWrite
 from fastformer.packing import Layout
 from fastformer.settings import check_value
 
@@ -47,23 +47,23 @@ class StaticKVCache(KVCache):
             kept.grow(capacity)
         self.capacity = capacity
 
-    def place(self, count: int, layout: Layout | None) -> Together:
+    def write(self, count: int, layout: Layout | None) -> KVWrite:
         if readable(self.lengths):
             end = self.lengths.max() + count if layout is None else (self.lengths + layout.lengths).max()
             if end > self.capacity:
                 raise ValueError(f"capacity must be at least the {int(end)} tokens of a row, not {self.capacity}")
         if layout is None:
-            return Apart(self.lengths, self.capacity)
-        return Packed(layout, self.lengths, self.capacity, self._empty)
+            return KVWrite.ragged(self.lengths, self.capacity)
+        return KVWrite.packed(layout, self.lengths, self.capacity, self._empty)
 
-    def count(self, count: int, layout: Layout | None) -> None:
+    def advance(self, count: int, layout: Layout | None) -> None:
         self.lengths.add_(count if layout is None else layout.offsets.diff())
         self._empty = False
 
     def _set_lengths(self, lengths: Tensor) -> None:
         self.lengths.copy_(lengths)
 
-    def _reads_at_once(self, count: int) -> bool:
+    def _reads_uniformly(self, count: int) -> bool:
         return count == 1
 
     def _filled(self) -> int:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
 from fastformer.nn.hooks import has_hooks, has_own_hooks
-from fastformer.nn.layer_stack import as_torch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import drop_in, take_over
-from fastformer.nn.options import LayerOptions, check_options, make_norm
-from fastformer.nn.padding_free import PackedInput, read_side, same_mask
+from fastformer.nn.modules import drop_in, make_norm, take_over
+from fastformer.nn.options import LayerOptions, check_options
+from fastformer.nn.packed_input import PackedInput, read_side, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout
 
@@ -174,15 +173,9 @@ class Transformer(nn.Transformer):
 
     def _encode_padded(self, src: Tensor, same: bool, **masks: Any) -> Tensor:
         """Call the encoder; rows of padding that the decoder will see, where not `same`, are torch's, not 0."""
-        if same or getattr(type(self.encoder), "forward", None) is not TransformerEncoder.forward:
-            return self.encoder(src, **masks)  # type: ignore[no-any-return]
-        if not has_hooks(self.encoder):
-            return self.encoder(src, **masks, padding_free=False)  # type: ignore[no-any-return]
-        before, as_torch.rows = as_torch.rows, True
-        try:
-            return self.encoder(src, **masks)  # type: ignore[no-any-return]
-        finally:
-            as_torch.rows = before
+        ours = getattr(type(self.encoder), "forward", None) is TransformerEncoder.forward
+        options = {} if same or not ours else {"padding_free": False}
+        return self.encoder(src, **masks, **options)  # type: ignore[no-any-return]
 
     def _check(self, src: Tensor, tgt: Tensor) -> None:
         """Raise what torch raises for inputs that do not fit together."""

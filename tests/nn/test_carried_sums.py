@@ -12,7 +12,7 @@ import torch
 
 import fastformer
 from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
-from fastformer.nn import sublayers
+from fastformer.nn import layers as layers_module
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.packing import Layout, pack
 from tests.nn.layer_cases import KINDS, D, layers, randomise
@@ -50,7 +50,7 @@ def stack(kind, final_norm=True, rms=False, **options):
 def results(found, autocast, product_dtype=None, monkeypatch=None):
     """Output and gradients."""
     if product_dtype is not None:
-        monkeypatch.setattr(sublayers, "_product_dtype", product_dtype)
+        monkeypatch.setattr(layers_module, "product_dtype", product_dtype)
     x, memory = X.clone().requires_grad_(), MEMORY.clone().requires_grad_()
     found.zero_grad()
     torch.manual_seed(3)
@@ -78,7 +78,7 @@ def assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], ba
 
 
 def one_by_one(found, monkeypatch):
-    monkeypatch.setattr(type(found), "_carries", lambda *_: False)
+    monkeypatch.setattr(type(found), "_defers", lambda *_: False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -106,7 +106,7 @@ def test_carried_sums_have_the_bits_of_others(rms, kind, autocast, final_norm, b
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @NORMS
 def test_norms_written_for_their_readers_have_the_bits_of_autocast(rms, kind, backend, monkeypatch):
-    found, asked = stack(kind, rms=rms), sublayers._product_dtype
+    found, asked = stack(kind, rms=rms), layers_module.product_dtype
     dtypes = []
     with fastformer.backend(backend):
         ours = results(found, True, lambda *a: (dtypes.append(asked(*a)), dtypes[-1])[1], monkeypatch)
@@ -130,7 +130,7 @@ def test_what_does_not_carry(changes):
     if changes == "subclass":
         found.layers[1].__class__ = type("Own", (TransformerEncoderLayer,), {})
     others = changes == "subclass"
-    assert [found._carries(layer) for layer in found.layers] == [others, False, others]
+    assert [found._defers(layer) for layer in found.layers] == [others, False, others]
 
 
 def test_hooks_of_norms_and_dropouts_are_called():

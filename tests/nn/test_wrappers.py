@@ -68,7 +68,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(cls, "packed", noted)
     for stack in (TransformerEncoder, TransformerDecoder):
-        monkeypatch.setattr(stack, "_carries", lambda *_: False)
+        monkeypatch.setattr(stack, "_defers", lambda *_: False)
     return seen
 
 

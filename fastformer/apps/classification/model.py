@@ -32,7 +32,7 @@ from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
-from fastformer.nn.options import make_norm
+from fastformer.nn.modules import make_norm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.row_map import RowMap

@@ -14,7 +14,8 @@ from fastformer.apps.models.sizes import LARGEST
 from fastformer.functional.attention.rules import SOFTCAPS
 from fastformer.nn.activations import FUNCTIONS, is_gated
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.options import NORMS, LayerOptions, make_norm
+from fastformer.nn.modules import make_norm
+from fastformer.nn.options import NORMS, LayerOptions
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
 from fastformer.settings import SET, Settings, refuse_idle, setting

@@ -23,7 +23,7 @@ from fastformer.apps.train.parallel import exchange, part_of, whole_norm, wrap
 from fastformer.apps.train.processes import Processes
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import seeds_together
-from fastformer.nn.hooks import has_hooks
+from fastformer.nn.hooks import has_global_hooks, has_own_hooks
 from fastformer.nn.modules import cast_parameters
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,8 +61,6 @@ class Update:
         together = self._ours and processes.world == 1 and config.compile is None
         self._cast = cast_parameters(model) if together else []
         self._called = list(model.modules())
-        self._layers: list[Any] = [x for x in self._called if hasattr(x, "has_own_blocks")]
-        self._functions = [(vars(x), *item) for x in self._called for item in _functions(x)]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
 
     @property
@@ -103,26 +101,14 @@ class Update:
         """
         with ExitStack() as stack:
             stack.enter_context(self.autocast())
-            if self._ours and not self._watched():
+            # Hooks may write to a parameter, too; of 158 modules this takes 40 us.
+            if self._ours and not has_global_hooks() and not any(map(has_own_hooks, self._called)):
                 stack.enter_context(cast_together(self._cast, _PRECISIONS.get(self._config.precision)))
                 stack.enter_context(seeds_together())
             loss: Tensor = self.module(batch)
         # The processes' gradients are averaged, but their sum is wanted.
         self._scaler.scale(loss * self._processes.world / tokens).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-    def _watched(self) -> bool:
-        """Whether hooks, or what was replaced since, run in the forward pass; see `is_ours`.
-
-        Some 33 us of the host for the 158 modules of 6+6 layers; `has_hooks` of each takes three times that.
-        """
-        if has_hooks(self._called[0]):  # which counts the hooks of all modules
-            return True
-        if any(layer.has_own_blocks for layer in self._layers):
-            return True
-        if any(held.get(name) is not function for held, name, function in self._functions):
-            return True
-        return any(x._forward_pre_hooks or x._forward_hooks or "forward" in x.__dict__ for x in self._called)
 
     def norm(self) -> Tensor:
         """The norm of the gradients, a scalar."""
@@ -168,26 +154,15 @@ class Update:
 
 
 def is_ours(model: nn.Module, loss: Any) -> bool:
-    """Whether none but torch's and our code runs in a forward pass, as far as classes, functions and the loss say.
+    """Return whether only code of torch and fastformer runs in a forward pass, by classes, functions and the loss.
 
-    Other code may do in the middle of it what leaves no trace: write to a parameter's `.data`, freeze it for a while,
-    or seed the generator to drop the same elements twice.
+    Other code may write to a parameter's `.data` in the middle of a forward pass, freeze the parameter for a while, or
+    seed the generator to drop the same elements twice.
     """
-    functions = [loss, *(function for module in model.modules() for _, function in _functions(module))]
-    written = (*map(_module_of, functions), *(type(module).__module__ for module in model.modules()))
-    return all(str(name).partition(".")[0] in ("fastformer", "torch") for name in written)
-
-
-def _functions(module: nn.Module) -> list[tuple[str, Any]]:
-    """The functions that an instance holds, by name: its activation, a block in place of its class's."""
-    return [(name, value) for name, value in vars(module).items() if callable(value)]
-
-
-def _module_of(function: Any) -> str | None:
-    """Where a function is written."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__module__", None)
+    functions = [loss, *(value for module in model.modules() for value in vars(module).values() if callable(value))]
+    functions = [function.func if isinstance(function, partial) else function for function in functions]
+    modules = [getattr(function, "__module__", None) for function in (*functions, *map(type, model.modules()))]
+    return all(str(name).partition(".")[0] in ("fastformer", "torch") for name in modules)
 
 
 def _has_parts(x: Any) -> bool:

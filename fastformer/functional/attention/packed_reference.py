@@ -193,9 +193,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
         out = weighted_sum(weights, v.flatten(0, 1))
         return out.view(H, N, T, v.shape[3])
     padded = replace(
-        rules,
-        query_lengths=None if by_start else group.query_lengths,
-        key_lengths=None if alone else group.key_lengths,
+        rules, query_lengths=None if by_start else group.query_lengths, key_lengths=None if alone else group.key_lengths
     )
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [N, H, L, K]
     return attention_over_zeros(q, k, v, padded).transpose(0, 1)

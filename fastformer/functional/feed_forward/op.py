@@ -26,15 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
-from fastformer.host.autograd_function import (
-    Formula,
-    call,
-    define,
-    dropout_seed,
-    eager_formula,
-    plain_gradients,
-    twice,
-)
+from fastformer.host.autograd_function import Formula, call, define, dropout_seed, eager_formula, plain_gradients, twice
 from fastformer.host.devices import check_tensors, in_autocast, to_autocast
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]

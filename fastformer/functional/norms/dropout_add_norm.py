@@ -144,11 +144,7 @@ def _forward_fake(
 
 
 def _backward_fake(
-    s: Tensor,
-    dresidual: torch.dtype | None,
-    dx: torch.dtype | None,
-    dw: torch.dtype | None,
-    db: torch.dtype | None,
+    s: Tensor, dresidual: torch.dtype | None, dx: torch.dtype | None, dw: torch.dtype | None, db: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = s.shape[1:]
     return gradient(s, s.shape, dresidual), gradient(s, s.shape, dx), gradient(s, row, dw), gradient(s, row, db)

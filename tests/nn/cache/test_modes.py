@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastformer.nn.cache import KVCache
-from fastformer.nn.places import LayerCache
+from fastformer.nn.kv_write import LayerCache
 from fastformer.packing import Layout
 from tests.nn.cache.cache_cases import Uncached, assert_reads, both, caches, drawn
 

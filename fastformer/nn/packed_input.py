@@ -1,0 +1,169 @@
+"""Padded batches as packed tokens and back, and what masks say: padding, causality, torch's form of masks.
+
+Letters: B batch, L length, T packed tokens, D model width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.transformer import _detect_is_causal_mask
+
+from fastformer.modes import has_values, readable
+from fastformer.packing import Layout, pack, unpack
+
+
+class PackedInput(NamedTuple):
+    """The source or the target side of a padded batch: how its tensors become tokens, and tokens such tensors."""
+
+    layout: Layout
+    batch_first: bool
+    batched: bool
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the real tokens: `[T, D]`."""
+        x = x if self.batched else x.unsqueeze(0 if self.batch_first else 1)
+        return pack(x, self.layout, self.batch_first)
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """Return tokens as a padded batch, zeros in place of padding."""
+        x = unpack(tokens, self.layout, self.batch_first)
+        return x if self.batched else x.squeeze(0 if self.batch_first else 1)
+
+
+def read_side(
+    x: Tensor,
+    padding: Tensor | None,
+    batch_first: bool | None,
+    counts_positions: bool = False,
+    from_start: bool = False,
+) -> PackedInput | None:
+    """Read where the tokens of x `[B, L, D]`, `[L, B, D]` or `[L, D]` lie.
+
+    Args:
+        x: a padded batch.
+        padding: its key padding mask as in torch, `[B, L]` or `[L]`; None for no padding.
+        batch_first: the order of the dimensions; None if unknown.
+        counts_positions: whether tokens must stay as far apart as they are, so that no padding may lie between them.
+        from_start: whether they must stay as far from the first column, as where attention to a memory counts
+            positions, so that no padding may lie on the left either.
+
+    Returns:
+        None where this cannot run without padding, or does not fit together: the padded form then says what is wrong.
+    """
+    batched = x.dim() == 3
+    if x.dim() not in (2, 3) or batch_first is None:
+        return None
+    B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    if padding is None:
+        return PackedInput(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
+    if padding.shape != ((B, L) if batched else (L,)):
+        return None
+    hidden = hidden_keys(padding)
+    if hidden is None:
+        return None
+    layout = Layout.from_mask(hidden.view(B, L))
+    if (counts_positions and layout.has_gaps) or (from_start and not layout.starts_rows):
+        return None
+    return PackedInput(layout.to(x.device), batch_first, batched)
+
+
+def hidden_keys(padding: Tensor) -> Tensor | None:
+    """Return a key padding mask, bool or of 0 and -inf, as bool, True = padding.
+
+    None where an additive mask holds other values, learns, or has no values to read.
+    """
+    if not has_values(padding):
+        return None
+    if padding.dtype == torch.bool:
+        return padding
+    if not padding.is_floating_point() or padding.requires_grad:
+        return None
+    hidden = padding == float("-inf")
+    return None if bool(((padding != 0) & ~hidden).any()) else hidden
+
+
+def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two key padding masks hide the same keys, or neither is given."""
+    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return alike and has_values(one) and has_values(other) and torch.equal(one, other)
+
+
+def zero_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
+    """Set the rows of a padded output to 0 where its mask says True or -inf, as a packed run does.
+
+    Returns x as it is where `_hidden_rows` has no mask for it.
+    """
+    hidden = _hidden_rows(x, padding, batch_first)
+    return x if hidden is None else x.masked_fill(hidden, 0.0)
+
+
+def finite_padding(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor:
+    """Set NaN and inf to 0 in the padded rows of x, where a packed run reads nothing.
+
+    Attention and the gradients of weights multiply padded rows by 0, and 0 * NaN is NaN.
+    """
+    hidden = _hidden_rows(x, padding, batch_first)
+    if hidden is None or (readable(x) and math.isfinite(x.detach().sum().item())):
+        return x
+    return x.masked_fill(hidden & ~x.isfinite(), 0.0)
+
+
+def _hidden_rows(x: Tensor, padding: Tensor | None, batch_first: bool | None) -> Tensor | None:
+    """Return where a padding mask hides rows of x, as bool `[..., 1]`.
+
+    None without a mask, where the layers do not state batch_first, where the mask does not fit x (which layers that
+    take it did not look at), and where x is no padded tensor.
+    """
+    if not isinstance(padding, Tensor) or batch_first is None or not isinstance(x, Tensor) or x.is_nested:
+        return None
+    # A copy of a bool mask: the caller may change the mask before the backward pass.
+    hidden = padding.clone() if padding.dtype == torch.bool else padding == float("-inf")
+    hidden = hidden if padding.dim() == 1 or batch_first else hidden.mT
+    return hidden[..., None] if hidden.shape == x.shape[:-1] else None
+
+
+def ahead(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return torch's causal mask, bool `[T, S]`: True at the later keys, which may not be attended to."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1)
+
+
+def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
+    """Return whether an attn_mask `[L, L]` hides the later keys and nothing else: as stated, or by its values.
+
+    A mask that does not fit, or that learns, counts as another mask.
+    """
+    if mask is None:
+        return stated
+    if not isinstance(mask, Tensor) or mask.shape != (length, length) or mask.requires_grad:
+        return False
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return False
+    if stated or not has_values(mask):
+        return stated
+    later = ahead(length, length, mask.device)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, later)
+    return torch.equal(mask == float("-inf"), later) and not bool(mask.tril().any())
+
+
+def encoder_masks(mask: Tensor | None, padding: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the masks in the form in which torch's encoder passes them to its layers: floating point.
+
+    Args:
+        mask: bool (True = may not attend) or additive.
+        padding: likewise, True = ignore.
+        x: the input of the stack; bool masks become its dtype.
+    """
+    other = F._none_or_dtype(mask)
+    padding = F._canonical_mask(padding, "src_key_padding_mask", other, "mask", x.dtype)
+    return F._canonical_mask(mask, "mask", None, "", x.dtype, False), padding
+
+
+def causal_hint(mask: Tensor | None, stated: bool | None, x: Tensor, batch_first: bool | None) -> bool:
+    """Return the hint that torch's stacks pass on: as stated, else whether the mask is the causal one by its values."""
+    return _detect_is_causal_mask(mask, stated, x.shape[1 if batch_first and x.dim() == 3 else 0])

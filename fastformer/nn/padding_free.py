@@ -80,12 +80,12 @@ def obstacle(stack: Any) -> str | None:
         *_, inner = chain = wrapper_chain(layer)
         runs_packed = getattr(type(inner), "runs_packed", None)
         if not runs_packed:
-            name = type(inner).__name__
-            return f"layers.{index} is a {name}" + ("" if runs_packed is None else " with a part of its own")
+            kind = type(inner).__name__
+            return f"layers.{index} is a {kind}" + ("" if runs_packed is None else " with a part of its own")
         if everywhere or any(has_own_hooks(each) and not is_sharded(each) for each in chain):
             return f"layers.{index} has hooks"
-        if (name := hooked_child(inner)) is not None:
-            return f"layers.{index}.{name} has hooks"
+        if (hooked := hooked_child(inner)) is not None:
+            return f"layers.{index}.{hooked} has hooks"
         for name, part in inner._modules.items():
             if type(part) in TOKEN_WISE or part is None:
                 continue

@@ -86,12 +86,8 @@ def change(name):
     def norm_over_positions(layer):
         layer.norm2 = nn.LayerNorm((T, D), dtype=torch.float64)
 
-    def own_block(layer):
-        layer._ff_block = lambda x: x.flip(1)
-
     return {
         "a norm over positions": (norm_over_positions, "layers.1.norm2 normalises over 2 dimensions"),
-        "own block": (own_block, "layers.1 is a TransformerEncoderLayer with a part of its own"),
         "hooks": (hook, "layers.1.linear1 has hooks"),
         "hooks of its own": (own_hook, "layers.1 has hooks"),
         "another norm": (batch_norm, "layers.1.norm2 is a OfBatch"),

@@ -50,7 +50,7 @@ def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_se
 
 CHANGES = [
     "hooks", "hooks of its own", "another norm", "another activation", "an activation over positions", "bias of keys",
-    "a norm over positions", "own block",
+    "a norm over positions",
 ]  # fmt: skip
 
 

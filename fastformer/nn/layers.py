@@ -115,6 +115,12 @@ class _Layer(nn.Module):
         if not hasattr(self, "activation"):
             self.activation = F.relu
 
+    @property
+    def attentions(self) -> tuple[nn.Module, ...]:
+        """The attention modules, or what took their place."""
+        own: dict[str, Any] = self._modules
+        return tuple(own[name] for name in ("self_attn", "multihead_attn") if name in own)
+
     def compose(self, x: Tensor, *attentions: Attention) -> Tensor:
         """Compute the layer.
 
@@ -187,7 +193,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return 0
         own: dict[str, Any] = self._modules
         dropping = any(own[name].training for name in ("dropout", "dropout1", "dropout2"))
-        if dropping or len(plain_parts(self, PARTS)) < _PARTS_OF_FAST_PATH or not self.self_attn.is_torchs_formula:
+        if dropping or len(plain_parts(self, PARTS)) < _PARTS_OF_FAST_PATH or not self.self_attn.is_torchs_formula():
             return 0
         parameters = [
             own[part]._parameters.get(name)
@@ -220,11 +226,32 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return given.run(self, src)
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
-        unmasked = src_mask is None and src_key_padding_mask is None and not is_causal
-        calls_parts = self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention)
-        if calls_parts or (unmasked and runs_as_torch(src) and self.activation_relu_or_gelu):
+        if src_mask is None and src_key_padding_mask is None and not is_causal and runs_as_torch(src):
+            out = self._torchs_op(src)
+            if out is not None:
+                return out
+        if self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         return self.compose(src, *self.padded_attentions((src_mask, src_key_padding_mask, is_causal)))
+
+    def _torchs_op(self, src: Tensor) -> Tensor | None:
+        """Run torch's one op for a layer in inference; None where it does not compute what the layer does."""
+        own: Any = self._modules
+        attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
+        if src.dim() != 3 or not attention.batch_first or attention.num_heads % 2 or norms[0].eps != norms[1].eps:
+            return None
+        known = self.activation_relu_or_gelu
+        if not known or attention.training or attention._parameters.get("in_proj_bias") is None:
+            return None
+        linears = attention.out_proj, own["linear1"], own["linear2"]
+        attends = attention.in_proj_weight, attention.in_proj_bias, linears[0].weight, linears[0].bias
+        others = [x for part in (*norms, *linears[1:]) for x in (part.weight, part.bias)]
+        if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*attends, *others)):
+            return None
+        sizes = attention.embed_dim, attention.num_heads
+        return torch._transformer_encoder_layer_fwd(
+            src, *sizes, *attends, known == 2, self.norm_first, norms[0].eps, *others
+        )
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""

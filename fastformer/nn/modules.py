@@ -19,7 +19,7 @@ from torch.nn import init
 
 from fastformer import functional
 from fastformer.functional.checks import check_choice, check_probability
-from fastformer.functional.choice import is_torchs, runs_fused
+from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 from fastformer.host.devices import autocasts
@@ -61,8 +61,9 @@ def runs_as_torch(x: Tensor) -> bool:
 
     torch's fused ops for inference keep all scores, so they are not for many tokens.
     """
-    few = x.is_cpu and not torch.is_grad_enabled() and 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]
-    return few and not (watched() or runs_fused("attention", x) or autocasts(x))
+    if torch.is_grad_enabled() or not is_torchs(x, None) or x.is_nested:
+        return False
+    return 0 < x.numel() <= _FEW_TOKENS * x.shape[-1] and not (watched() or autocasts(x))
 
 
 def take_over(module: nn.Module) -> None:

@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 from transformers import BertConfig, BertModel, RecurrentGemmaConfig, RecurrentGemmaModel
 
-import fastformer
 from fastformer.integrations.transformers import obstacles, padded, padding_free
 from fastformer.integrations.transformers.layer_hooks import enter
 from fastformer.integrations.transformers.masks import mask_rules
+from fastformer.nn.padding_free import TOKEN_WISE
 from tests.integrations.test_packed_models import assert_same, outcome
 from tests.integrations.tiny_transformers import PLAIN, ROUNDINGS, batch, count_packed, pairs, tiny
 from tests.support.closeness import assert_close
@@ -66,7 +66,7 @@ def test_a_part_that_is_declared_token_wise(monkeypatch, seen):
         def forward(self, x):
             return super().forward(x) * 2
 
-    monkeypatch.setattr("fastformer.nn.padding_free._declared", {Doubled})
+    monkeypatch.setattr("fastformer.nn.padding_free.TOKEN_WISE", {*TOKEN_WISE, Doubled})
     model = tiny("bert")
     for layer in model.bert.encoder.layer:
         layer.output.dense.__class__ = Doubled
@@ -306,16 +306,6 @@ def test_two_models_of_one_configuration():
 
 def test_layers_that_no_model_of_transformers_holds():
     assert reasons(nn.ModuleDict({"one": tiny("bert").bert.encoder})) == "no model of transformers holds it"
-
-
-def test_convert_says_that_there_is_a_way():
-    model = nn.ModuleDict({"text": tiny("bert"), "head": nn.Linear(3, 3)})
-    entries = fastformer.convert(model).padded
-    assert [(entry.name, entry.before) for entry in entries] == [("text", "transformers.BertForMaskedLM")]
-    assert "fastformer.integrations.transformers.padding_free(model)" in entries[0].outcome
-    padding_free(model)
-    assert not fastformer.convert(model).padded
-    fastformer.revert(model)
 
 
 def test_the_report():

@@ -253,7 +253,7 @@ class MultiheadAttention(Projections):
         masked = is_causal or attn_mask is not None
         if key is query and not masked and self.num_heads % 2 == 0 and self.in_proj_bias is not None:
             parameters = self.in_proj_weight, self.in_proj_bias, out_proj.weight, out_proj.bias
-            return torch._native_multi_head_attention(  # type: ignore[no-any-return]
+            return torch._native_multi_head_attention(
                 query, key, key, D, self.num_heads, *parameters, None, weights, average
             )
         if weights:

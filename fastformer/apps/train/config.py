@@ -98,3 +98,11 @@ class TrainConfig(Settings):
                 raise ValueError(f"cuda_graphs=True does not go together with {other}={value!r}; leave one of them out")
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no end of training is set; give steps, epochs or minutes")
+
+    @property
+    def end(self) -> str:
+        """When a run ends, in words."""
+        limits = {"steps are made": self.steps, "epochs are complete": self.epochs, "minutes are spent": self.minutes}
+        return "until " + " or ".join(
+            f"{limit:,} {what}".replace(".0 ", " ") for what, limit in limits.items() if limit
+        )

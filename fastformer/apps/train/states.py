@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.weights import CheckpointError, same_kind
 
 # What each optimiser keeps of a parameter: tensors like the parameter.
@@ -72,6 +73,24 @@ def check_state(state: Mapping[str, Any], parameters: Sequence[Tensor], origin: 
         )
     except _Unfit as error:
         raise CheckpointError(f"{origin}: not a state of this run: {error}") from None
+
+
+def check_settings(state: Mapping[str, Any], step: int, config: TrainConfig, origin: Path) -> None:
+    """Compare a state with the settings that a resumed run cannot change, and with the step of its checkpoint.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    if state["optimizer_name"] != config.optimizer or state["schedule_name"] != config.schedule:
+        raise CheckpointError(
+            f"{origin}: was trained with optimizer={state['optimizer_name']} and schedule={state['schedule_name']}, "
+            f"not {config.optimizer} and {config.schedule}"
+        )
+    if state["position"]["step"] != step:
+        raise CheckpointError(f"{origin}: its state is of step {state['position']['step']}")
+    rated_by = state.get("metric", config.metric)
+    if state["position"]["best_value"] is not None and rated_by != config.metric:
+        raise CheckpointError(f"{origin}: was rated by metric={rated_by}, not by {config.metric}")
 
 
 def check_numbers(state: Mapping[str, Any], origin: Path) -> None:

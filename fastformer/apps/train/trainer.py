@@ -44,10 +44,11 @@ from fastformer.apps.train.progress import Progress, describe
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
 from fastformer.apps.train.saving import CheckpointWriter
 from fastformer.apps.train.schedules import Schedule
+from fastformer.apps.train.states import check_settings
 from fastformer.apps.train.thread_choice import ThreadChoice, check_threads
 from fastformer.apps.train.time_budget import TimeBudget
 from fastformer.apps.train.validation import Validator, is_better
-from fastformer.apps.train.weights import CheckpointError, put_weights
+from fastformer.apps.train.weights import put_weights
 
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
 _LOWEST_SCALE = 1.0
@@ -124,16 +125,7 @@ class Trainer:
         checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
         checkpoint.check_architecture(self._architecture)
         state = checkpoint.state(self._update.parameters, checked=True)
-        if state["optimizer_name"] != self.config.optimizer or state["schedule_name"] != self.config.schedule:
-            raise CheckpointError(
-                f"{checkpoint.path}: was trained with optimizer={state['optimizer_name']} and "
-                f"schedule={state['schedule_name']}, not {self.config.optimizer} and {self.config.schedule}"
-            )
-        if state["position"]["step"] != checkpoint.step:
-            raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
-        rated_by = state.get("metric", self.config.metric)
-        if state["position"]["best_value"] is not None and rated_by != self.config.metric:
-            raise CheckpointError(f"{checkpoint.path}: was rated by metric={rated_by}, not by {self.config.metric}")
+        check_settings(state, checkpoint.step, self.config, checkpoint.path)
         checkpoint.load_into(self.model, self._architecture, checked=True)
         self._update.load_state_dict(state["optimizer"], state.get("scaler", {}))
         self._schedule.load_state_dict(state["schedule"])
@@ -214,7 +206,8 @@ class Trainer:
         self._update.optimizer.zero_grad()  # of a step that an error ended, or of the caller's own
         try:
             with self._progress, Interrupt(lambda: self._progress.line(notice)) as self._interrupt:
-                self._progress.line(f"training begins: {self._plan()}")
+                saves = f"saved every {self.config.save_minutes:g} minutes and with each validation"
+                self._progress.line(f"training begins: {self.config.end}; {saves}")
                 reason = self._run()
                 self._finish(reason)
         finally:
@@ -238,12 +231,6 @@ class Trainer:
         values = [each.get(metric) for each in found if each.get("kind") in wanted]
         marked = not any(isinstance(value, float) and is_better(metric, value, best) for value in values)
         return marked and wanted <= {each.get("kind") for each in found}
-
-    def _plan(self) -> str:
-        limits = {"steps": "steps are made", "epochs": "epochs are complete", "minutes": "minutes are spent"}
-        given = {what: getattr(self.config, name) for name, what in limits.items()}
-        ends = [f"{limit:,}".removesuffix(".0") + f" {what}" for what, limit in given.items() if limit]
-        return f"until {' or '.join(ends)}; saved every {self.config.save_minutes:g} minutes and with each validation"
 
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""
@@ -283,12 +270,14 @@ class Trainer:
             (seconds, self._at.reserve if reserve is None else reserve, float(due)), self._interrupt.requested
         )
         reason = "interrupted" if interrupted else self._at.end(self.config)
-        if reason is None and save:
-            self._save_interim()
-        if reason is None and self._time.must_measure(self._at.seconds):
-            if self._saved_step < 0:
+        measure = self._time.must_measure(self._at.seconds)
+        if reason is None and (save or measure):
+            paused = self._clock()
+            if save or self._saved_step < 0:
                 self._save_interim()
-            self._measure_validation()
+            if measure:
+                self._measure_validation()
+            self._sums.pause(self._clock() - paused)
         return reason
 
     def _step(self, batches: list[Any]) -> None:
@@ -379,7 +368,7 @@ class Trainer:
         seconds = self._time.trial_seconds
         if self._time.knows_validation or seconds is None or self._validator is None or not self._validator.reducible:
             return
-        started, held_out = self._clock(), self._validator.reducible
+        held_out = self._validator.reducible
         self._time.validation_took(*self._validator.trial(seconds, self._clock))
         if self._at.best_value is None and (share := self._time.share()) < self._at.share:
             self._at.share = share
@@ -387,7 +376,6 @@ class Trainer:
                 f"validation: on {held_out.count(share):,} of {held_out.size:,}, because all would take more than a "
                 "tenth of --minutes; `fastformer evaluate` scores them all"
             )
-        self._sums.pause(self._clock() - started)
 
     def _show(self, record: dict[str, Any] | None, best: bool = False) -> None:
         """Show a record, once what it tells is saved; a process that writes no record shows none."""
@@ -413,10 +401,8 @@ class Trainer:
     def _save_interim(self) -> None:
         """Save so that little is lost if the process is killed, in a place that the next checkpoint takes."""
         self._check_finite(self._at.step)
-        started = self._clock()
         self._metrics = {}
         self._save(None, INTERIM)
-        self._sums.pause(self._clock() - started)
 
     def _save(self, best: float | None, name: str | None = None) -> None:
         started = self._clock()

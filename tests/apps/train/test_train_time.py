@@ -4,7 +4,7 @@ import pytest
 
 from fastformer.apps.train import CheckpointFolder, Validation, read_metrics
 from tests.apps.train.test_train_resume import assert_equal, final, records
-from tests.support.train_task import Clock, config, network, summed_loss, trainer
+from tests.support.train_task import Clock, Source, config, network, summed_loss, trainer
 
 SIZE = 100  # held-out examples
 
@@ -61,6 +61,17 @@ def test_a_budget_in_minutes_ends_in_time_with_all_validations(tmp_path, capsys,
     assert size == SIZE or example * size <= 0.1 * 60 * minutes < example * SIZE
     said = f"validation: on {size} of 100, because all would take more than a tenth of --minutes"
     assert (said in capsys.readouterr().err) == (size < SIZE) == ("validated_share" in found[0])
+
+
+def test_the_speed_is_that_of_steps_alone(tmp_path):
+    """Neither validations nor trials of them count, nor saves."""
+    clock = Clock()
+    settings = config(steps=None, minutes=1.0, log_every=1, validate_every=9, save_minutes=0.05)
+    loss, score = clock.takes(2.0, summed_loss), held_out(clock, 0.1)
+    trainer(tmp_path, settings, loss=loss, validate=score, clock=clock).fit()
+    found = [record["tokens_per_second"] for record in read_metrics(tmp_path) if record["kind"] == "train"]
+    tokens = [batch.tokens for epoch in range(5) for batch in Source().epoch(epoch)]
+    assert found == pytest.approx([count / 2.0 for count in tokens[: len(found)]])
 
 
 def test_a_budget_shorter_than_a_step_makes_the_validation_small(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.modes import compiling
@@ -104,6 +105,13 @@ def in_autocast(parameter: Tensor | None) -> Any:
     device, copy = parameter.device.type, found[2]
     on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == copy.dtype
     return copy if on else parameter
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `F.linear`, with the copies of the parameters in the dtype of autocast where they have some."""
+    if compiling() or copies.of is None:
+        return F.linear(x, weight, bias)
+    return F.linear(x, in_autocast(weight), in_autocast(bias))
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -21,11 +21,10 @@ from fastformer.nn.hooks import plain, plain_parts
 from fastformer.nn.modules import activation_name, drop_in, make_norm, run_feed_forward, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
-from fastformer.nn.sublayers import NORMS, DeferredResidual, norm_of, product_dtype
-from fastformer.nn.wrappers import DeferredCall, call_inside
+from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, packed_call, padded_call, product_dtype
+from fastformer.nn.torch_fast_path import fast_path_activation, run_fast_path
+from fastformer.nn.wrappers import DeferredCall
 from fastformer.packing import Layout, offsets_of
-
-Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
 # The classes of the parts that ops work with past their calls.
@@ -36,9 +35,6 @@ PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     **dict.fromkeys(("norm1", "norm2", "norm3"), NORMS),
     **dict.fromkeys(("dropout", "dropout1", "dropout2", "dropout3"), (nn.Dropout,)),
 }
-
-
-_PARTS_OF_FAST_PATH = 8  # of an encoder layer
 
 
 class _Layer(nn.Module):
@@ -188,19 +184,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         torch reads it in its layer and in its stack. It calls no parts: not overridden methods, adapters and hooks.
         """
-        known = {"relu": 1, "gelu": 2}.get(activation_name(self.activation) or "", 0)
-        if not known or type(self) is not TransformerEncoderLayer:
-            return 0
-        own: dict[str, Any] = self._modules
-        dropping = any(own[name].training for name in ("dropout", "dropout1", "dropout2"))
-        if dropping or len(plain_parts(self, PARTS)) < _PARTS_OF_FAST_PATH or not self.self_attn.is_torchs_formula():
-            return 0
-        parameters = [
-            own[part]._parameters.get(name)
-            for part in ("linear1", "linear2", "norm1", "norm2")
-            for name in ("weight", "bias")
-        ]
-        return 0 if any(x is None for x in parameters) else known
+        return fast_path_activation(self) if type(self) is TransformerEncoderLayer else 0
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
@@ -227,31 +211,12 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         if src_mask is None and src_key_padding_mask is None and not is_causal and runs_as_torch(src):
-            out = self._torchs_op(src)
+            out = run_fast_path(self, src)
             if out is not None:
                 return out
         if self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         return self.compose(src, *self.padded_attentions((src_mask, src_key_padding_mask, is_causal)))
-
-    def _torchs_op(self, src: Tensor) -> Tensor | None:
-        """Run torch's one op for a layer in inference; None where it does not compute what the layer does."""
-        own: Any = self._modules
-        attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
-        if src.dim() != 3 or not attention.batch_first or attention.num_heads % 2 or norms[0].eps != norms[1].eps:
-            return None
-        known = self.activation_relu_or_gelu
-        if not known or attention.training or attention._parameters.get("in_proj_bias") is None:
-            return None
-        linears = attention.out_proj, own["linear1"], own["linear2"]
-        attends = attention.in_proj_weight, attention.in_proj_bias, linears[0].weight, linears[0].bias
-        others = [x for part in (*norms, *linears[1:]) for x in (part.weight, part.bias)]
-        if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*attends, *others)):
-            return None
-        sizes = attention.embed_dim, attention.num_heads
-        return torch._transformer_encoder_layer_fwd(
-            src, *sizes, *attends, known == 2, self.norm_first, norms[0].eps, *others
-        )
 
     def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
         """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
@@ -262,13 +227,13 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         self, own_masks: tuple[Any, Any, Any], weights: list[list[Tensor]] | None = None
     ) -> tuple[Attention, ...]:
         """Return what `compose` takes for padded batches; arguments as in the decoder's layer."""
-        return (_padded(self.self_attn, None, *own_masks, None if weights is None else weights[0]),)
+        return (padded_call(self.self_attn, None, *own_masks, None if weights is None else weights[0]),)
 
     def packed_attentions(
         self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None
     ) -> tuple[Attention, ...]:
         """Return what `compose` takes for packed sequences."""
-        return (_packed(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
+        return (packed_call(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
 
 
 @drop_in
@@ -346,8 +311,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (
-            _packed(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
-            _packed(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
+            packed_call(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
+            packed_call(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
     def padded_attentions(
@@ -367,36 +332,6 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         """
         kept = (None, None) if weights is None else weights
         return (
-            _padded(self.self_attn, None, *own_masks, kept[0]),
-            _padded(self.multihead_attn, memory, *memory_masks, kept[1]),
+            padded_call(self.self_attn, None, *own_masks, kept[0]),
+            padded_call(self.multihead_attn, memory, *memory_masks, kept[1]),
         )
-
-
-def _padded(
-    attention: Any,
-    memory: Tensor | None,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    is_causal: bool,
-    weights: list[Tensor] | None = None,
-) -> Attention:
-    """Return attention in a padded batch, to itself or to memory, called as torch's layers call it."""
-
-    def attend(x: Tensor) -> Tensor:
-        kv = x if memory is None else memory
-        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
-        if weights is None:
-            return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
-        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
-        weights.append(found)
-        return out  # type: ignore[no-any-return]
-
-    return attend
-
-
-def _packed(attention: Any, *layouts: Any, **rules: Any) -> Attention:
-    """Return attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
-    if isinstance(attention, MultiheadAttention):
-        return lambda x: attention.packed(x, *layouts, **rules)
-    # An adapter around it, whose call returns a pair.
-    return lambda x: call_inside(attention, lambda inner, x: inner.packed(x, *layouts, **rules), x)[0]

@@ -16,12 +16,12 @@ from torch.nn.functional import _mha_shape_check  # type: ignore[attr-defined]
 
 from fastformer import functional
 from fastformer.functional.attention.rules import Window
-from fastformer.host.devices import check_masks, check_tensors, check_types
+from fastformer.host.devices import check_masks, check_tensors
 from fastformer.modes import compiling
 from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
-from fastformer.nn.packed_input import ahead
+from fastformer.nn.packed_input import ahead, check_attn_mask, op_masks
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections
 from fastformer.nn.rotary import Positions
 from fastformer.nn.wrappers import DeferredCall
@@ -142,7 +142,8 @@ class MultiheadAttention(Projections):
         causal = is_causal and not need_weights and not extra and not learns
         if is_causal and attn_mask is None and not causal:
             attn_mask = ahead(length, keys, query.device)
-        mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, batch, extra, q.dtype)
+        attn_mask = None if causal else attn_mask
+        mask, key_mask = op_masks(attn_mask, key_padding_mask, (batch, self.num_heads), extra, q.dtype)
         rules = self.rules(max(length, keys), q.device)
         weights = None
         if need_weights:
@@ -217,8 +218,8 @@ class MultiheadAttention(Projections):
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
         else:
             rules = self.rules(max(layout.columns, key_layout.columns), q.device)
-            self._check_mask(attn_mask, layout.batch, layout.columns, key_layout.columns)
-            mask, _ = self._masks(attn_mask, None, layout.batch, 0, q.dtype)
+            check_attn_mask(attn_mask, self.num_heads, layout.batch, layout.columns, key_layout.columns)
+            mask, _ = op_masks(attn_mask, None, (layout.batch, self.num_heads), 0, q.dtype)
             q, k, v = (unpack(x, y).transpose(1, 2) for x, y in ((q, layout), (k, key_layout), (v, key_layout)))
             key_mask = key_layout.once("mask", key_layout.mask)
             out = functional.attention(q, k, v, mask, key_mask=key_mask, **rules)
@@ -332,93 +333,3 @@ class MultiheadAttention(Projections):
     def _distances(self) -> Any:
         """The position bias: a module, or a function that was put in its place."""
         return self._modules.get("position_bias", self.__dict__.get("position_bias"))
-
-    def _columns(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
-        """Where the queries and keys of a padded batch stand, in the order of its dimensions."""
-        if self.rotary is None:
-            return None, None
-        index = torch.arange(max(length, keys), device=device)
-        index = index if time == 1 else index[:, None]
-        return Positions(index[:length], length), Positions(index[:keys], keys)
-
-    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Append the learned and the zero key of `add_bias_kv` and `add_zero_attn` to `[B, H, S, K]`."""
-        extra = 0
-        if self.bias_k is not None and self.bias_v is not None:
-            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
-            k = torch.cat([k, self.bias_k.view(1, *shape[1:]).expand(shape).to(k.dtype)], 2)
-            v = torch.cat([v, self.bias_v.view(1, *shape[1:]).expand(shape).to(v.dtype)], 2)
-            extra += 1
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            extra += 1
-        return k, v, extra
-
-    def _masks(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, extra: int, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Turn torch's masks (True = ignore) into the op's mask and key mask (True = attend)."""
-        mask = key_mask = None
-        if attn_mask is not None:
-            mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # the extra keys are open: False or 0.0
-            mask = (
-                mask.view(batch, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
-            )  # [B, H, T, S] or [T, S]
-            mask = ~mask if mask.dtype == torch.bool else mask
-        if key_padding_mask is not None:
-            padding = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
-            if padding.dtype == torch.bool:
-                key_mask = ~padding
-            else:
-                padding = padding[:, None, None, :].to(dtype)
-                if mask is None:
-                    mask = padding
-                elif mask.dtype == torch.bool:
-                    mask = padding.masked_fill(~mask, float("-inf"))
-                else:
-                    mask = mask + padding
-        return mask, key_mask
-
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        rows: int,
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """Raise what torch raises for arguments that do not fit together."""
-        batch, length, keys = sizes
-        if key_padding_mask is not None:
-            _check_mask_dtype("key_padding_mask", key_padding_mask)
-        self._check_width(query)
-        if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
-            value.shape[:2] if not self._qkv_same_embed_dim else value.shape
-        ):
-            raise AssertionError(f"key of shape {list(key.shape)} and value of {list(value.shape)} do not match")
-        if key.shape[rows] != batch:
-            raise RuntimeError(f"query and key must have the same batch, not {batch} and {key.shape[rows]}")
-        if attn_mask is not None:
-            self._check_mask(attn_mask, batch, length, keys)
-        if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
-            shape = (batch, keys)
-            raise AssertionError(f"key_padding_mask must be of shape {list(shape)}, not {list(key_padding_mask.shape)}")
-
-    def _check_width(self, query: Tensor) -> None:
-        if query.shape[-1] != self.embed_dim:
-            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
-
-    def _check_mask(self, attn_mask: Tensor, batch: int, length: int, keys: int) -> None:
-        """Raise what torch raises for an attn_mask that does not fit."""
-        _check_mask_dtype("attn_mask", attn_mask)
-        shape = (length, keys) if attn_mask.dim() == 2 else (batch * self.num_heads, length, keys)
-        if attn_mask.shape != shape:
-            raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
-
-
-def _check_mask_dtype(name: str, mask: Tensor) -> None:
-    check_types((name,), mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")

@@ -111,7 +111,7 @@ def mixing_part(stack: Any) -> str | None:
     for index, layer in enumerate(stack.layers):
         layer = unwrap(layer)
         for name, part in layer._modules.items():
-            attention = unwrap(part)
+            attention = part if type(part) in TOKEN_WISE else unwrap(part)
             if "runs_packed" not in vars(type(attention)):
                 inner = [("", part)]
             else:

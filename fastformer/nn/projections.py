@@ -17,10 +17,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
-from fastformer.host.devices import in_autocast
+from fastformer.host.devices import in_autocast, linear
 from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
+from fastformer.nn.packed_input import check_attn_mask, check_mask_dtype
 from fastformer.nn.rotary import Positions, Rotary
 
 OUT_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
@@ -133,7 +134,7 @@ class Projections(nn.MultiheadAttention):
             kind = kind.__bases__[0]  # of which torch made its class
         if kind not in OUT_PROJECTIONS or has_own_hooks(self.out_proj):
             return self.out_proj(x)  # type: ignore[no-any-return]
-        return F.linear(x, in_autocast(self.out_proj.weight), in_autocast(self.out_proj.bias))
+        return linear(x, self.out_proj.weight, self.out_proj.bias)
 
     def _heads(self, x: Tensor) -> Tensor:
         """View `[..., heads * K]` as `[..., heads, K]`."""
@@ -161,15 +162,15 @@ class Projections(nn.MultiheadAttention):
         """Project to `[..., heads, K]`, with one matrix product for what is the same tensor."""
         H, Hkv = self.num_heads, self.kv_heads
         if self._qkv_same_embed_dim and key is value:
-            weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
             if query is key:
-                qkv = self._heads(F.linear(query, weight, bias))
+                qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))
                 if self.rotary is not None and not self._normed:  # both in one
                     qk, v = qkv.split_with_sizes([H + Hkv, Hkv], -2)
                     q, k = self.turn(qk, positions).split_with_sizes([H, Hkv], -2)
                     return q, k, v
                 q, k, v = qkv.split_with_sizes([H, Hkv, Hkv], -2)
             else:
+                weight, bias = in_autocast(self.in_proj_weight), in_autocast(self.in_proj_bias)
                 # Split (by its name in C: 1.7 us, not 3.7): its backward puts both gradients together, where that of a
                 # slice fills the rest with zeros.
                 sizes = [H * self.head_dim, 2 * Hkv * self.head_dim]
@@ -200,3 +201,55 @@ class Projections(nn.MultiheadAttention):
             raise ValueError("positions must be given, which rotary attention turns queries and keys by")
         cos, sin = self.rotary.tables(self.head_dim, positions.end, x)
         return functional.rotary(x, positions.at, cos, sin, interleaved=self.rotary.interleaved)
+
+    def _columns(self, length: int, keys: int, time: int, device: torch.device) -> tuple[Positions | None, ...]:
+        """Where the queries and keys of a padded batch stand, in the order of its dimensions."""
+        if self.rotary is None:
+            return None, None
+        index = torch.arange(max(length, keys), device=device)
+        index = index if time == 1 else index[:, None]
+        return Positions(index[:length], length), Positions(index[:keys], keys)
+
+    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Append the learned and the zero key of `add_bias_kv` and `add_zero_attn` to `[B, H, S, K]`."""
+        extra = 0
+        if self.bias_k is not None and self.bias_v is not None:
+            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
+            k = torch.cat([k, self.bias_k.view(1, *shape[1:]).expand(shape).to(k.dtype)], 2)
+            v = torch.cat([v, self.bias_v.view(1, *shape[1:]).expand(shape).to(v.dtype)], 2)
+            extra += 1
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            extra += 1
+        return k, v, extra
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        rows: int,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """Raise what torch raises for arguments that do not fit together."""
+        batch, length, keys = sizes
+        if key_padding_mask is not None:
+            check_mask_dtype("key_padding_mask", key_padding_mask)
+        self._check_width(query)
+        if (key.shape[:2] if not self._qkv_same_embed_dim else key.shape) != (
+            value.shape[:2] if not self._qkv_same_embed_dim else value.shape
+        ):
+            raise AssertionError(f"key of shape {list(key.shape)} and value of {list(value.shape)} do not match")
+        if key.shape[rows] != batch:
+            raise RuntimeError(f"query and key must have the same batch, not {batch} and {key.shape[rows]}")
+        if attn_mask is not None:
+            check_attn_mask(attn_mask, self.num_heads, batch, length, keys)
+        if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
+            shape = (batch, keys)
+            raise AssertionError(f"key_padding_mask must be of shape {list(shape)}, not {list(key_padding_mask.shape)}")
+
+    def _check_width(self, query: Tensor) -> None:
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")

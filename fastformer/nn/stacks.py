@@ -16,7 +16,7 @@ from fastformer.nn.layer_stack import Stack
 from fastformer.nn.modules import drop_in, twin
 from fastformer.nn.packed_input import PackedInput, ahead, causal_hint, encoder_masks, is_causal_mask, read_side
 from fastformer.nn.padding_free import sees_calls
-from fastformer.nn.static_cache import StaticKVCache
+from fastformer.nn.static_cache import make_cache
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
 
@@ -136,7 +136,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             RuntimeError: a layer, or attention in it, has hooks or is somebody's own, or a part of it may look at
                 several positions.
         """
-        return _new_cache(self, rows, None, 1, longest, capacity)
+        return make_cache(self, rows, None, 1, longest, capacity)
 
 
 @drop_in
@@ -325,22 +325,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         elif memory_key_padding_mask is not None:
             raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")
         kept = memory, without_gaps(memory_layout, memory.device)
-        return _new_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
-
-
-def _new_cache(
-    stack: Stack,
-    rows: int,
-    memory: tuple[Tensor, Layout] | None,
-    hypotheses: int,
-    longest: int | None,
-    capacity: int | None,
-) -> KVCache:
-    if capacity is None:
-        return KVCache(stack, rows, memory, hypotheses, longest)
-    if longest is not None:
-        raise ValueError(f"longest must be None with capacity, which is the most that a row may read, not {longest}")
-    return StaticKVCache(stack, rows, memory, hypotheses, capacity)
+        return make_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
 
 
 def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:

@@ -68,3 +68,19 @@ class StaticKVCache(KVCache):
 
     def _filled(self) -> int:
         return self.capacity
+
+
+def make_cache(
+    stack: nn.Module,
+    rows: int,
+    memory: tuple[Tensor, Layout] | None,
+    hypotheses: int,
+    longest: int | None,
+    capacity: int | None,
+) -> KVCache:
+    """Make a cache that grows, or one of fixed capacity; arguments as of the stacks' `new_cache`."""
+    if capacity is None:
+        return KVCache(stack, rows, memory, hypotheses, longest)
+    if longest is not None:
+        raise ValueError(f"longest must be None with capacity, which is the most that a row may read, not {longest}")
+    return StaticKVCache(stack, rows, memory, hypotheses, capacity)

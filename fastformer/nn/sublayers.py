@@ -1,8 +1,9 @@
-"""Between the sublayers of a layer: residual, dropout and norm, in one op where the parts allow it.
+"""What a layer is made of: attention callables, and residual, dropout and norm in one op where the parts allow it.
 
 Letters: D model width.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import autocasts
 from fastformer.nn.modules import LayerNorm, RMSNorm
+from fastformer.nn.wrappers import call_inside, unwrap
+
+Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
 NORMS = (LayerNorm, nn.LayerNorm, RMSNorm, nn.RMSNorm)  # those that an op may take with the sum before them
 
@@ -72,3 +76,33 @@ def product_dtype(x: Tensor | DeferredResidual) -> torch.dtype | None:
     if not autocasts(x) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+def padded_call(
+    attention: Any,
+    memory: Tensor | None,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    weights: list[Tensor] | None = None,
+) -> Attention:
+    """Return attention in a padded batch, to itself or to memory, called as torch's layers call it."""
+
+    def attend(x: Tensor) -> Tensor:
+        kv = x if memory is None else memory
+        rules = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
+        if weights is None:
+            return attention(x, kv, kv, need_weights=False, **rules)[0]  # type: ignore[no-any-return]
+        out, found = attention(x, kv, kv, need_weights=True, average_attn_weights=False, **rules)
+        weights.append(found)
+        return out  # type: ignore[no-any-return]
+
+    return attend
+
+
+def packed_call(attention: Any, *layouts: Any, **rules: Any) -> Attention:
+    """Return attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
+    if unwrap(attention) is attention:
+        return lambda x: attention.packed(x, *layouts, **rules)
+    # An adapter around it, whose call returns a pair.
+    return lambda x: call_inside(attention, lambda inner, x: inner.packed(x, *layouts, **rules), x)[0]

@@ -1,5 +1,6 @@
 """Sequences of different lengths, one after another, without padding: `Layout`, and the ways in and out."""
 
-from fastformer.packing.layout import Layout, from_nested, lengths_of, offsets_of, pack, to_nested, unpack
+from fastformer.packing.layout import Layout, lengths_of, offsets_of, pack, unpack
+from fastformer.packing.nested import from_nested, to_nested
 
 __all__ = ["Layout", "from_nested", "lengths_of", "offsets_of", "pack", "to_nested", "unpack"]

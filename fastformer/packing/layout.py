@@ -320,7 +320,7 @@ def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     Raises:
         ValueError: the number of tokens is not the layout's.
     """
-    _check_tokens(tokens, layout)
+    check_tokens(tokens, layout)
     B, L = layout.batch, layout.columns
     if layout.total == B * L and not compiling():
         padded = tokens.reshape(B, L, *tokens.shape[1:])
@@ -329,50 +329,8 @@ def unpack(tokens: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     return flat.view(*((B, L) if batch_first else (L, B)), *tokens.shape[1:])
 
 
-def _check_tokens(tokens: Tensor, layout: Layout) -> None:
+def check_tokens(tokens: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless tokens are as many as the layout has."""
     check_tensors(("tokens", "layout"), tokens, (offsets_of("layout", layout),))
     if tokens.shape[0] != layout.total:
         raise ValueError(f"tokens has {tokens.shape[0]} rows, the lengths add up to {layout.total}")
-
-
-def from_nested(nested: Tensor) -> tuple[Tensor, Layout]:
-    """Read a nested tensor `[B, (ragged), ...]`: its tokens `[T, ...]` and their layout. Differentiable.
-
-    Waits for the device where the offsets of a jagged tensor are on one.
-
-    Raises:
-        TypeError: the tensor is not nested.
-        ValueError: another dimension than the second is ragged.
-    """
-    check_tensors(("nested",), nested)
-    if not nested.is_nested:
-        raise TypeError(f"nested must be a nested tensor, not one of shape {list(nested.shape)}")
-    if nested.layout != torch.jagged:
-        parts = nested.unbind()
-        if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
-            raise ValueError("nested must be ragged in its second dimension alone")
-        tokens = torch.cat(parts) if parts else torch.empty(0, dtype=nested.dtype, device=nested.device)
-        return tokens, Layout.from_lengths([len(part) for part in parts], nested.device)
-    jagged: Any = nested
-    if jagged._ragged_idx != 1:
-        raise ValueError(f"nested must be ragged in its second dimension, not in dimension {jagged._ragged_idx}")
-    values, offsets, lengths = jagged.values(), jagged.offsets(), jagged.lengths()
-    given = offsets.diff() if lengths is None else lengths
-    layout = Layout.from_lengths(given.cpu(), values.device)
-    if lengths is None and layout.total == values.shape[0]:
-        return values, layout
-    # With holes between the sequences, or rows before and after them.
-    starts = offsets[:-1].repeat_interleave(given, output_size=layout.total)
-    return RowMap.of(starts + layout.positions, values.shape[0]).gather(values), layout
-
-
-def to_nested(tokens: Tensor, layout: Layout) -> Tensor:
-    """Make a nested tensor `[B, (ragged), ...]` of layout torch.jagged around packed tokens. Differentiable.
-
-    Raises:
-        ValueError: the number of tokens is not the layout's.
-    """
-    _check_tokens(tokens, layout)
-    return torch.nested.nested_tensor_from_jagged(
-        tokens, layout.offsets, min_seqlen=layout.shortest, max_seqlen=layout.max_length
-    )

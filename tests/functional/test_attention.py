@@ -12,7 +12,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer.functional import attention, attention_with_weights, packed_attention
-from fastformer.functional.attention.op import check_attention
+from fastformer.functional.attention.arguments import check_attention
 from fastformer.functional.attention.rules import AttentionRules
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, additive, cast, naive

@@ -21,7 +21,7 @@ FLOORS = (
     {"functional"},
     {"nn.activations", "nn.hooks", "nn.rotary", "nn.position_bias", "nn.packed_input"},
     {"nn.modules", "nn.wrappers", "nn.options", "nn.kv_write"},
-    {"nn.projections", "nn.padding_free", "nn.sublayers", "nn.inference_weights"},
+    {"nn.projections", "nn.padding_free", "nn.sublayers", "nn.inference_weights", "nn.torch_fast_path"},
     {"nn.multihead_attention", "nn.fast_path"},
     {"nn.layers", "nn.cache"},
     {"nn.layer_stack", "nn.static_cache"},

@@ -68,8 +68,8 @@ def _lengths(layout: Layout) -> Ints:
 
 def _cuts(queries: Ints, keys: Ints, heads: int) -> list[int]:
     """Return where groups begin, for lengths in descending order of their sum."""
-    longest, widest = (np.maximum.accumulate(x[::-1])[::-1] for x in (queries, keys))  # from each on
-    area = longest * widest
+    # Of the longest from each on.
+    area = np.maximum.accumulate(queries[::-1])[::-1] * np.maximum.accumulate(keys[::-1])[::-1]
     cuts, first = [0], 0
     while first < len(area) and area[first] > 0:
         after = first + int(np.searchsorted(-area[first:], -_SHRINK * area[first]))
@@ -106,8 +106,8 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
     cuts = _cuts(queries[order], keys[order], heads)
     groups, device = [], layout.offsets.device
     for first, end in zip(cuts, [*cuts[1:], len(order)], strict=True):
-        of_queries, of_keys = (x[order[first:end]] for x in (queries, keys))
-        T, S = (int(x.max(initial=0)) for x in (of_queries, of_keys))
+        of_queries, of_keys = queries[order[first:end]], keys[order[first:end]]
+        T, S = int(of_queries.max(initial=0)), int(of_keys.max(initial=0))
         shortest = int(of_keys.min(initial=S))  # as numbers, which no mode or trace has to know
         q, k = torch.from_numpy(of_queries), torch.from_numpy(of_keys)
         bias = None
@@ -116,7 +116,7 @@ def _plan(layout: Layout, key_layout: Layout, heads: int, key_heads: int) -> Pla
             bias = torch.zeros(len(k), 1, S, device="cpu").masked_fill_(hidden, -math.inf)
         q, k, *biases = send(device, q, k, *([] if bias is None else [bias]))
         groups.append(Group(end - first, T, S, q, k, shortest, biases[0] if biases else None))
-    if all(len(x) and 0 < x.min() == x.max() for x in (queries, keys)):
+    if len(queries) and 0 < queries.min() == queries.max() and 0 < keys.min() == keys.max():
         return Plan(groups, None)
     rows = _row_map(layout, order, cuts, heads)
     same = key_layout is layout and heads == key_heads
@@ -134,7 +134,7 @@ def packed_attention(
     """
     if compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
-    H, Hkv, Kv = q.shape[1], k.shape[1], v.shape[2]
+    (_, H, K), Hkv, Kv = q.shape, k.shape[1], v.shape[2]
     plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
     same = layout is key_layout
     if plan.rows is None:
@@ -145,20 +145,18 @@ def packed_attention(
         # As of other batches: callers may view it, and change it in place.
         return out.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     rows, key_rows = plan.rows
-    q, k, v = (m.spread(x.flatten(0, 1)) for x, m in ((q, rows), (k, key_rows), (v, key_rows)))
-    queries = [(H, group.sequences, group.queries) for group in plan.groups]
-    keys = [(Hkv, group.sequences, group.keys) for group in plan.groups]
-    parts = [_parts(x, forms) for x, forms in ((q, queries), (k, keys), (v, keys))]
-    of_groups = zip(*parts, plan.groups, strict=True)
-    outs = [_attend(q, k, v, group, same, rules).flatten(0, 2) for q, k, v, group in of_groups]
+    q, k, v = rows.spread(q.flatten(0, 1)), key_rows.spread(k.flatten(0, 1)), key_rows.spread(v.flatten(0, 1))
+    of_queries = q.split_with_sizes([H * group.sequences * group.queries for group in plan.groups])
+    sizes = [Hkv * group.sequences * group.keys for group in plan.groups]
+    outs = []
+    for group, *parts in zip(
+        plan.groups, of_queries, k.split_with_sizes(sizes), v.split_with_sizes(sizes), strict=True
+    ):
+        N, T, S = group.sequences, group.queries, group.keys
+        of_group = parts[0].view(H, N, T, K), parts[1].view(Hkv, N, S, K), parts[2].view(Hkv, N, S, Kv)
+        outs.append(_attend(*of_group, group, same, rules).flatten(0, 2))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows.gather(out).view(layout.total, H, Kv)
-
-
-def _parts(rows: Tensor, forms: list[tuple[int, int, int]]) -> list[Tensor]:
-    """The rows of groups, each `[heads, N, L, ...]`."""
-    parts: tuple[Tensor, ...] = rows.split([math.prod(form) for form in forms])  # type: ignore[no-untyped-call]
-    return [part.view(*form, rows.shape[1]) for part, form in zip(parts, forms, strict=True)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: AttentionRules) -> Tensor:

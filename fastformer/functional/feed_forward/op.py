@@ -27,7 +27,7 @@ from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.host.autograd_function import Formula, call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_tensors, in_autocast, to_autocast
+from fastformer.host.devices import check_tensors, linear, to_autocast
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -130,10 +130,10 @@ def reference(
     dropout_p: float,
 ) -> Tensor:
     """`feed_forward` in plain PyTorch."""
-    hidden = F.linear(x, in_autocast(weight1), in_autocast(bias1))
+    hidden = linear(x, weight1, bias1)
     # In place where nothing else needs the argument: one pass over the widest tensor of a layer less.
     hidden = F.relu_(hidden) if activation == "relu" else activate(hidden, activation)
-    return F.linear(drop(hidden, dropout_p), in_autocast(weight2), in_autocast(bias2))
+    return linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
 
 
 def _activate_fake(h: Tensor, activation: str) -> Tensor:

@@ -1,0 +1,214 @@
+"""Checks of the arguments of attention, which say each rule in one way only.
+
+Letters: B batch, H heads, T queries, S keys, K head size of queries and keys, P positions.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
+from fastformer.functional.checks import check_choice, check_probability
+from fastformer.host.devices import DeviceError, check_tensors, product_dtype
+from fastformer.modes import exporting, readable
+from fastformer.packing import Layout, offsets_of
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head size, not {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have the same number of heads, not {k.shape[1]} and {v.shape[1]}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the heads of q ({q.shape[1]}) must be a multiple of those of k ({k.shape[1]})")
+
+
+def _check_lengths(name: str, lengths: Tensor, of: str, x: Tensor) -> Tensor:
+    """Return the lengths of sequences in x `[B, H, L, K]`, int64 on its device; values are checked on the CPU only.
+
+    They may lie on the CPU, where batches keep them.
+    """
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(lengths).__name__}")
+    if not lengths.is_cpu and lengths.device != x.device:
+        raise DeviceError(f"{name} is on {lengths.device}, {of} on {x.device}: it must be there or on the CPU")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, not {lengths.dtype}")
+    if lengths.shape != (x.shape[0],):
+        raise ValueError(f"{name} must be of shape [{x.shape[0]}], not {list(lengths.shape)}")
+    unsigned = lengths.dtype == torch.uint64
+    lengths = lengths.to(torch.int64)  # of unsigned ones, torch has no lowest
+    if readable(lengths):
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > x.shape[2]:
+            wrong = low if low < 0 else high
+            wrong += 2**64 if low < 0 and unsigned else 0
+            raise ValueError(f"{name} must lie between 0 and the length of {of}, {x.shape[2]}: {wrong}")
+    return lengths.to(x.device, torch.int64)
+
+
+def _check_masks(q: Tensor, k: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> None:
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"mask must be bool or floating point, not {mask.dtype}")
+        if mask.dim() > 4 or any(m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)):
+            raise ValueError(f"mask must be broadcastable to {list(full)}, not of shape {list(mask.shape)}")
+    if key_mask is not None:
+        if key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask must be bool, not {key_mask.dtype}")
+        if key_mask.shape != (q.shape[0], k.shape[2]):
+            raise ValueError(f"key_mask must be of shape {[q.shape[0], k.shape[2]]}, not {list(key_mask.shape)}")
+
+
+def _check_of_heads(heads: int, longest: int, rules: AttentionRules) -> None:
+    """Check what each head has of its own; longest: of queries and keys."""
+    bias, sinks = rules.distance_bias, rules.sinks
+    for name, x in (("distance_bias", bias), ("sinks", sinks)):
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, not {x.dtype}")
+    if bias is not None:
+        if bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] % 2 == 0:
+            raise ValueError(f"distance_bias must be of shape [{heads}, 2 * P - 1], not {list(bias.shape)}")
+        if bias.shape[1] < 2 * longest - 1:
+            P = (bias.shape[1] + 1) // 2
+            raise ValueError(
+                f"distance_bias must be of at least {longest} positions, the longest of queries and keys, not {P}"
+            )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be of shape [{heads}], not {list(sinks.shape)}")
+
+
+def _in_dtype_of_scores(mask: Tensor, q: Tensor) -> Tensor:
+    """Return an additive mask in the dtype that is computed in, where that is narrower, as torch does.
+
+    What a query sees is decided there: the lowest number of fp32 is -inf in bf16, -1e9 is in fp16.
+    """
+    dtype = product_dtype(q)
+    fits = mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
+    return mask if fits else mask.to(dtype)
+
+
+def check_window(window: object) -> None:
+    """Raise TypeError or ValueError for what is no window, and not None."""
+    if window is None:
+        return
+    if not isinstance(window, tuple):
+        raise TypeError(f"window must be a tuple (left, right), not {type(window).__name__}")
+    if len(window) != 2:
+        raise ValueError(f"window must be a tuple (left, right), not of {len(window)} elements")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window must hold integers or None, not {side!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"window must not hold negative numbers: {side}")
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """Raise TypeError or ValueError for what is no softcap."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
+        raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
+    if not (0 < softcap < math.inf):
+        raise ValueError(f"softcap must be positive and finite, not {softcap}")
+    low, high = SOFTCAPS
+    if not low <= softcap <= high:
+        raise ValueError(f"softcap must lie between {low} and {high}, not {softcap}")
+    return float(softcap)
+
+
+def _effective_window(window: Window | None, causal: bool, length: int) -> Window | None:
+    """Return the window with causality in it, or None where it says no more than `causal` does.
+
+    Args:
+        length: of the longest sequence of queries or keys; a side that reaches as far limits nothing.
+    """
+    check_window(window)
+    if window is None:
+        return None
+    # A program that is exported is for all lengths: none of them decides what is left to say.
+    known = not exporting()
+    left, right = (None if side is None or (known and side >= length) else side for side in window)
+    if left is None and (causal or right is None):
+        return None
+    return left, 0 if causal else right
+
+
+def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alignment:
+    """Return the alignment, "top_left" where it makes no difference: `same` lengths, or no rule about positions."""
+    check_choice("alignment", rules.alignment, ALIGNMENTS)
+    positions = rules.causal or window is not None or rules.distance_bias is not None
+    return rules.alignment if positions and not same else "top_left"
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> AttentionRules:
+    """Check one call of `attention` and return its rules, each said in one way only."""
+    names = ("q", "k", "v", "mask", "key_mask", "distance_bias", "sinks")
+    check_tensors(names, q, (k, v), (rules.mask, rules.key_mask, rules.distance_bias, rules.sinks))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be of shape [batch, heads, length, head size], not {list(x.shape)}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have the same batch: {q.shape[0]}, {k.shape[0]}, {v.shape[0]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have the same length, not {k.shape[2]} and {v.shape[2]}")
+    _check_heads(q, k, v)
+    _check_masks(q, k, rules.mask, rules.key_mask)
+    _check_of_heads(q.shape[1], max(q.shape[2], k.shape[2]), rules)
+    check_probability("dropout_p", rules.dropout_p)
+    mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
+    if mask is not None:
+        mask = _in_dtype_of_scores(mask, q)
+        mask = mask.expand(1, mask.numel()) if mask.dim() < 2 else mask  # SDPA takes [T, S] at least
+    if query_lengths is not None:
+        query_lengths = _check_lengths("query_lengths", query_lengths, "q", q)
+    if key_lengths is not None:
+        key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
+    window = _effective_window(rules.window, rules.causal, max(q.shape[2], k.shape[2]))
+    same = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
+    alignment, softcap = _alignment(rules, window, same), check_softcap(rules.softcap)
+    if (
+        mask is rules.mask
+        and alignment == rules.alignment
+        and window is rules.window
+        and query_lengths is rules.query_lengths
+        and key_lengths is rules.key_lengths
+        and softcap == rules.softcap
+    ):
+        return rules  # which saves 2 us
+    return replace(
+        rules,
+        mask=mask,
+        alignment=alignment,
+        window=window,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        softcap=softcap,
+    )
+
+
+def check_packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
+) -> AttentionRules:
+    """Check one call of `packed_attention` and return its rules, each said in one way only; they hold no mask."""
+    offsets = offsets_of("layout", layout), offsets_of("key_layout", key_layout)
+    names = ("q", "k", "v", "layout", "key_layout", "distance_bias", "sinks")
+    check_tensors(names, q, (k, v, *offsets), (rules.distance_bias, rules.sinks))
+    for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
+        if x.dim() != 3 or x.shape[0] != its.total:
+            raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
+    if layout.batch != key_layout.batch:
+        raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
+    _check_heads(q, k, v)
+    check_probability("dropout_p", rules.dropout_p)
+    longest = max(layout.max_length, key_layout.max_length)
+    _check_of_heads(q.shape[1], longest, rules)
+    window = _effective_window(rules.window, rules.causal, longest)
+    alignment = _alignment(rules, window, layout is key_layout)
+    softcap = check_softcap(rules.softcap)
+    if alignment == rules.alignment and window is rules.window and softcap == rules.softcap:
+        return rules
+    return replace(rules, alignment=alignment, window=window, softcap=softcap)

@@ -26,16 +26,16 @@ from unittest import mock
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.utils import logging
 
 from fastformer import functional
-from fastformer.integrations.transformers import entry, layer_hooks, obstacles, padding_free, stacks
-from fastformer.integrations.transformers.arguments import parameters
+from fastformer.integrations.transformers import eligibility, entry, padding_free
+from fastformer.integrations.transformers.packing import _base_models
 from tests.integrations.small_configs import small
 
-RECORD = Path(obstacles.__file__).with_name("tested.json")
+RECORD = Path(eligibility.__file__).with_name("tested.json")
 VOCABULARY, ROWS, LENGTH, TARGETS = 99, 3, 9, 7
 SIDES = ("right", "left", "gaps", "empty", "none")
 # Two layers with large weights, added up in another order, and a softmax that many models take in fp32.
@@ -132,48 +132,49 @@ def results(model: Any, side: str) -> dict[str, Tensor]:
     direction = torch.randn(chosen.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     (chosen * direction.to(chosen.dtype)).sum().backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {"outputs": chosen.detach(), **gradients}
+    pooled = getattr(out, "pooler_output", None) if side in ("right", "none") else None  # elsewhere it reads padding
+    pooled = {} if pooled is None else {"outputs pooled": pooled.detach()}
+    return {"outputs": chosen.detach(), **pooled, **gradients}
 
 
 def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
     """In what results differ by more than another order of adding, or None."""
     if found.keys() != wanted.keys():
         return f"gradients of {sorted(found.keys() ^ wanted.keys())[:3]} in one of the two only"
-    largest = max((float(x.abs().max()) for name, x in wanted.items() if name != "outputs"), default=0.0)
+    largest = max((float(x.abs().max()) for name, x in wanted.items() if not name.startswith("outputs")), default=0.0)
     for name, x in wanted.items():
         own = float(x.abs().max())
         error = float((found[name].double() - x.double()).abs().max())
-        scale = own if name == "outputs" else max(own, 0.01 * largest)
+        scale = own if name.startswith("outputs") else max(own, 0.01 * largest)
         if not error <= ROUNDINGS * EPS * scale:
             return f"{name} differs by {error:.2g} of {own:.2g}"
     return None
 
 
 @contextlib.contextmanager
-def counted(ran: list[nn.Module] | None = None) -> Iterator[Counter[str]]:
-    """How often our attention runs packed and padded; ran, if given, gets the layers that run packed."""
+def counted(ran: set[str] | None = None) -> Iterator[Counter[str]]:
+    """How often our attention runs packed and padded; ran, if given, gets the classes of models that run packed."""
     calls: Counter[str] = Counter()
-    places: list[tuple[Any, str]] = [(functional, name) for name in ATTENTIONS]
-    places += [(layer_hooks, "_packed")] if ran is not None else []
-    before = [getattr(*place) for place in places]
+    run_packed = entry._run
 
     def counting(name: str, function: Any) -> Any:
-        def run(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if name in ATTENTIONS:
-                calls[name] += 1
-            elif ran is not None:
-                ran.append(first)
-            return function(first, *args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
 
         return run
 
-    try:
-        for (room, name), function in zip(places, before, strict=True):
-            setattr(room, name, counting(name, function))
+    def noting(model: Any, *args: Any) -> Any:
+        output = run_packed(model, *args)
+        if ran is not None:
+            ran.add(eligibility.identity(model))
+        return output
+
+    with contextlib.ExitStack() as stack:
+        for name in ATTENTIONS:
+            stack.enter_context(mock.patch.object(functional, name, counting(name, getattr(functional, name))))
+        stack.enter_context(mock.patch.object(entry, "_run", noting))
         yield calls
-    finally:
-        for (room, name), function in zip(places, before, strict=True):
-            setattr(room, name, function)
 
 
 def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
@@ -216,17 +217,17 @@ def of_padded_batches(name: str) -> dict[str, Any]:
             return {"outcome": "not built", "reason": _first_line(error)}
         if not wanted:
             return {"outcome": "not built", "reason": "eager's numbers are not finite"}
-        ours, alone, refused = build(name, "eager", dtype), 0, ""
+        alone, refused = 0, ""
         try:
             named = build(name, "fastformer", dtype)
             with counted() as calls:
                 found = {side: results(named, side) for side in wanted}
-            ours, alone = named, calls.total()
+            alone = calls.total()
         except Exception as error:  # parts of it may have models of their own, which padding_free takes
             found, refused = {}, _first_line(error)
         for side, its in found.items():
             assert (wrong := difference(its, wanted[side])) is None, f"{name}, attention alone, {side}: {wrong}"
-        made = packed(ours, name, wanted)
+        made = packed(name, dtype, wanted)
         if made["outcome"] == "packed":
             reasons = (made.get("reason"), refused and f"the name alone raises {refused}")
             return {**made, "reason": "; ".join(filter(None, reasons))} if any(reasons) else made
@@ -235,35 +236,46 @@ def of_padded_batches(name: str) -> dict[str, Any]:
         return made if alone else {**made, "outcome": "no attention"}
 
 
-def packed(ours: nn.Module, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What becomes of a model with `padding_free`."""
-    found = list(stacks._stacks(ours))
-    report = padding_free(ours, also={type(layer) for _, _, stack, _ in found for layer in stack})
-    reasons = {entry.outcome for entry in report.padded}
-    ran: list[nn.Module] = []
-    most = 0
-    for side in wanted:
-        with counted(ran) as calls:
-            try:
-                wrong = difference(results(ours, side), wanted[side])
-            except Exception as error:
-                wrong = _first_line(error)
-        if wrong is not None:  # so it is not on the list, and padding_free leaves it padded
-            return {"outcome": "padded", "reason": f"packed ({side} padding), its numbers are others: {wrong}"}
-        most = max(most, calls["packed_attention"])
-        assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
-    layers, names = set(), {entry.name for entry in report.packed}
-    for path, owner, stack, _ in found:
-        its = {obstacles.identity(owner, layer) for layer in stack if layer in ran}
-        layers |= its
-        if path in names and not its:
-            taken = parameters(stack[0])[1:]
-            others = ", ".join(name for name in taken if name not in layer_hooks.KNOWN)
-            reasons.add(f"{type(owner).__name__} is given {others or 'no mask of padding alone'}")
+RULES = ("columns", "tokens", "words")
+
+
+def packed(name: str, dtype: torch.dtype, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of a model with `padding_free`: each base model inside it alone, then all that are right."""
+    right: dict[str, str] = {}
+    reasons = set()
+    for identity in dict.fromkeys(eligibility.identity(base) for _, base in _base_models(build(name, "eager", dtype))):
+        found = [_wrong_with(name, dtype, wanted, {identity: rule}) for rule in RULES[:1]]
+        while found[-1] is not None and found[-1].startswith("outputs") and len(found) < len(RULES):
+            found.append(_wrong_with(name, dtype, wanted, {identity: RULES[len(found)]}))
+        if found[-1] is None:
+            right[identity] = RULES[len(found) - 1]
+        else:
+            reasons.add(f"{identity.rpartition('.')[2]}: {found[0]}")
     said = {"reason": "; ".join(sorted(reasons))} if reasons else {}
-    if not layers:
-        return {"outcome": "padded", "reason": "no stack of layers", **said}
-    return {"outcome": "packed", "packed": sorted(layers), "calls": most, **said}
+    if not right:
+        return {"outcome": "padded", "reason": "no model that takes a padding mask", **said}
+    wrong = _wrong_with(name, dtype, wanted, right)
+    assert wrong is None, f"{name}, packed: {wrong}"
+    return {"outcome": "packed", "packed": right, **said}
+
+
+def _wrong_with(name: str, dtype: torch.dtype, wanted: dict[str, Any], classes: dict[str, str]) -> str | None:
+    """Why some classes of base models may not run packed, by a rule of positions each, or None."""
+    model, ran = build(name, "eager", dtype), set[str]()
+    with mock.patch.object(eligibility, "_packed", return_value=classes):
+        report = padding_free(model)
+        for side in wanted:
+            with counted(ran) as calls:
+                try:
+                    wrong = difference(results(model, side), wanted[side])
+                except Exception as error:
+                    wrong = _first_line(error)
+            if wrong is not None:
+                return f"{wrong} ({side} padding)"
+            assert calls["packed_attention"] == 0 or side != "none", f"{name} packed a batch without padding"
+    missing = classes.keys() - ran
+    reasons = {entry.outcome for entry in report.padded if "not among the classes" not in entry.outcome}
+    return "; ".join(sorted(reasons)) or "its calls ran padded" if missing else None
 
 
 def of_flattened_batches(name: str) -> dict[str, Any]:
@@ -273,21 +285,29 @@ def of_flattened_batches(name: str) -> dict[str, Any]:
     without, in training and evaluation. In evaluation each has the numbers that `eager` gives it alone. A class that
     is not listed raises for such a batch.
     """
-    found: set[str] = set()
-    for pack in (False, True):
-        with mock.patch.object(entry, "keeps_apart", lambda model: not found.add(entry.identity(model))):
-            try:
-                eager = build(name, "eager", torch.float64)
-                if "position_ids" not in inspect.signature(type(eager).forward).parameters:
-                    return {}
-                model = build(name, "eager" if pack else "fastformer", torch.float64)
-                if pack and padding_free(model).packed == []:
-                    continue
-                for caches in ({}, {"use_cache": False}):
-                    _keeps_apart(model, eager, caches)
-            except Exception as error:
-                return {"flattened": _first_line(error)}
-    return {"kept_apart": sorted(found)} if found else {}
+
+    def without_others(model: Any) -> bool:
+        return not any(isinstance(x, transformers.PreTrainedModel) for x in model.modules() if x is not model)
+
+    if "position_ids" not in inspect.signature(type(build(name, "eager", torch.float32)).forward).parameters:
+        return {}
+    reasons = []
+    for choose in (without_others, lambda model: True):  # the innermost models, or those around them
+        found: set[str] = set()
+        flattens = lambda model: choose(model) and not found.add(eligibility.identity(model))  # noqa: B023, E731
+        try:
+            with mock.patch.object(entry, "flattens", flattens):
+                for pack in (False, True):
+                    eager, model = (
+                        build(name, each, torch.float64) for each in ("eager", "eager" if pack else "fastformer")
+                    )
+                    if not pack or padding_free(model).packed:
+                        for caches in ({}, {"use_cache": False}):
+                            _keeps_apart(model, eager, caches)
+            return {"kept_apart": sorted(found)}
+        except Exception as error:
+            reasons.append(_first_line(error))
+    return {"flattened": reasons[0]}
 
 
 def _keeps_apart(model: Any, eager: Any, caches: dict[str, Any]) -> None:
@@ -325,7 +345,7 @@ def _late(*_: object) -> None:
 
 
 GETS = {
-    "packed": 'All layers of these stacks run without padding; attention alone with the name "fastformer".',
+    "packed": 'These base models run without padding; attention alone with the name "fastformer".',
     "padded": "Attention leaves the padding out; the other layers work on it.",
     "no attention": "There is no attention of transformers' interface to replace: nothing changes.",
     "refused": "The name raises: use `eager` or `sdpa`.",
@@ -356,7 +376,7 @@ def page(record: dict[str, Any]) -> str:
         lines += ["", f"## {outcome.capitalize()}", "", "| type | |", "|---|---|"]
         for name, its in kept.items():
             if its["outcome"] == outcome:
-                classes = ", ".join(f"`{stack.rpartition('.')[2]}`" for stack in its.get("packed", ()))
+                classes = ", ".join(f"`{cls.rpartition('.')[2]}`" for cls in its.get("packed", ()))
                 said = "; ".join(filter(None, (classes, its.get("reason", "").replace("|", "/"))))
                 lines.append(f"| {name} | {said} |")
     return "\n".join(lines) + "\n"
@@ -381,14 +401,14 @@ def main() -> None:
             found[name] = {"outcome": "ERROR", "reason": _first_line(error)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         its = found[name]
-        said = f"{its['outcome']:10} {its.get('calls', '')} {its.get('reason', '')}"
+        said = f"{its['outcome']:10} {its.get('packed', '')} {its.get('reason', '')}"
         print(f"{time.process_time() - began:5.1f} s  {name:28} {said}", flush=True)
         gc.collect()
     print(Counter(its["outcome"] for its in found.values()))
-    recorded = obstacles.survey()
+    recorded = eligibility.survey()
     changed = [name for name, its in found.items() if its != recorded["types"].get(name)]
     if options.update:
-        kept = obstacles.survey()["types"] if options.types else {}
+        kept = eligibility.survey()["types"] if options.types else {}
         record = {"transformers": transformers.__version__, "types": dict(sorted((kept | found).items()))}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(record), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Flattened batches, whose position ids begin again with each sequence: a Layout in place of a mask over all pairs."""
+"""Flattened batches of several sequences in a row, whose position ids begin again with each."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, Lfm2Config, Lfm2Model, StaticCache, masking_utils
+from transformers import DataCollatorWithFlattening, Lfm2Config, Lfm2Model, StaticCache
 
 from fastformer.integrations.transformers import padding_free
-from fastformer.integrations.transformers.masks import mask_rules
 from tests.integrations import survey
 from tests.integrations.tiny_transformers import LENGTH, PLAIN, ROUNDINGS, VOCABULARY, count_packed, tiny
 from tests.support.closeness import assert_close
@@ -24,13 +23,6 @@ ROWS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
 @pytest.fixture
 def seen(monkeypatch):
     return count_packed(monkeypatch)
-
-
-def flattened(pattern: Any, positions: Tensor, numbers: Tensor) -> Any:
-    """The mask function of a flattened batch, as the installed transformers makes it."""
-    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
-        return masking_utils.packed_sequence_compatibility_function(pattern, positions, numbers)
-    return masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(numbers))
 
 
 def collated(**options: Any) -> dict[str, Any]:
@@ -70,14 +62,20 @@ def test_several_rows_of_sequences(name, seen):
     assert seen == [2 * LENGTH] * 2
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_attention_weights_are_of_rows(name, seen):
+def test_hidden_states_are_of_rows(seen):
     inputs = {"input_ids": torch.randint(3, VOCABULARY, (2, LENGTH)), "position_ids": ROWS, "use_cache": False}
-    expected = tiny(name, "eager")(**inputs, output_attentions=True)
-    actual = tiny(name)(**inputs, output_attentions=True)
-    for one, other in zip(actual.attentions, expected.attentions, strict=True):
+    found = [tiny("llama", name)(**inputs, output_hidden_states=True).hidden_states for name in ("eager", "fastformer")]
+    for one, other in zip(*found, strict=True):
         assert_close(one, other, ROUNDINGS)
-    assert not seen
+    assert seen
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "chunks"])
+def test_what_one_row_does_not_have_raises(asked):
+    model = survey.build("llama4_text", "fastformer", torch.float32) if asked == "chunks" else tiny("llama")
+    given = {} if asked == "chunks" else {asked: True}
+    with pytest.raises(ValueError, match="one sequence a row with an attention_mask"):
+        model(input_ids=collated()["input_ids"], position_ids=POSITIONS, **given)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -146,40 +144,6 @@ def test_compiled_sequences_are_kept_apart():
     assert_close(compiled(**inputs).logits, expected, ROUNDINGS)
 
 
-def test_no_mask_is_made(monkeypatch):
-    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
-    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
-    rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
-    assert rules.mask is rules.key_mask is None
-    assert rules.causal
-    assert rules.layout is rules.key_layout
-    assert rules.layout.lengths.tolist() == [4, 3, 2, 2, 7]
-
-
-def test_the_form_of_older_releases():
-    """There the pattern goes by columns: the same within each sequence."""
-    numbers = masking_utils.find_packed_sequence_indices(ROWS)
-    for pattern, window in (
-        (masking_utils.causal_mask_function, None),
-        (masking_utils.sliding_window_causal_mask_function(2), (1, 0)),
-    ):
-        function = masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(numbers))
-        rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
-        assert rules.layout.lengths.tolist() == [4, 3, 2, 2, 7]
-        assert (rules.causal, rules.window) == (True, window)
-
-
-def test_a_mask_function_that_says_more_has_its_mask():
-    function = flattened(
-        masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)),
-        ROWS,
-        masking_utils.find_packed_sequence_indices(ROWS),
-    )
-    assert mask_rules(2, LENGTH, LENGTH, mask_function=function).layout is None
-    both = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k >= 0)
-    assert mask_rules(2, LENGTH, LENGTH, mask_function=both).layout is None
-
-
 def test_sequences_that_nothing_keeps_apart_raise():
     inputs = {**collated(), "cu_seq_lens_q": torch.tensor([0, 4, 5, 8, 10]), "use_cache": False}
     tiny("llama")(**inputs)
@@ -188,18 +152,3 @@ def test_sequences_that_nothing_keeps_apart_raise():
         tiny("llama")(**inputs)
     inputs["cu_seq_lens_q"] = torch.tensor([0, 10])
     tiny("llama")(**inputs)
-
-
-def test_rules_of_a_run_move_between_devices():
-    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
-    rules = mask_rules(2, LENGTH, LENGTH, mask_function=function).to("meta")
-    assert rules.layout.offsets.device.type == rules.key_layout.offsets.device.type == "meta"
-
-
-def test_compiled_it_is_a_mask(monkeypatch):
-    """Its lengths are no constants of a graph."""
-    monkeypatch.setattr("fastformer.integrations.transformers.masks.compiling", lambda: True)
-    function = flattened(masking_utils.causal_mask_function, ROWS, masking_utils.find_packed_sequence_indices(ROWS))
-    rules = mask_rules(2, LENGTH, LENGTH, mask_function=function)
-    assert rules.layout is None
-    assert rules.mask is not None

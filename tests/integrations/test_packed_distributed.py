@@ -12,10 +12,8 @@ pytest.importorskip("transformers")
 from torch import Tensor, nn
 
 from fastformer.integrations.transformers import padded, padding_free
-from fastformer.integrations.transformers.stacks import _stacks
 from tests.integrations.survey import counted
-from tests.integrations.test_packed_models import attentions
-from tests.integrations.tiny_transformers import ROUNDINGS, checkpoint, pairs, tiny, without_dropout
+from tests.integrations.tiny_transformers import ROUNDINGS, attentions, checkpoint, pairs, tiny, without_dropout
 from tests.support.closeness import assert_close
 from tests.support.processes import leave, run_two, two_of_gloo
 
@@ -44,8 +42,8 @@ def sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for _, _, stack, _ in list(_stacks(model)):
-        for layer in stack:
+    for layers in [x for x in model.modules() if isinstance(x, nn.ModuleList) and "Layer" in type(x[0]).__name__]:
+        for layer in layers:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

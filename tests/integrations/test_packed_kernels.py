@@ -13,8 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 import fastformer
 from fastformer import functional
 from fastformer.integrations.transformers import padding_free
-from tests.integrations.test_packed_models import outcome
-from tests.integrations.tiny_transformers import GROUPED, pairs, tiny
+from tests.integrations.tiny_transformers import GROUPED, outcome, pairs, tiny
 from tests.support.fused_op import DEVICE, compare, needs_kernels
 from tests.support.noise import noise
 

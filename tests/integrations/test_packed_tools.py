@@ -1,25 +1,20 @@
-"""What people do with a Hugging Face model beside calling it, while its layers run without padding."""
-
-import copy
-import io
-import pickle
+"""What people do with a padding-free Hugging Face model beside calling it."""
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from torch import nn
-
-from fastformer.integrations.transformers import padded, padding_free
-from tests.integrations.test_packed_models import assert_same, outcome
+from fastformer.integrations.transformers import padding_free
+from tests.integrations.test_packed import assert_same
 from tests.integrations.tiny_transformers import (
     ROUNDINGS,
-    VOCABULARY,
+    attentions,
     batch,
     both_ways,
     checkpoint,
     count_packed,
+    outcome,
     pairs,
     tiny,
     without_dropout,
@@ -36,61 +31,25 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("name", ["bert", "llama", "marian", "t5"])
 def test_checkpointed_activations(name, reentrant, seen):
     inputs = pairs(name, "left")
-    expected = outcome(without_dropout(tiny(name, "eager")), inputs)
-    model = without_dropout(tiny(name, "eager"))
-    padding_free(model)
-    checkpoint(model, reentrant)
+    eager, model = both_ways(name)
+    expected = outcome(without_dropout(eager), inputs)
+    checkpoint(without_dropout(model), reentrant)
     assert_same(outcome(model, inputs), expected)
-    assert len(seen) == 2 * (6 if name in ("marian", "t5") else 2)  # computed again
+    assert len(seen) == 2 * attentions(name)  # computed again
 
 
-@pytest.mark.parametrize("attention", ["eager, packed", "fastformer"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])  # GPT-2's layers are not told that weights are wanted
-def test_checkpointed_activations_and_attention_weights(name, attention):
+def test_checkpointed_activations_and_attention_weights(name):
     inputs = pairs(name, "right") | {"output_attentions": True}
-    expected = outcome(without_dropout(tiny(name, "eager")), inputs)
-    model = without_dropout(tiny(name, attention.split(",")[0]))
-    if attention != "fastformer":
-        padding_free(model)
-    checkpoint(model)
+    eager, model = both_ways(name)
+    expected = outcome(without_dropout(eager), inputs)
+    checkpoint(without_dropout(model))
     assert_same(outcome(model, inputs), expected)
-
-
-def through_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_a_file])
-def test_copies_run_packed_and_can_be_undone(way, seen):
-    inputs = pairs("marian", "right")
-    model = tiny("marian", "sdpa")
-    padding_free(model)
-    expected = outcome(model, inputs)
-    made = way(model)
-    seen.clear()
-    made.zero_grad()
-    assert_same(outcome(made, inputs), expected)
-    assert len(seen) == 6
-    padded(made)
-    seen.clear()
-    made(**inputs)
-    assert not seen
-    model(**inputs)  # the original is as it was
-    assert len(seen) == 6
 
 
 def test_saved_and_loaded_it_is_an_ordinary_model(tmp_path, seen):
     model = tiny("bert", "sdpa")
-    names = list(model.state_dict())
     padding_free(model)
-    assert list(model.state_dict()) == names
     model.save_pretrained(tmp_path)
     made = type(model).from_pretrained(tmp_path)
     assert made.config._attn_implementation == "sdpa"
@@ -124,12 +83,9 @@ def test_adapters(name, order, seen):
 def test_a_prefix_in_the_cache_runs_padded(seen):
     peft = pytest.importorskip("peft")
     found, inputs = [], batch("llama", "right")
-    for pack in (False, True):
-        model = tiny("llama", "eager")
+    for model in both_ways("llama"):
         torch.manual_seed(3)
         adapted = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        if pack:
-            padding_free(adapted)
         found.append(adapted.eval()(**inputs).loss)
     assert_close(found[1], found[0], ROUNDINGS)
     assert not seen
@@ -140,12 +96,10 @@ def test_accelerate_moves_its_weights(name, seen):
     """Between calls they are on meta, T5's bias too."""
     accelerate = pytest.importorskip("accelerate")
     inputs = pairs(name, "left")
-    expected = tiny(name, "eager")(**inputs).loss
-    model = tiny(name)
-    padding_free(model)
+    eager, model = both_ways(name)
     accelerate.cpu_offload(model)
-    assert_close(model(**inputs).loss, expected, ROUNDINGS)
-    assert len(seen) == (6 if name == "t5" else 2)
+    assert_close(model(**inputs).loss, eager(**inputs).loss, ROUNDINGS)
+    assert len(seen) == attentions(name)
 
 
 @pytest.mark.parametrize("prepared", ["first", "last"])
@@ -173,48 +127,11 @@ def test_accelerate_prepares_it_for_training(prepared, seen):
                 optimizer.zero_grad()
             losses.append(loss.detach())
         found.append(losses)
-        whole = accelerator.unwrap_model(model)
-        assert type(whole) is type(tiny("bert"))
+        assert type(accelerator.unwrap_model(model)) is type(tiny("bert"))
     for one, other in zip(*found, strict=True):
         assert_close(one, other, ROUNDINGS)
     assert found[0][0] != found[0][-1]
     assert len(seen) == 2 * 4
-
-
-GENERATE = {
-    "static cache": {"cache_implementation": "static"},
-    "prompt lookup": {"prompt_lookup_num_tokens": 2},
-    "assistant": {},
-    "sampling": {"do_sample": True, "top_k": 20},
-    "several of each": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "length_penalty": 2.0},
-}
-ONE_ROW = ("prompt lookup", "assistant")  # transformers has these for a row alone
-
-
-@pytest.mark.parametrize("way", GENERATE)
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_ways_to_generate(name, way, seen):
-    """The prompt runs packed, an assistant's too; not into a static cache, which has more columns."""
-    rows = slice(1, 2) if way in ONE_ROW else slice(None)
-    inputs = {key: x[rows] for key, x in batch(name, "left").items() if key != "labels"}
-    settings = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **GENERATE[way]}
-    found = []
-    for model in both_ways(name):
-        model.generation_config.eos_token_id = None
-        if way == "assistant":
-            settings["assistant_model"] = tiny(
-                name, "eager", **{"num_layers" if name == "t5" else "num_hidden_layers": 1}
-            )
-            settings["assistant_model"].generation_config.eos_token_id = None
-            if found:
-                assert padding_free(settings["assistant_model"]).packed
-        torch.manual_seed(5)
-        found.append(model.generate(**inputs, **settings))
-    assert torch.equal(*found)
-    assert found[0].shape[1] > 7
-    filled = {"static cache": 0 if name == "llama" else 2, "assistant": 3}
-    assert len(seen) == filled.get(way, 2)
 
 
 @pytest.mark.slow
@@ -226,12 +143,10 @@ def test_trainer(name, checkpointed, tmp_path, seen):
     options = {"activation_checkpointing" if named else "gradient_checkpointing": True} if checkpointed else {}
     rows = [{key: x[i] for key, x in batch(name, "right").items()} for i in range(3)]
     losses = []
-    for pack in (False, True):
-        model = without_dropout(tiny(name, "eager").float())
-        if pack:
-            padding_free(model)
+    for model in both_ways(name):
+        model = without_dropout(model.float())
         settings = TrainingArguments(
-            str(tmp_path / str(pack)), max_steps=4, per_device_train_batch_size=3, per_device_eval_batch_size=3,
+            str(tmp_path / str(len(losses))), max_steps=4, per_device_train_batch_size=3, per_device_eval_batch_size=3,
             report_to=[], use_cpu=True, logging_steps=1, save_strategy="no", disable_tqdm=True, learning_rate=0.01,
             **options,
         )  # fmt: skip
@@ -248,8 +163,7 @@ def test_trainer(name, checkpointed, tmp_path, seen):
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiled_it_is_one_graph_of_padded_batches(name, seen):
     inputs = batch(name, "right")
-    model = tiny(name)
-    padding_free(model)
+    _, model = both_ways(name)
     with torch.no_grad():
         expected = model(**inputs).logits
         seen.clear()
@@ -270,23 +184,19 @@ def test_autocast(seen):
     assert len(seen) == 2
 
 
-def test_gradients_of_each_example(seen):
-    """torch.func sees one example at a time: nothing is packed, and nothing is wrong."""
+def test_gradients_of_each_example():
+    """torch.func maps over a batch whose mask has no values to look at: nothing is packed."""
     inputs = batch("bert", "right")
-    model = tiny("bert")
-    padding_free(model)
-    parameters = dict(model.named_parameters())
-    real = inputs["attention_mask"].bool()
+    eager, model = both_ways("bert")
+    parameters, real = dict(model.named_parameters()), inputs["attention_mask"].bool()
 
-    def loss(its, ids):
-        out = torch.func.functional_call(model, its, (), {"input_ids": ids, "attention_mask": inputs["attention_mask"]})
-        return out.logits[real].square().mean()
+    def loss(values, ids):
+        given = {"input_ids": ids, "attention_mask": inputs["attention_mask"]}
+        return torch.func.functional_call(model, values, (), given).logits[real].square().mean()
 
     found = torch.func.grad(loss)(parameters, inputs["input_ids"])
-    eager = tiny("bert", "eager")
     logits = eager(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     logits[real].square().mean().backward()
     for name, x in eager.named_parameters():
         if x.grad is not None:
             assert_close(found[name], x.grad, ROUNDINGS)
-    assert logits.shape[-1] == VOCABULARY

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import BertConfig, BertModel
 
-from tests.integrations.test_packed_limits import reasons
+from tests.integrations.test_packed import reasons
 from tests.integrations.tiny_transformers import PLAIN
 
 

@@ -43,16 +43,13 @@ def test_the_page_says_what_the_record_says():
 
 
 def test_a_wrong_number_is_found(monkeypatch):
-    """The survey sees a layer that mixes tokens, and what is packed in the wrong order."""
-    from fastformer.integrations.transformers import arguments
+    """The survey sees tokens that are packed in the wrong order."""
+    from fastformer.integrations.transformers import entry
 
-    def wrong(x, layout, rules, axes, once=arguments.once):
-        return once(x, layout, rules, axes).roll(1, 1)
-
-    monkeypatch.setattr(arguments, "once", wrong)
+    monkeypatch.setattr(entry, "to_tokens", lambda *args, to_tokens=entry.to_tokens: to_tokens(*args).roll(1, 1))
     found = survey.outcome("llama")
     assert found["outcome"] == "padded"
-    assert "its numbers are others" in found["reason"]
+    assert "outputs differs by" in found["reason"]
 
 
 def test_a_wrong_attention_is_an_error(monkeypatch):

@@ -217,10 +217,23 @@ def checkpoint(model: Any, reentrant: bool = False) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
-def both_ways(name: str) -> Any:
+def both_ways(name: str, **changes: Any) -> Any:
     """The eager model of a name, and the same padding-free."""
     for pack in (False, True):
-        model = tiny(name, "eager")
+        model = tiny(name, "eager", **changes)
         if pack:
-            fastformer.integrations.transformers.padding_free(model)
+            assert fastformer.integrations.transformers.padding_free(model).packed
         yield model
+
+
+def attentions(name: str) -> int:
+    """How many attentions a model has."""
+    return 6 if MODELS[name][0] is PAIRS else 2
+
+
+def outcome(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Loss, logits at real positions, and the gradient of every parameter."""
+    result = model(**inputs)
+    result.loss.backward()
+    gradients = [x.grad for x in model.parameters() if x.grad is not None]
+    return [result.loss, result.logits[inputs["labels"] != -100], *gradients]

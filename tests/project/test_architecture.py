@@ -223,7 +223,6 @@ MAKERS = {
 }
 ON_ANY_DEVICE = {
     "fastformer/functional/choice.py": "stands for a module without parameters",
-    "fastformer/integrations/transformers/masks.py": "is read for the code of a function",
     "fastformer/nn/position_bias.py": "is a module's own, as a parameter is",
 }
 OF_COMMANDS = ("fastformer/apps/train/", "fastformer/apps/export/")  # run by nobody who has set a default

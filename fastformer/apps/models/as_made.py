@@ -16,7 +16,7 @@ from fastformer.nn.hooks import HOOKS
 from fastformer.nn.rotary import Rotary
 
 _PLAIN = bool, int, float, str, tuple, type(None), Rotary, FunctionType, BuiltinFunctionType
-# Hooks that change no number: those of models of transformers without padding, and of their gradient checkpointing.
+# Hooks and forwards that change no number: of models of transformers without padding, and gradient checkpointing.
 _HARMLESS = "fastformer.", "transformers.modeling_utils"
 # What changes none either, and what the shapes of weights say.
 _IDLE = frozenset({"training", "gradient_checkpointing", "padding_free", "checkpoint_activations", "vocab_size"})
@@ -53,13 +53,16 @@ def check_as_made(model: nn.Module, make: Callable[[], nn.Module]) -> None:
         raise ValueError(f"{min(missing)} is missing, which its settings ask for")
 
 
+def _is_harmless(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(_HARMLESS)
+
+
 def _difference(part: nn.Module, made: nn.Module, root: bool) -> str | None:
     if type(part) is not type(made) and not (root and type(part).forward is type(made).forward):
         return f"is a {type(part).__name__}, not a {type(made).__name__}"
-    if "forward" in part.__dict__:
+    if "forward" in part.__dict__ and not _is_harmless(getattr(part.__dict__["forward"], "func", None)):
         return "has a forward of its own"
-    hooks = [hook for kind in HOOKS for hook in getattr(part, kind).values()]
-    if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
+    if not all(_is_harmless(hook) for kind in HOOKS for hook in getattr(part, kind).values()):
         return "has hooks"
     own, its = vars(part), vars(made)
     for name in sorted(own.keys() & its.keys() - _IDLE):

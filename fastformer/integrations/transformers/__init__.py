@@ -19,9 +19,9 @@ Letters: B batch, T queries, S keys.
 """
 
 try:
-    from fastformer.integrations.transformers.registration import NAME as NAME
-    from fastformer.integrations.transformers.registration import register
-    from fastformer.integrations.transformers.stacks import PaddingFree, padded, padding_free
+    from fastformer.integrations.transformers.attention import NAME as NAME
+    from fastformer.integrations.transformers.attention import register
+    from fastformer.integrations.transformers.packing import PaddingFree, padded, padding_free
 except ImportError as error:
     raise ImportError(
         "fastformer.integrations.transformers needs transformers 5.18 or newer: pip install 'fastformer[transformers]'"

@@ -1,41 +1,33 @@
-"""The attention of one layer of a Hugging Face model: its arguments in the words of `fastformer.functional.attention`.
+"""`attn_implementation="fastformer"`: the attention of one layer, its name in transformers, and T5's bias.
 
 Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values, P positions, N tokens of a packed batch.
 """
 
 import inspect
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
-from fastformer.integrations.transformers.entry import flattened
-from fastformer.integrations.transformers.masks import MaskRules
+from fastformer.integrations.transformers.eligibility import calls_the_interface
+from fastformer.integrations.transformers.entry import NotPacked, forward, install, packed
+from fastformer.integrations.transformers.masks import MaskRules, mask_rules
 from fastformer.modes import compiling
+
+NAME = "fastformer"
 
 # Keywords that pass through layers on their way elsewhere; no attention of transformers reads them.
 _NOT_FOR_ATTENTION = {
-    "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "deterministic",
-    "labels",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "seq_idx",
-    "use_cache",
-}
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "labels", "logits_to_keep", "max_length_k",
+    "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_ids", "return_dict", "seq_idx", "use_cache",
+}  # fmt: skip
 
 
 def _rules_of(
@@ -43,8 +35,8 @@ def _rules_of(
 ) -> MaskRules:
     """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
     T, S = query.shape[2], key.shape[2]
-    if (batch := flattened()) is not None and not isinstance(mask, MaskRules):
-        batch.refuse("its attention is given a mask of its own, or none")
+    if packed() is not None and (not isinstance(mask, MaskRules) or mask.layout is None):
+        raise NotPacked("a mask is its own, or one of all pairs, or counts padding between tokens")
     if isinstance(mask, MaskRules):
         if mask.layout is not None:
             return mask  # the op compares the layouts with what it is given
@@ -96,10 +88,10 @@ def _wants_weights(asked: object, rules: MaskRules) -> bool:
         return False  # the context variable behind it cannot be traced
     collected = _active_collector.get()
     if collected is None:  # no model's call: perhaps a layer that is computed again
-        return rules.weights_wanted
+        return "weights" in rules.notes
     wanted = any(key.endswith("attentions") for key in collected)
     if wanted and not compiling():
-        rules.once("weights", lambda: True)
+        rules.notes.add("weights")
     return wanted
 
 
@@ -138,18 +130,15 @@ def attention_forward(
     """Attend in one layer; registered with transformers' AttentionInterface.
 
     Args:
-        module: the layer; `training` says whether there is dropout.
-        query: `[B, H, T, K]`; packed, `[1, H, N, K]`.
-        key, value: `[B, Hkv, S, K]` and `[B, Hkv, S, Kv]`; H is a multiple of Hkv.
-        attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None for
-            models without masks.
+        module: the layer.
+        query, key, value: `[B, H, T, K]`, `[B, Hkv, S, K]`, `[B, Hkv, S, Kv]`; packed, B is 1; H is a multiple of Hkv.
+        attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None.
         dropout: of the attention weights, in training.
         scaling: K ** -0.5 if None.
-        is_causal: `module.is_causal` if None; counts where there is no mask.
+        is_causal: counts where there is no mask; `module.is_causal` if None.
         position_bias: added to the scores, broadcastable to `[B, H, T, S]` (T5); packed, by distance, `[H, 2 P - 1]`.
-        softcap: as in `functional.attention` (Gemma 2).
+        softcap, s_aux: as softcap and sinks in `functional.attention`.
         sliding_window: stands in the mask already.
-        s_aux: sinks `[H]`, as in `functional.attention` (gpt-oss).
         **kwargs: what passes through the layers.
 
     Returns:
@@ -174,7 +163,9 @@ def attention_forward(
         by_distance = position_bias is None or position_bias.dim() < 3
         if by_distance and not weights_too:
             return _in_runs(query, key, value, rules, settings, position_bias), None
-        rules = rules.as_mask()
+        raise (ValueError if packed() is None else NotPacked)(
+            "attention weights, or a bias of all pairs, in a packed call"
+        )
     S = key.shape[2]
     if query.shape[0] == 1:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -198,3 +189,49 @@ def _in_runs(
     bias = None if bias is None or bias.numel() == 1 else bias
     out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:])
+
+
+def bias_by_distance(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Forward pre-hook of T5's attention: make its bias by distance, not of all pairs, where tokens are packed.
+
+    By its own function, for one query: `[H, 2 P - 1]`. The attention to an encoder has a bias of zeros.
+    """
+    rules = kwargs.get("mask")
+    if not isinstance(rules, MaskRules) or rules.layout is None or kwargs.get("position_bias") is not None:
+        return None
+    if not part.has_relative_attention_bias:
+        return args, {**kwargs, "position_bias": args[0].new_zeros(1)}
+    if rules.layout.has_gaps:
+        raise NotPacked("padding between tokens, which a bias counts")
+    P = max(rules.layout.max_length, 1)
+    bias = part.compute_bias(1, 2 * P - 1, device=args[0].device, past_seen_tokens=P - 1)
+    return args, {**kwargs, "position_bias": bias[0, :, 0]}
+
+
+def register() -> None:
+    """Make `attn_implementation="fastformer"` known to transformers; done on import, and harmless to repeat.
+
+    transformers gives any model any name that is registered. Where a model computes attention by itself, such as
+    DeBERTa, the name would change nothing: `PreTrainedModel.get_correct_attn_implementation` raises for it then.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_rules)
+    original = PreTrainedModel.get_correct_attn_implementation
+    if getattr(original, "asks_fastformer", False):
+        return
+
+    @wraps(original)
+    def correct(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention == NAME and not calls_the_interface(self):
+            raise ValueError(
+                f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which computes '
+                'it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
+            )
+        if requested_attention == NAME:
+            for model in self.modules():  # parts that share its configuration are not asked
+                if isinstance(model, PreTrainedModel):
+                    install(model, forward)
+        return original(self, requested_attention, *args, **kwargs)  # type: ignore[no-any-return]
+
+    correct.asks_fastformer = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = correct

@@ -2,36 +2,30 @@
 
 transformers asks an attention implementation once a forward pass for the mask of a pattern. Others answer with a tensor
 `[B, 1, T, S]`; the answer here is a `MaskRules`: the padding of the keys `[B, S]`, causality and the window, from which
-the kernels skip tiles of padding, or the `Layout` of sequences that position ids of a flattened batch tell apart. A
-tensor is built where these words do not suffice: chunked sequences, custom mask functions, several new tokens in a
-static cache that holds some, and windows or flattened batches under torch.compile.
+the kernels skip tiles of padding, or the `Layout` of sequences in a packed call. A tensor is built where these words
+do not suffice: chunked sequences, custom mask functions, several new tokens in a static cache that holds some, and
+windows or flattened batches under torch.compile.
 
 Letters: B batch, H heads, T queries, S keys.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
 from fastformer.functional.attention.rules import Window
-from fastformer.integrations.transformers.entry import flattened
-from fastformer.modes import compiling, has_values
+from fastformer.integrations.transformers.entry import NotPacked, Packed, packed, traced_sequences
+from fastformer.modes import compiling
 from fastformer.packing import Layout
-
-V = TypeVar("V")
 
 # The functions that transformers makes for a pattern differ in their cells, never in their code.
 _ALL_OF = masking_utils.and_masks().__code__
 _LOOKS_BACK = masking_utils.sliding_window_overlay(1).__code__
 _LOOKS_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-_SAME_SEQUENCE = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
-# In later releases the pattern counts by positions; in 5.18 by columns, which is the same within a sequence.
-_by_position = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-_BY_POSITION = _by_position and _by_position(masking_utils.causal_mask_function, torch.empty(0)).__code__
 
 _REFUSAL = (
     "this model computes with its attention mask by itself, outside of transformers' attention interface, "
@@ -53,6 +47,7 @@ class MaskRules:
         used: how many keys count; later ones are empty slots of a static cache.
         mask: `[B, 1, T, S]`, bool (True = may attend) or additive, where the other words do not suffice.
         layout, key_layout: where sequences lie in the run of tokens that queries, and keys, are; None: they are padded.
+        notes: "weights" if attention weights were asked for in the forward pass.
     """
 
     shape: tuple[int, ...]
@@ -63,36 +58,7 @@ class MaskRules:
     mask: Tensor | None = None
     layout: Layout | None = None
     key_layout: Layout | None = None
-    _memory: dict[object, Any] = field(default_factory=dict, repr=False)
-
-    def once(self, name: object, make: Callable[[], V]) -> V:
-        """Return what `make` returned the first time; the layers of a model share their rules."""
-        if name not in self._memory:
-            self._memory[name] = make()
-        found: V = self._memory[name]
-        return found
-
-    @property
-    def weights_wanted(self) -> bool:
-        """Whether a model's call with these rules was asked for attention weights."""
-        return "weights" in self._memory
-
-    def real_keys(self, device: torch.device) -> Layout:
-        """Where the real keys lie in the padded batch `[B, S]`; waits for the device once a mask."""
-        B, S, key_mask = self.shape[0], self.shape[3], self.key_mask
-        if key_mask is None:
-            return self.once("keys", lambda: Layout.from_lengths([S] * B, device, S))
-        return self.once("keys", lambda: Layout.from_mask(~key_mask)).to(device)
-
-    def as_mask(self) -> "MaskRules":
-        """The rules of a flattened batch with a mask `[B, 1, L, L]` in place of the layout, for attention weights."""
-        layout = self.layout
-        if layout is None or layout.total != self.shape[0] * self.shape[2]:
-            raise ValueError("attention weights, or a bias of all pairs, were asked for in a layer that runs packed")
-        numbers = torch.repeat_interleave(
-            torch.arange(layout.batch, device=layout.offsets.device), layout.offsets.diff(), output_size=layout.total
-        ).view(self.shape[0], 1, -1)
-        return replace(self, mask=numbers[..., None] == numbers[..., None, :], layout=None, key_layout=None)
+    notes: set[str] = field(default_factory=set, repr=False)
 
     @property
     def ndim(self) -> int:
@@ -139,22 +105,10 @@ class MaskRules:
 
     @staticmethod
     def _refuse() -> NoReturn:
-        raise TypeError(_REFUSAL)
+        raise TypeError(_REFUSAL) if packed() is None else NotPacked(_REFUSAL)
 
     def __getattr__(self, name: str) -> NoReturn:  # an AttributeError, for hasattr and copy
         raise AttributeError(f"{_REFUSAL} (it wants .{name})")
-
-
-class PackedRules(MaskRules):
-    """Rules of a batch that `padding_free` packed: queries of `layout`, keys of `key_layout`."""
-
-    layout: Layout
-    key_layout: Layout
-
-
-def packed_rules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedRules | None:
-    """Those that a module of a packed layer is given."""
-    return next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedRules)), None)
 
 
 def _window(function: Callable[..., Any]) -> Window | None:
@@ -187,32 +141,18 @@ def _cells(function: Any) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, contents, strict=True))
 
 
-def _same_sequence(function: Any) -> Any:
-    """Return the part of a mask function that keeps the sequences of a flattened batch apart, or None."""
-    if getattr(function, "__code__", None) is not _ALL_OF:
-        return None
-    parts = _cells(function)["mask_functions"]
-    return next((part for part in parts if getattr(part, "__code__", None) is _SAME_SEQUENCE), None)
+def _packed_rules(batch: Packed, window: Window | None, queries: int, keys: int) -> MaskRules:
+    """Return the rules of a packed call; a bidirectional pattern is of attention to an encoder's states, if any.
 
-
-def _flattened(function: Any) -> tuple[Layout, Window] | None:
-    """Read the mask function of a flattened batch: its sequences in `[B * L]`, and how far a query sees within one.
-
-    transformers makes it where position ids begin again within a row: `[B, L]` numbers of sequences, and a mask
-    function of the positions, which count by one within each. Waits for the device, for the lengths.
+    They have no layout, which attention refuses, if the pattern is one of all pairs or counts padding between tokens.
     """
-    same = None if compiling() else _same_sequence(function)
-    others = [part for part in _cells(function)["mask_functions"] if part is not same] if same else []
-    if len(others) != 1:
-        return None
-    by_position = _BY_POSITION is not None and getattr(others[0], "__code__", None) is _BY_POSITION
-    window = _window(_cells(others[0])["mask_function"] if by_position else others[0])
-    numbers = _cells(same)["packed_sequence_mask"]
-    if window is None or not has_values(numbers):
-        return None
-    rows = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
-    lengths = (numbers + rows * numbers.shape[1]).flatten().unique_consecutive(return_counts=True)[1]
-    return Layout.from_lengths(lengths.cpu(), numbers.device), window
+    layout, key_layout, counts = batch.sequences, batch.sequences, window not in ((None, None), (None, 0))
+    if batch.memory is not None and window == (None, None):
+        key_layout = batch.memory
+    shape, lengths = (1, 1, queries, keys), (layout.total, key_layout.total)
+    if window is None or (counts and layout.has_gaps) or (queries, keys) != lengths:
+        return MaskRules(shape, keys)
+    return MaskRules(shape, keys, None, window[1] == 0, window if counts else None, None, layout, key_layout)
 
 
 def mask_rules(
@@ -230,28 +170,19 @@ def mask_rules(
 ) -> MaskRules:
     """Say a pattern as rules; registered with transformers' AttentionMaskInterface, which documents the arguments.
 
-    Args:
-        batch_size, q_length, kv_length: B, T and S.
-        q_offset: the position of the first query; a tensor for static caches.
-        kv_offset: the position of the first key; not 0 where a cache has dropped keys.
-        mask_function: whether the query at one position may attend to the key at another.
-        attention_mask: bool `[B, positions]`, True = real; or the rules that `generate` has asked for in advance.
-        allow_is_causal_skip: False where decoding is compiled, so that every step gives rules of the same form.
-        use_vmap: how transformers evaluates the mask function where a tensor is needed.
-        device: of the mask.
-        **kwargs: what other implementations want: the configuration, the dtype, the window once more.
+    Offsets are positions of the first query and key: a tensor for static caches, and not 0 where a cache has dropped
+    keys. attention_mask is bool `[B, positions]`, True = real; or the rules that `generate` has asked for in advance.
+    allow_is_causal_skip is False where decoding is compiled, so that every step gives rules of the same form.
     """
     if isinstance(attention_mask, MaskRules):
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
-    if (batch := flattened()) is not None:
-        attention_mask = None
-        kept_apart = not compiling() and _same_sequence(mask_function) is not None
-        mask_function = batch.mask_function(mask_function, (batch_size, q_length, kv_length), kept_apart)
-    if attention_mask is None and (found := _flattened(mask_function)) is not None:
-        layout, (left, right) = found
-        within = None if (left, right) in ((None, None), (None, 0)) else (left, right)
-        return MaskRules(shape, kv_length, causal=right == 0, window=within, layout=layout, key_layout=layout)
+    if (batch := packed()) is not None:
+        return _packed_rules(batch, _window(mask_function), q_length, kv_length)
+    sequences = traced_sequences()
+    if sequences is not None and shape[2:] == (sequences.shape[1],) * 2:
+        apart = masking_utils.packed_sequence_mask_function(sequences.expand(batch_size, -1))
+        mask_function = masking_utils.and_masks(mask_function, apart)
     window = _window(mask_function)
     used = None
     if window is not None and (attention_mask is None or attention_mask.shape[:-1] == (batch_size,)):

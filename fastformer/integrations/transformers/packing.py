@@ -1,0 +1,116 @@
+"""Hugging Face models without padding, in place: `padding_free`, and `padded`, which undoes it."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastformer.integrations.transformers import entry
+from fastformer.integrations.transformers.attention import NAME, bias_by_distance
+from fastformer.integrations.transformers.eligibility import obstacle
+from fastformer.nn.conversion import Entry, name_of
+
+_BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
+
+
+@dataclass
+class PaddingFree:
+    """What `padding_free` or `padded` did; printed, a line a model.
+
+    Attributes:
+        packed: models that run on real tokens now; or did, before `padded`. An encoder and its decoder are two.
+        padded: models that work on padding, with the reason.
+    """
+
+    packed: list[Entry] = field(default_factory=list)
+    padded: list[Entry] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.packed)} models packed, {len(self.padded)} padded"]
+        for title, entries in (("packed", self.packed), ("padded", self.padded)):
+            lines += [f"  {title}  {x.name}  {x.before} : {x.outcome}" for x in entries]
+        return "\n".join(lines)
+
+
+def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) -> PaddingFree:
+    """Have a Hugging Face model run on the real tokens of a batch alone, in place.
+
+    Each base model inside it (for an encoder and a decoder, each of these) takes its ids, positions, token types or
+    embeddings out of the padding when it is called, runs on one row of real tokens, and pads its outputs with zeros.
+    Its attention becomes `attn_implementation="fastformer"`. Parameters, the state dict and outputs at real positions
+    stay what they are. What reads positions of padding sees other values: the first column under padding on the left,
+    or a loss whose labels there are not -100.
+
+    A batch runs padded without a padding mask `[B, L]`; where hidden states, attention weights or router logits are
+    asked for; where a cache holds something already or is none of DynamicCache's; under torch.compile and in traces;
+    where the model has hooks, forwards or modules of yours inside; and where padding lies between tokens, in models
+    that count distances (windows, T5's bias). Training, checkpointed activations, generation (the prompt), pickle and
+    copies work.
+
+    Args:
+        model: a transformers model, or a module that holds some, such as a SentenceTransformer.
+        also: classes of base models of your own that treat each token alone but for attention through transformers'
+            interface. Those of transformers are known by what was tested.
+
+    Returns:
+        The report, with the reason for each model that stays as it was.
+
+    Raises:
+        TypeError: also holds what is no class of modules.
+    """
+    for cls in also:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"also must hold classes of modules, not {cls!r}")
+    padded(model)
+    report = PaddingFree()
+    for name, base in list(_base_models(model)):
+        reason = obstacle(base, frozenset(also))
+        if reason is not None:
+            report.padded.append(Entry(name, name_of(type(base)), reason))
+            continue
+        before = base.config._attn_implementation
+        if before != NAME:
+            base.__dict__[_BEFORE] = before
+            base.set_attn_implementation(NAME)
+        entry.install(base, entry.forward)
+        base.__dict__[entry.PACKS] = True
+        for part in base.modules():
+            if hasattr(part, "compute_bias") and "position_bias" in entry.parameters(part):
+                part.register_forward_pre_hook(bias_by_distance, with_kwargs=True)
+        if "position_ids" not in entry.parameters(base) and "embed_positions" in base._modules:
+            entry.install(base.embed_positions, entry.embed_positions)
+        report.packed.append(Entry(name, name_of(type(base)), "runs on real tokens"))
+    return report
+
+
+def padded(model: nn.Module) -> PaddingFree:
+    """Undo `padding_free`, in place; return the models that were packed."""
+    report = PaddingFree()
+    for name, base in _base_models(model):
+        if base.__dict__.pop(entry.PACKS, False):
+            report.packed.append(Entry(name, name_of(type(base)), "runs on padded batches"))
+    for module in model.modules():
+        before = module.__dict__.pop(_BEFORE, None)
+        if before is not None and isinstance(module, PreTrainedModel):
+            module.set_attn_implementation(before)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
+            entry.uninstall(module, entry.forward)
+        entry.uninstall(module, entry.embed_positions)
+        hooks: Any = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is bias_by_distance]:  # handles are not pickled
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return report
+
+
+def _base_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yield every transformers model that takes a padding mask and has layers of its own, with its name."""
+    for name, base in model.named_modules():
+        if isinstance(base, PreTrainedModel) and "attention_mask" in entry.parameters(base):
+            others = [part for part in base.modules() if isinstance(part, PreTrainedModel) and part is not base]
+            elsewhere = {part for other in others for part in other.modules()}
+            if any(isinstance(part, nn.ModuleList) and part not in elsewhere for part in base.modules()):
+                yield name, base

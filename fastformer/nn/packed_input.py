@@ -60,7 +60,7 @@ def read_side(
     B, L = (1, x.shape[0]) if not batched else x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if padding is None:
         return PackedInput(Layout.from_lengths([L] * B, x.device, L), batch_first, batched)
-    if padding.shape != ((B, L) if batched else (L,)):
+    if not isinstance(padding, Tensor) or padding.shape != ((B, L) if batched else (L,)):
         return None
     hidden = hidden_keys(padding)
     if hidden is None:

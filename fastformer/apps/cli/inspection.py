@@ -47,9 +47,9 @@ def attention(
 
 
 def _check_figure(output: Path, *runs: Path) -> None:
-    """Refuse, before any work, a file of another format than figures have, and one of the runs' own files."""
-    figure_format(output)
+    """Refuse, before any work, one of the runs' own files and a format that figures do not have."""
     refuse_output(output, runs=runs)
+    figure_format(output)
 
 
 def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:

@@ -46,7 +46,7 @@ def write_atomic(path: str | Path, data: bytes) -> None:
 
     Raises OSError where nothing can be written, such as IsADirectoryError, PermissionError.
     """
-    with replacing(Path(path)) as file, naming(path):
+    with replacing(Path(path)) as file:
         file.write(data)
 
 
@@ -66,12 +66,11 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
     with naming(path):
         temporary, file = _new_partial(path) if partial else _new_hidden(path)
     try:
-        with file:
+        with naming(path), file:
             yield file
-            with naming(path):
-                file.flush()
-                os.fsync(file.fileno())
-        _put_in_place(temporary, path)
+            file.flush()
+            os.fsync(file.fileno())
+        replaced = _put_in_place(temporary, path)
     except BaseException:
         with suppress(OSError):
             if partial and os.path.getsize(temporary):
@@ -79,6 +78,10 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
             else:
                 os.unlink(temporary)
         raise
+    if not replaced:
+        with naming(f"{path}, of which {temporary} is what it should hold"):
+            shutil.copyfile(temporary, path)
+        os.unlink(temporary)
 
 
 def _new_hidden(path: Path) -> tuple[str, IO[bytes]]:
@@ -96,21 +99,19 @@ def _new_partial(path: Path) -> tuple[str, IO[bytes]]:
     raise AssertionError
 
 
-def _put_in_place(temporary: str, path: Path) -> None:
-    """Give a file the name and the access of the one that it replaces; a mount gets its content."""
+def _put_in_place(temporary: str, path: Path) -> bool:
+    """Give a file the name and the access of the one that it replaces; False if that one is a mount."""
     if path.exists():
         _give_access(temporary, path)
     else:
         set_mode(temporary, usual_mode(0o666))
     try:
         os.replace(temporary, path)
-        return
     except OSError as error:
         if error.errno not in MOUNTED:
             raise
-    with naming(f"{path}, of which {temporary} is what it should hold"):
-        shutil.copyfile(temporary, path)
-    os.unlink(temporary)
+        return False
+    return True
 
 
 def _give_access(temporary: str, path: Path) -> None:

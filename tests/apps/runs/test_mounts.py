@@ -137,10 +137,10 @@ def test_a_file_that_is_a_mount_is_written_to(tmp_path, monkeypatch, code):
     write_atomic(path, b"new")
     assert (path.read_bytes(), path.stat().st_ino, os.listdir(tmp_path)) == (b"new", identity, ["out.txt"])
 
-    def full(self, data):
+    def full(source, target):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match=r"out\.txt, of which .*tmp is what it should hold") as caught:
         write_atomic(path, b"newer")
     kept = str(caught.value.filename).split(" of which ")[1].split(" is ")[0]

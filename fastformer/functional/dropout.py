@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.checks import check_probability
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_probability, check_tensors
 from fastformer.modes import compiling, tracing_state, transformed
 
 _LEVELS = 1 << 16

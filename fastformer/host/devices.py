@@ -1,5 +1,5 @@
-"""Tensors and their devices: the check that those of a call are on one, what autocast of it makes of them, and the copy
-from the CPU in one transfer.
+"""Arguments of ops: the check that tensors are on one device, what autocast makes of them, copies from the CPU in one
+transfer, and the checks of numbers and choices.
 
 A kernel takes addresses, and one of another device is an illegal access, or a slow one. So every op asks here, first,
 before anything runs. Tensors without dimensions are no exception, though torch takes them from the CPU as numbers: what
@@ -163,3 +163,15 @@ def send(device: torch.device | str | None, *tensors: Tensor) -> list[Tensor]:
     sent = torch.cat(pieces, out=staged).to(where, non_blocking=True).split(sizes)[::2]  # type: ignore[no-untyped-call]
     views = {key: part.view(x.dtype).view(x.shape) for (key, x), part in zip(unique.items(), sent, strict=True)}
     return [views[id(x)] for x in tensors]
+
+
+def check_probability(name: str, p: float) -> None:
+    """Raise unless 0 <= p <= 1."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, not {p}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

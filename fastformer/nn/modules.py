@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from fastformer import functional
-from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import is_torchs
 from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation, activate
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
-from fastformer.host.devices import autocasts
+from fastformer.host.devices import autocasts, check_choice, check_probability
 from fastformer.modes import watched
 from fastformer.nn.activations import FUSED
 from fastformer.nn.hooks import plain, plain_parts

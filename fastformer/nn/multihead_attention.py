@@ -21,8 +21,8 @@ from fastformer.modes import compiling
 from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
-from fastformer.nn.packed_input import ahead, check_attn_mask, op_masks
-from fastformer.nn.projections import OUT_PROJECTIONS, Projections
+from fastformer.nn.packed_input import ahead
+from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
 from fastformer.nn.wrappers import DeferredCall
 from fastformer.packing import Layout, offsets_of, pack, unpack

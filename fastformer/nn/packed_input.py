@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
-from fastformer.host.devices import check_types
 from fastformer.modes import has_values, readable
 from fastformer.packing import Layout, pack, unpack
 
@@ -168,51 +167,3 @@ def encoder_masks(mask: Tensor | None, padding: Tensor | None, x: Tensor) -> tup
 def causal_hint(mask: Tensor | None, stated: bool | None, x: Tensor, batch_first: bool | None) -> bool:
     """Return the hint that torch's stacks pass on: as stated, else whether the mask is the causal one by its values."""
     return _detect_is_causal_mask(mask, stated, x.shape[1 if batch_first and x.dim() == 3 else 0])
-
-
-def op_masks(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    sizes: tuple[int, int],
-    extra: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return torch's masks (True = ignore) as the mask and key mask of `functional.attention` (True = attend).
-
-    Args:
-        attn_mask: `[T, S]` or `[B * H, T, S]`.
-        key_padding_mask: `[B, S]`.
-        sizes: B and H.
-        extra: keys behind the S, which all queries may attend to.
-        dtype: of additive masks.
-    """
-    mask = key_mask = None
-    if attn_mask is not None:
-        mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # the extra keys are open: False or 0.0
-        mask = mask.view(*sizes, *mask.shape[1:]) if mask.dim() == 3 else mask  # [B, H, T, S] or [T, S]
-        mask = ~mask if mask.dtype == torch.bool else mask
-    if key_padding_mask is not None:
-        padding = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
-        if padding.dtype == torch.bool:
-            return mask, ~padding
-        padding = padding[:, None, None, :].to(dtype)
-        if mask is None:
-            mask = padding
-        else:
-            mask = padding.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask + padding
-    return mask, key_mask
-
-
-def check_attn_mask(attn_mask: Tensor, heads: int, batch: int, length: int, keys: int) -> None:
-    """Raise what torch raises for an attn_mask that does not fit."""
-    check_mask_dtype("attn_mask", attn_mask)
-    shape = (length, keys) if attn_mask.dim() == 2 else (batch * heads, length, keys)
-    if attn_mask.shape != shape:
-        raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
-
-
-def check_mask_dtype(name: str, mask: Tensor) -> None:
-    """Raise what torch raises for a mask of integers."""
-    check_types((name,), mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")

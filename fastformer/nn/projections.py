@@ -1,4 +1,4 @@
-"""From tokens to the queries, keys and values of each head, and from the heads back.
+"""From tokens and masks to the queries, keys, values and masks of the op, and from the heads back.
 
 What attention with options of ours has more than torch's is here: fewer heads of keys and values, a head size of its
 own, norms over each head, positions by rotation. Parameters bear torch's names; q, k and v, one below the other, are
@@ -17,11 +17,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
-from fastformer.host.devices import in_autocast, linear
+from fastformer.host.devices import check_types, in_autocast, linear
 from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
-from fastformer.nn.packed_input import check_attn_mask, check_mask_dtype
 from fastformer.nn.rotary import Positions, Rotary
 
 OUT_PROJECTIONS = (NonDynamicallyQuantizableLinear, nn.Linear)
@@ -253,3 +252,51 @@ class Projections(nn.MultiheadAttention):
     def _check_width(self, query: Tensor) -> None:
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"query must have embedding size {self.embed_dim}, not {query.shape[-1]}")
+
+
+def op_masks(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    sizes: tuple[int, int],
+    extra: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return torch's masks (True = ignore) as the mask and key mask of `functional.attention` (True = attend).
+
+    Args:
+        attn_mask: `[T, S]` or `[B * H, T, S]`.
+        key_padding_mask: `[B, S]`.
+        sizes: B and H.
+        extra: keys behind the S, which all queries may attend to.
+        dtype: of additive masks.
+    """
+    mask = key_mask = None
+    if attn_mask is not None:
+        mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask  # the extra keys are open: False or 0.0
+        mask = mask.view(*sizes, *mask.shape[1:]) if mask.dim() == 3 else mask  # [B, H, T, S] or [T, S]
+        mask = ~mask if mask.dtype == torch.bool else mask
+    if key_padding_mask is not None:
+        padding = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
+        if padding.dtype == torch.bool:
+            return mask, ~padding
+        padding = padding[:, None, None, :].to(dtype)
+        if mask is None:
+            mask = padding
+        else:
+            mask = padding.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask + padding
+    return mask, key_mask
+
+
+def check_attn_mask(attn_mask: Tensor, heads: int, batch: int, length: int, keys: int) -> None:
+    """Raise what torch raises for an attn_mask that does not fit."""
+    check_mask_dtype("attn_mask", attn_mask)
+    shape = (length, keys) if attn_mask.dim() == 2 else (batch * heads, length, keys)
+    if attn_mask.shape != shape:
+        raise RuntimeError(f"attn_mask must be of shape {list(shape)}, not {list(attn_mask.shape)}")
+
+
+def check_mask_dtype(name: str, mask: Tensor) -> None:
+    """Raise what torch raises for a mask of integers."""
+    check_types((name,), mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertionError(f"{name} must be bool or floating point, not {mask.dtype}")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fastformer.functional.attention.rules import ALIGNMENTS, SOFTCAPS, Alignment, AttentionRules, Window
-from fastformer.functional.checks import check_choice, check_probability
-from fastformer.host.devices import DeviceError, check_tensors, product_dtype
+from fastformer.host.devices import DeviceError, check_choice, check_probability, check_tensors, product_dtype
 from fastformer.modes import exporting, readable
 from fastformer.packing import Layout, offsets_of
 

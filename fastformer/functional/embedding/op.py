@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.checks import check_probability
 from fastformer.functional.choice import DTYPES, runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_probability, check_tensors
 from fastformer.modes import readable
 
 

@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.host.autograd_function import Formula, call, define, dropout_seed, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_tensors, linear, to_autocast
+from fastformer.host.devices import check_choice, check_probability, check_tensors, linear, to_autocast
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu", "reglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)

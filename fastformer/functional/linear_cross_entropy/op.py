@@ -13,11 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fastformer.functional.checks import check_choice, check_probability
 from fastformer.functional.choice import runs_fused
 from fastformer.functional.linear_cross_entropy import reference
 from fastformer.host.autograd_function import call, define, eager_formula, plain_gradients, twice
-from fastformer.host.devices import check_tensors, to_autocast
+from fastformer.host.devices import check_choice, check_probability, check_tensors, to_autocast
 from fastformer.modes import readable
 
 Reduction = Literal["mean", "sum", "none"]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.functional.checks import check_probability
 from fastformer.functional.choice import is_torchs, runs_fused
 from fastformer.functional.dropout import drop
 from fastformer.functional.norms.layer_norm import (
@@ -28,7 +27,7 @@ from fastformer.functional.norms.layer_norm import (
 )
 from fastformer.functional.norms.rms_norm import epsilon
 from fastformer.host.autograd_function import call, define, dropout_seed, eager_formula, twice
-from fastformer.host.devices import check_tensors
+from fastformer.host.devices import check_probability, check_tensors
 
 # By whether the norm is centred. No tuple: torch.compile of 2.11 takes no bool as its index.
 _OPS = {False: "dropout_add_rms_norm", True: "dropout_add_layer_norm"}

@@ -197,6 +197,7 @@ def test_one_process_is_alone_with_and_without_a_group(monkeypatch):
 TRAIN = (
     "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
     "--encoder-layers 1 --decoder-layers 1 --feed-forward 32 --batch-tokens 300 --warmup-steps 2 --dropout 0 "
+    "--schedule inverse_sqrt "
     "--validate-every 3 --log-every 3 --bleu-sentences 0 --threads 1 --device cpu"
 )
 

@@ -102,8 +102,8 @@ WRONG_SOURCE = [
         id="alignment hint",
     ),
     pytest.param(
-        normalise, NORM, FORWARD, "mean, rows < M)", "mean, rows <= M)",
-        "outside all (allocations|tensors)", "tl.store(mean_ptr + rows, mean, rows < M)", id="index off by one",
+        normalise, NORM, FORWARD, "rstd, rows < M)", "rstd, rows <= M)",
+        "outside all (allocations|tensors)", "tl.store(rstd_ptr + rows, rstd, rows < M)", id="index off by one",
     ),
     pytest.param(
         normalise, NORM, FORWARD, "rows = tl.program_id(0) * BLOCK_M", "rows = tl.program_id(0) * (BLOCK_M - 1)",

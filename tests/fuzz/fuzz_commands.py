@@ -66,6 +66,8 @@ def cheapen(patch: pytest.MonkeyPatch, figures: bool = False) -> None:
     patch.setattr("os.fsync", lambda descriptor: None)
     if not figures:
         patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **how: file.write(PNG))
+        patch.setattr("fastformer.apps.plots.figure.figure_format", lambda path: "png")  # outputs have any name here
+        patch.setattr("fastformer.apps.cli.inspection.figure_format", lambda path: "png")
 
 
 def check_ending(done: Done, about: str) -> None:

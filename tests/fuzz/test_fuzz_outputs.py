@@ -51,11 +51,11 @@ WRITERS = {
     "score": "score --run tr --source text.txt --target text.txt --device cpu",
     "evaluate": "evaluate --run tr --source text.txt --target text.txt" + TINY,
     "generate": "generate --run lm --prompt-file text.txt --max-new-tokens 2 --temperature 0 --device cpu",
+    "plot history": "plot history tr lm",
 }
 OTHERS = {
     "info": "info --run tr",
     "compare": "compare tr lm",
-    "plot history": "plot history tr lm --output run/history.png",
     "perplexity": "evaluate --run lm",
     "generate one": "generate --run lm --max-new-tokens 2 --device cpu the",
     "resume": RESUME["lm"] + " --run run --steps 3 --log-every 1",
@@ -109,6 +109,7 @@ PATHS = {
 }
 LINKS = {"link": "text.txt", "link to run": "{}/data.json", "dangling": "target", "loop": "out"}
 PLACES = (*PATHS, *LINKS, "new", "earlier", "hard link", "pipe")
+OF_INPUT = ("input", "input by another name", "link", "hard link")
 
 
 def place(home: Path, kind: str, run: str) -> tuple[str, Callable[[], bytes | None]]:
@@ -199,7 +200,9 @@ def attempt(home: Path, whole: dict[str, bytes], before: dict[str, Any], number:
     name = random.choice(list(WRITERS) if random.random() < 0.6 else list(OTHERS))
     line, kind, drained = {**OTHERS, **WRITERS}[name], "none", None
     if name in WRITERS and random.random() < 0.9:
-        kind = random.choice(list(PLACES))
+        kind = random.choice(
+            [x for x in PLACES if name != "plot history" or x not in OF_INPUT]
+        )  # that it does not read
         path, drained = place(home, kind, "lm" if name == "generate" else "tr")
         line += f" --output {path}"
     about = f"input {number}: {kinds}: {kind}: {line}"

@@ -16,7 +16,7 @@ KERNELS = ROOT / "kernels" / "fastformer_kernels"
 # From the ground up; what stands together knows nothing of one another. The files of `nn` stand on floors of their own.
 FLOORS = (
     {"modes", "settings"},
-    {"host", "apps.system"},
+    {"host", "apps.system", "apps.settings"},
     {"packing", "backend"},
     {"functional"},
     {"nn.activations", "nn.hooks", "nn.rotary", "nn.position_bias", "nn.packed_input"},

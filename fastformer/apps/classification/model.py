@@ -11,7 +11,7 @@ heads).
 Letters: B sequences, T tokens (packed: of all sequences together), L longest, D model width, C classes.
 """
 
-from dataclasses import KW_ONLY, MISSING, dataclass
+from dataclasses import KW_ONLY, MISSING
 from typing import Literal, get_args, overload
 
 import torch
@@ -30,18 +30,17 @@ from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
+from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.modules import make_norm
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from fastformer.packing.row_map import RowMap
-from fastformer.settings import inherited, setting
 
 Pooling = Literal["mean", "first", "max"]
 
 
-@dataclass(frozen=True)
 class EncoderConfig(ModelSettings):
     """Everything that decides the shape of a `TextEncoder`."""
 
@@ -71,7 +70,6 @@ class EncoderConfig(ModelSettings):
         return (rows + pooler) * self.d_model + self.numbers_in_layers(self.layers)
 
 
-@dataclass(frozen=True)
 class ClassifierConfig(EncoderConfig):
     """Everything that decides the shape of a classifier; stored with every checkpoint."""
 

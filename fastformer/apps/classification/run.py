@@ -5,7 +5,7 @@ in the order of the classes, so that a run describes itself. A batch has so many
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,9 +35,9 @@ from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
+from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, Texts, inherited, setting
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
 from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
-from fastformer.settings import SET, Given, Settings, inherited, setting
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 _PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
@@ -45,26 +45,25 @@ _PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
 _TO_SPLIT = ("number words", "a text file to split")
 
 
-@dataclass(frozen=True)
 class ClassificationDataConfig(Settings):
     """Where the labelled text comes from, and how it becomes ids and batches."""
 
     texts: ClassVar[str] = "labelled texts"  # what batches are made of, for conditions
-    dataset: str | None = setting(
+    dataset: FolderOrName | None = setting(
         "numbers", "numbers: how many digits a number has, from its words (generated)", only={"train_text": None}
     )
-    train_text: Path | None = setting(
+    train_text: File | None = setting(
         None, "labelled text (plain or compressed), a line each: label, tab, text; instead of a dataset"
     )
-    valid_text: Path | None = setting(
+    valid_text: File | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}
     )
-    test_text: Path | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    test_text: File | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
     held_out: float = setting(
         0.1, "share of the texts split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
     )
     size: int = setting(4000, "texts to generate", at_least=100, only={"corpus": "number words"})
-    labels: tuple[str, ...] | None = setting(None, "the classes, in order", derived="the training text")
+    labels: Texts | None = setting(None, "the classes, in order", derived="the training text")
     tokenizer: str = setting(
         "bpe", "sentencepiece's bpe, unigram or char; or words: a plain word list", choices=TOKENIZERS
     )
@@ -99,7 +98,6 @@ class ClassificationDataConfig(Settings):
         return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT[1]
 
 
-@dataclass(frozen=True)
 class ClassificationTrainConfig(TrainConfig):
     """`TrainConfig` with defaults for classifiers, and batches of so many texts."""
 

@@ -24,7 +24,7 @@ try:
 
     from fastformer.apps.cli.console import app
 except ModuleNotFoundError as error:  # the core installs no command-line library
-    if error.name not in ("rich", "typer"):
+    if error.name not in ("pydantic", "rich", "typer"):
         raise
     sys.exit(f"error: the command line needs {error.name}: pip install 'fastformer[apps]'")
 

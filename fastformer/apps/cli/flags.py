@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from fastformer.settings import Settings, declared, default_text, explained, refuse_idle
+from fastformer.apps.settings import Settings, declared, default_text, explained, facts, refuse_idle
 
 
 def with_settings(
@@ -34,7 +34,7 @@ def with_settings(
         homes: dict[str, str] = {}
         for section, settings in sections.items():
             for item, hint in declared(settings):
-                if not item.metadata["derived"]:
+                if not facts(item)["derived"]:
                     homes[item.name] = section
                     flags.append(_flag(section, item, hint, tuple(sections.values()), item.name in chosen))
 
@@ -77,7 +77,7 @@ def made(settings: type[Settings], given: dict[str, Any]) -> Any:
 def _flag(
     section: str, item: "Field[Any]", hint: Any, settings: tuple[type, ...], chosen: bool = False
 ) -> inspect.Parameter:
-    choices = item.metadata["choices"]  # checked by the settings themselves, so that a file gets the same message
+    choices = facts(item)["choices"]  # checked by the settings themselves, so that a file gets the same message
     option = typer.Option(
         help=explained(item, settings),
         parser=int_or_text if _bare(hint) is int else None,

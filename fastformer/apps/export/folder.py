@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.system.atomic import MOUNTED, hidden_folder, hidden_folders, naming
@@ -82,8 +81,7 @@ def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
 
     Raises:
         TypeError: it is of none.
-        ValueError: there are not as many tokenizers as such a model has sides, or it has more of its own than settings
-            and weights, such as hooks.
+        ValueError: there are not as many tokenizers as such a model has sides.
     """
     found = next((each for each in applications() if isinstance(model, each.network)), None)
     if found is None:
@@ -92,5 +90,4 @@ def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
     wanted = len(found.tokenizers)
     if len(tokenizers) != wanted:
         raise ValueError(f"tokenizers must be {wanted} for a {type(model).__name__}, not {len(tokenizers)}")
-    check_as_made(model, lambda: found.network(model.config))
     return found

@@ -18,10 +18,10 @@ from torch import nn
 
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import applications
+from fastformer.apps.settings import befores
 from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.text import read_json
 from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
-from fastformer.settings import befores
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from fastformer.apps.export.folder import application_for, new_folder
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.settings import befores, to_plain
 from fastformer.apps.system.foreign_files import check_path, read_file
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
-from fastformer.settings import befores, check_value, to_plain
+from fastformer.settings import check_value
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -39,8 +40,7 @@ def export_safetensors(
     Raises:
         FileExistsError: the folder exists and is not empty.
         TypeError: the model is of no application.
-        ValueError: an unknown dtype, not as many tokenizers as the model has sides, or a model that has more of its own
-            than settings and weights, such as hooks.
+        ValueError: an unknown dtype, or not as many tokenizers as the model has sides.
     """
     _check_dtype(dtype)
     application = application_for(model, tokenizers)

@@ -7,7 +7,7 @@ translation model, hidden states are returned, not logits: the loss projects the
 Letters: B documents, T positions (packed: of all documents together), D model width, V vocabulary.
 """
 
-from dataclasses import KW_ONLY, MISSING, dataclass
+from dataclasses import KW_ONLY, MISSING
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -28,18 +28,17 @@ from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
+from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
-from fastformer.settings import inherited, setting
 
 LanguageEmbeddings = Literal["separate", "tied"]
 # The settings of a decoder as Vaswani et al. (2017) and Liu et al. (2018) have it, where the defaults are others.
 CLASSICAL: dict[str, Any] = {"activation": "relu", "norm": "layer", "bias": True, "positions": "sinusoidal"}
 
 
-@dataclass(frozen=True)
 class LanguageConfig(ModelSettings):
     """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint.
 

@@ -13,7 +13,6 @@ training never do.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -31,6 +30,7 @@ from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
+from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, inherited, setting
 from fastformer.apps.text import (
     DOCUMENT_KINDS,
     SPLITTINGS,
@@ -47,7 +47,7 @@ from fastformer.apps.text import (
 )
 from fastformer.apps.text.special_ids import UNK
 from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
-from fastformer.settings import SET, Given, Settings, check_value, inherited, setting
+from fastformer.settings import check_value
 
 TOKENIZERS = ("bpe", "unigram", "char", "words")
 _PIECEWISE = {"tokenizer": TOKENIZERS[:-1]}
@@ -58,21 +58,20 @@ _TO_SPLIT = "a text file to split"
 _PIECES = 8000  # entries of a sentencepiece vocabulary when none are asked for
 
 
-@dataclass(frozen=True)
 class LanguageDataConfig(Settings):
     """Where the text comes from, and how it becomes ids and batches."""
 
     texts: ClassVar[str] = "running text"  # what batches are made of, for conditions
-    dataset: str | None = setting(
+    dataset: FolderOrName | None = setting(
         "docstrings",
         "docstrings (of the installed Python and torch), or a folder made by `fastformer data wikitext2`",
         only={"train_text": None},
     )
-    train_text: Path | None = setting(None, "text file (plain or compressed), instead of a dataset")
-    valid_text: Path | None = setting(
+    train_text: File | None = setting(None, "text file (plain or compressed), instead of a dataset")
+    valid_text: File | None = setting(
         None, "the same for validation; unset: split from training", only={"train_text": SET}
     )
-    test_text: Path | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
+    test_text: File | None = setting(None, "the same for testing; unset: split from training", only={"train_text": SET})
     held_out: float = setting(
         0.05, "share of the documents split off for each of both", above=0, below=0.5, only={"corpus": _TO_SPLIT}
     )
@@ -122,7 +121,6 @@ class LanguageDataConfig(Settings):
         return "documents to tell apart" if apart else "none"
 
 
-@dataclass(frozen=True)
 class LanguageTrainConfig(TrainConfig):
     """`TrainConfig` with defaults for language models.
 

@@ -13,7 +13,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.window import LanguageState
+from fastformer.apps.settings import Settings, setting
 from fastformer.host.devices import send
-from fastformer.settings import Settings, setting
 
 # Tokens ranked at first for top-p. V 33,278, one CPU core: ranking 256 takes 0.18 ms, sorting all of them 3.1 ms.
 _FIRST_RANKED = 256
@@ -31,7 +30,6 @@ _FIRST_RANKED = 256
 _DRAWN = {"draws": "a temperature above 0"}
 
 
-@dataclass(frozen=True)
 class SamplingOptions(Settings):
     """How to go on; each setting is described by its help text."""
 

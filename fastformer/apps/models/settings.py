@@ -3,7 +3,7 @@
 Letters: D model width, F feed-forward width.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, TypeVar, get_args
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from fastformer.apps.models.embeddings import Positions
 from fastformer.apps.models.initialisation import RANGES, Initialisation
 from fastformer.apps.models.sizes import LARGEST
+from fastformer.apps.settings import SET, Settings, refuse_idle, setting
 from fastformer.functional.attention.rules import SOFTCAPS
 from fastformer.nn.activations import FUNCTIONS, is_gated
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -18,15 +19,13 @@ from fastformer.nn.modules import make_norm
 from fastformer.nn.options import NORMS, LayerOptions
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary
-from fastformer.settings import SET, Settings, refuse_idle, setting
 
 _Layer = TypeVar("_Layer", TransformerEncoderLayer, TransformerDecoderLayer)
 _IN_ATTENTION = ("rotary", "alibi", "relative")  # positions that attention is told of, and embeddings are not
 _ROTARY, _RELATIVE = {"positions": "rotary"}, {"positions": "relative"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
+class ModelSettings(Settings, kw_only=True):
     """The settings that all models have; a base of the models' own, which are stored with every checkpoint."""
 
     d_model: int = setting(512, "width of the model", at_least=1, at_most=LARGEST)

@@ -3,7 +3,6 @@
 Folders are read from safetensors alone and without a network (`folders.py`); no code of theirs is run.
 """
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.apps.models.as_made import check_as_made
 from fastformer.apps.pretrained.architecture import TRAINING, Architecture
 from fastformer.apps.pretrained.folders import load_folder, refusals
 from fastformer.apps.pretrained.weights import check_implied, check_ties, read, write
@@ -39,8 +37,7 @@ def from_transformers(source: Any) -> Any:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no such folder, or it holds no safetensors.
         fastformer.apps.system.places.IrregularFileError: a file of the folder is a link, a pipe or a device.
-        ValueError: naming what has no counterpart here: the class, a setting and its value, a weight, or what a model
-            has of its own beside these, such as hooks.
+        ValueError: naming what has no counterpart here: the class, a setting and its value, or a weight.
     """
     theirs = load_folder(Path(source), _transformers(), architectures()) if isinstance(source, str | Path) else source
     kind = type(theirs)
@@ -54,9 +51,6 @@ def from_transformers(source: Any) -> Any:
     ours = ours.to(theirs.dtype)
     found = read(ours, weights, architecture)
     check_ties(ours, found)
-    if theirs is source:  # and may have been changed since it was made
-        with refusals(kind.__name__):
-            check_as_made(theirs, lambda: kind(copy.deepcopy(theirs.config)))
     ours.load_state_dict(found, assign=True)
     check_implied(ours, weights, architecture)
     return ours.train(theirs.training)
@@ -74,8 +68,7 @@ def to_transformers(model: Any) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: naming the settings that no such architecture has, or what the model has of its own beside settings
-            and weights, such as hooks.
+        ValueError: naming the settings that no such architecture has.
     """
     transformers = _transformers()
     kinds = {name: each for name, each in architectures().items() if each.configuration is not None}
@@ -95,7 +88,6 @@ def to_transformers(model: Any) -> Any:
     if other:
         said = ", ".join(f"{k}={ours[k]!r} (there it is {same[k]!r})" for k in other)
         raise ValueError(f"{name} cannot be this model: {said}")
-    check_as_made(model, lambda: architecture.network(model.config))
     dtype = next(model.parameters()).dtype
     _check_numbers(model.state_dict(), dtype)
     theirs = kind(config).to(dtype)

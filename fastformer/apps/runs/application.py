@@ -15,12 +15,12 @@ from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, 
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.own_files import refuse_links
 from fastformer.apps.runs.toml import load_toml, save_toml
+from fastformer.apps.settings import Given, Settings, befores, declared, facts, refuse_idle
 from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
 from fastformer.nn.inference_weights import pack_weights
-from fastformer.settings import Given, Settings, befores, declared, refuse_idle
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # what fine-tuning may change of such a model
@@ -310,7 +310,7 @@ class Application:
 
 def _derived(settings: type[Settings]) -> dict[str, str]:
     """The settings that are never a user's, each with what it follows from."""
-    return {item.name: item.metadata["derived"] for item, _ in declared(settings) if item.metadata["derived"]}
+    return {item.name: facts(item)["derived"] for item, _ in declared(settings) if facts(item)["derived"]}
 
 
 @dataclass(frozen=True)

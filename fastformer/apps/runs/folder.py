@@ -9,13 +9,13 @@ A run folder describes itself, so that nothing but its path is needed to resume,
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same
 """
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from pathlib import Path
 
 from fastformer.apps.runs.kinds import kinds, main_application
 from fastformer.apps.runs.toml import read_toml
+from fastformer.apps.settings import Settings, Texts, setting
 from fastformer.apps.system.foreign_files import check_path
-from fastformer.settings import Settings, setting
 
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text
 
@@ -23,13 +23,12 @@ BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose fo
 VERSION = 2
 
 
-@dataclass(frozen=True)
 class RunConfig(Settings):
     """What a run is. Folders written before there was a choice say nothing: the main application's, in version 1."""
 
     kind: str = setting(MISSING, "what the model does", choices=kinds())
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
-    chosen: tuple[str, ...] | None = setting(None, "settings that no user gave: they were chosen for corpus and budget")
+    chosen: Texts | None = setting(None, "settings that no user gave: they were chosen for corpus and budget")
 
 
 def read_kind(folder: Path | str) -> str:

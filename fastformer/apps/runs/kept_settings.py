@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from fastformer.settings import Settings, declared, to_plain
+from fastformer.apps.settings import Settings, declared, facts, to_plain
 
 
 def kept_settings(data: Settings, train: Settings) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def kept_settings(data: Settings, train: Settings) -> dict[str, Any]:
     names = [
         item.name for item, hint in declared(type(data)) if item.name != "dataset" and not {Path, tuple} & _kinds(hint)
     ]
-    fixed = [item.name for item, _ in declared(type(train)) if item.metadata["fixed"]]
+    fixed = [item.name for item, _ in declared(type(train)) if facts(item)["fixed"]]
     return to_plain({name: vars(each)[name] for each, some in ((data, names), (train, fixed)) for name in some})
 
 

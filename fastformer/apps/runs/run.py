@@ -27,6 +27,7 @@ from fastformer.apps.runs.held_out import NAMES, checksum
 from fastformer.apps.runs.kept_settings import check_kept, kept_settings
 from fastformer.apps.runs.new_folder import check_new, new_folder, whole_or_empty
 from fastformer.apps.runs.own_files import CONFIG, refuse_links
+from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.foreign_files import write_file
 from fastformer.apps.system.run_lock import RunLock, check_locked, locked
 from fastformer.apps.text import Tokenizer, read_json
@@ -44,7 +45,6 @@ from fastformer.apps.train import (
 )
 from fastformer.apps.train.compilation import check_compiler
 from fastformer.apps.train.thread_choice import check_threads
-from fastformer.settings import Given, refuse_fixed
 
 
 class Run(ABC):

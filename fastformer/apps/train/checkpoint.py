@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.apps.settings import befores, to_plain
 from fastformer.apps.system.atomic import naming
 from fastformer.apps.system.foreign_files import check_path, open_new, open_regular, read_file, write_file
 from fastformer.apps.system.foreign_folders import is_folder, names_in
@@ -38,7 +39,6 @@ from fastformer.apps.train.weights import (
     stored_shapes,
     tied_names,
 )
-from fastformer.settings import befores, to_plain
 
 WEIGHTS, STATE, META, SHARDS = "model.safetensors", "state.pt", "meta.json", "shards"
 # What the names of tensors in shards begin with: weights, and the optimiser's ("optimizer.3.exp_avg": parameter 3).

@@ -1,22 +1,19 @@
 """`TrainConfig`: every hyperparameter of training; see `fastformer.settings`."""
 
-from dataclasses import dataclass
-
+from fastformer.apps.settings import Pair, Settings, setting
 from fastformer.apps.train.compilation import BACKENDS
 from fastformer.apps.train.schedules import SCHEDULES
-from fastformer.settings import Settings, setting
 
 _ADAM = ("adamw", "adam")
 
 
-@dataclass(frozen=True)
 class TrainConfig(Settings):
     """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""
 
     optimizer: str = setting("adamw", "optimiser", choices=("adamw", "adam", "sgd"), fixed=True)
     lr: float = setting(1e-3, "peak learning rate", above=0)
-    betas: tuple[float, float] = setting(
-        (0.9, 0.98), "Adam's decay rates of gradient and square", at_least=0, below=1, only={"optimizer": _ADAM}
+    betas: Pair = setting(
+        (0.9, 0.98), "Adam's decay rates of gradient and square, each at least 0 and below 1", only={"optimizer": _ADAM}
     )
     eps: float = setting(1e-9, "Adam's term that avoids division by zero", above=0, only={"optimizer": _ADAM})
     momentum: float = setting(0.9, "momentum of steps", at_least=0, below=1, only={"optimizer": "sgd"})

@@ -6,7 +6,7 @@ beside the model, projects them where it needs them.
 Letters: B batch, T target and S source positions (packed: of all sentences together), D model width, V vocabulary.
 """
 
-from dataclasses import KW_ONLY, MISSING, dataclass
+from dataclasses import KW_ONLY, MISSING
 from typing import Literal, get_args, overload
 
 import torch
@@ -27,16 +27,15 @@ from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
+from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 from fastformer.packing import Layout, unpack
-from fastformer.settings import inherited, setting
 
 Embeddings = Literal["separate", "tied", "shared"]
 
 
-@dataclass(frozen=True)
 class TranslationConfig(ModelSettings):
     """Everything that decides the shape of a `TranslationModel`; stored with every checkpoint."""
 

@@ -5,7 +5,6 @@ tokenizer/target, the same one twice if they are joint.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +17,7 @@ from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
 from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
+from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, setting
 from fastformer.apps.text import (
     SPLITTINGS,
     Batches,
@@ -48,7 +48,6 @@ from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretraine
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.host.devices import device_of
-from fastformer.settings import SET, Given, Settings, setting
 
 _LEARNED = ("bpe", "unigram", "char", "word", "words")
 TOKENIZERS = (*_LEARNED, PRETRAINED)
@@ -58,28 +57,27 @@ _HELD_OUT = {"corpus": ("number words", "sentence files")}
 Split = Literal["train", "valid", "test"]
 
 
-@dataclass(frozen=True)
 class DataConfig(Settings):
     """Where the text comes from, and how it becomes ids and batches."""
 
     texts: ClassVar[str] = "sentence pairs"  # what batches are made of, for conditions
-    dataset: str | None = setting(
+    dataset: FolderOrName | None = setting(
         "numbers",
         "numbers (generated number words, en to fr or de), or a folder made by `fastformer data`",
         only={"train_source": None},
     )
     source: str = setting("en", "source language, as the dataset names it", only={"train_source": None})
     target: str = setting("fr", "target language", only={"train_source": None})
-    train_source: Path | None = setting(None, "file of source sentences (plain or compressed), instead of a dataset")
-    train_target: Path | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
-    valid_source: Path | None = setting(
+    train_source: File | None = setting(None, "file of source sentences (plain or compressed), instead of a dataset")
+    train_target: File | None = setting(None, "file of their translations, line by line", only={"train_source": SET})
+    valid_source: File | None = setting(
         None, "the same for validation; unset: split from training", only={"train_source": SET}
     )
-    valid_target: Path | None = setting(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
-    test_source: Path | None = setting(
+    valid_target: File | None = setting(None, "see valid_source", only={"train_source": SET, "valid_source": SET})
+    test_source: File | None = setting(
         None, "the same for testing; unset: split from training", only={"train_source": SET}
     )
-    test_target: Path | None = setting(None, "see test_source", only={"train_source": SET, "test_source": SET})
+    test_target: File | None = setting(None, "see test_source", only={"train_source": SET, "test_source": SET})
     valid_size: int = setting(
         500, "pairs split off (or generated) for validation", at_least=1, only=_HELD_OUT | {"valid_source": None}
     )

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fastformer.apps.models.sizes import LARGEST
+from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.state import DecoderState
 from fastformer.apps.translation.static_state import StaticDecoderState
 from fastformer.host.devices import send
 from fastformer.packing import lengths_of
-from fastformer.settings import Settings, setting
 
 # Rows that finished are taken out once they are this share of the batch: each removal copies the cache.
 _COMPACT_AT = 0.125
@@ -35,7 +35,6 @@ _DIVERGED = "the model's scores are not numbers: it has diverged"
 _BEAM = {"search": "a beam above 1"}
 
 
-@dataclass(frozen=True)
 class SearchOptions(Settings):
     """How to search; each setting is described by its help text."""
 

@@ -22,10 +22,10 @@ from fastformer.apps.language import run as language_modelling
 from fastformer.apps.language.run import LanguageRun
 from fastformer.apps.runs.application import Application, Machine
 from fastformer.apps.runs.run import Run
+from fastformer.apps.settings import SET, facts, unmet
 from fastformer.apps.text import DatasetReport, docstring_corpora, number_corpus, write_lines
 from fastformer.apps.train import Trainer
 from fastformer.apps.translation.run import TranslationRun
-from fastformer.settings import SET, unmet
 from tests.support.command_line import fastformer
 
 RUNS: dict[str, type[Run]] = {"translation": TranslationRun, "language": LanguageRun}
@@ -130,7 +130,7 @@ def other(item: "dataclasses.Field[Any]", value: Any, files: Path) -> Any:
         return special[item.name]
     if item.name.endswith(("_source", "_target", "_text")):
         return files / ("test.fr" if item.name.endswith("_target") else "test.en")
-    if choices := item.metadata.get("choices"):
+    if choices := facts(item)["choices"]:
         return next(each for each in choices if each != value)
     if isinstance(value, bool):
         return not value
@@ -158,7 +158,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
             if name in names:
                 code = sys._getframe(1).f_code
                 file = Path(code.co_filename)
-                inside = PACKAGE in file.parents and file != PACKAGE / "settings.py" and file.name != "config.py"
+                inside = (
+                    PACKAGE in file.parents and file != PACKAGE / "apps" / "settings.py" and file.name != "config.py"
+                )
                 if inside and code.co_name not in checks:
                     seen[section].add(name)
             return object.__getattribute__(self, name)
@@ -185,7 +187,7 @@ def test_what_applies_is_read_and_saved(
     for section, item, applies in options(kind.application, stated):
         assert not applies or item.name in watched[section], f"{item.name} applies, and nothing reads it"
         value = getattr({"data": text, "model": run.model_config, "train": train}[section], item.name)
-        assert saved[section].get(item.name) == value, item.name
+        assert saved[section].get(item.name) == (str(value) if isinstance(value, Path) else value), item.name
 
 
 def variants(application: Application, stated: Settings) -> list[Settings]:
@@ -194,7 +196,7 @@ def variants(application: Application, stated: Settings) -> list[Settings]:
     parts = dict(zip(("data", "model", "train"), made(application, stated), strict=True))
     homes = {item.name: name for name, each in parts.items() for item in dataclasses.fields(each)}
     for name, item, applies in options(application, stated):
-        wanted = {k: v for k, v in (item.metadata.get("only") or {}).items() if v not in (None, SET)}
+        wanted = {k: v for k, v in facts(item)["only"].items() if v not in (None, SET)}
         if not applies and wanted and set(wanted) <= set(homes):
             values = {k: v[0] if isinstance(v, tuple) else v for k, v in wanted.items()}
             change: Settings = {home: {k: v for k, v in values.items() if homes[k] == home} for home in parts}

@@ -81,37 +81,6 @@ def test_the_memory_is_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch
         check_memory(TranslationConfig(9, 9))
 
 
-GROUPS = {
-    "v2": ("0::/job/7", "sys/fs/cgroup/job/7/memory.max", "2048\n"),
-    "v2, of the group above": ("0::/job/7", "sys/fs/cgroup/job/memory.max", "2048\n"),
-    "v2, in a container": ("0::/", "sys/fs/cgroup/memory.max", "2048\n"),
-    "v2, in a container with names from outside": ("0::/docker/ab", "sys/fs/cgroup/memory.max", "2048\n"),
-    "v2, from another root": ("0::/../..", "sys/fs/cgroup/memory.max", "2048\n"),
-    "v1": ("5:cpu:/a\n4:hugetlb,memory:/job:7", "sys/fs/cgroup/memory/job:7/memory.limit_in_bytes", "2048\n"),
-    "v1, in a container": ("4:memory:/docker/ab\n0::/", "sys/fs/cgroup/memory/memory.limit_in_bytes", "2048\n"),
-    "v2, none": ("0::/job/7", "sys/fs/cgroup/job/7/memory.max", "max\n"),
-    "v1, none": ("4:memory:/", "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
-    "of others": ("0::/job/7", "sys/fs/cgroup/job/8/memory.max", "2048\n"),
-    "of no memory": ("5:cpu:/job", "sys/fs/cgroup/memory/memory.limit_in_bytes", "2048\n"),
-    "damaged": ("\n0\n:\n0::", "sys/fs/cgroup/memory.max", "\x00\n"),
-}
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs limits of memory")
-@pytest.mark.parametrize("case", GROUPS)
-def test_the_memory_is_what_a_container_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    groups, name, content = GROUPS[case]
-    for path, text in (("proc/self/cgroup", f"{groups}\n"), (name, content)):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    monkeypatch.setattr(sizes, "_ROOT", tmp_path)
-    if content == "2048\n" and not case.startswith("of"):
-        with pytest.raises(ValueError, match=r"but this machine has 0\.0 GiB"):
-            check_memory(TranslationConfig(9, 9, **SMALL))
-    else:
-        check_memory(TranslationConfig(9, 9, **SMALL))
-
-
 def run_folder(folder: Path) -> TranslationConfig:
     tokenizer = WordTokenizer.from_lines(["a b c d e f"])
     config = TranslationConfig(tokenizer.size, tokenizer.size, **LAYERS, **SMALL)

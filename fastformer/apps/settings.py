@@ -1,0 +1,269 @@
+"""Settings of the applications: pydantic dataclasses from which checks, flags, help and TOML files are made.
+
+    class SearchOptions(Settings):
+        beam: int = setting(4, "hypotheses kept a sentence; 1 is greedy search", at_least=1)
+        n_best: int = setting(1, "translations returned a sentence", at_least=1, at_most="beam")
+        length_penalty: float = setting(1.0, "…", only={"search": "a beam above 1"})
+
+`only` names settings, or properties of settings, and the values with which the setting has an effect: one value,
+several, `SET` (anything but None) or None. A setting that a user gave and that has no effect is refused.
+"""
+
+import difflib
+import functools
+import json
+import os
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Strict, ValidationError
+from pydantic import Field as Pydantic
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, ErrorDetails
+
+from fastformer.settings import BOUNDS, allowed_range, refusal
+
+SET = "any value"  # in `only`: not None
+
+Given = Mapping[str, Mapping[str, Any]]  # section -> name -> what a user stated
+_AsText = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
+File = Annotated[Path, Strict(False), _AsText]  # takes a text, too
+FolderOrName = Annotated[str, _AsText]
+Texts = Annotated[tuple[str, ...], Strict(False)]  # takes a list, too
+Share = Annotated[float, Pydantic(ge=0, lt=1)]
+Pair = Annotated[tuple[Share, Share], Strict(False)]  # each at least 0 and below 1
+
+_PYDANTIC = {"at_least": "ge", "above": "gt", "below": "lt", "at_most": "le"}
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "too_long": "a list of fewer values",
+}
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    only: Mapping[str, Any] | None = None,
+    fixed: bool = False,
+    derived: str = "",
+    before: Any = MISSING,
+    **bounds: float | str,
+) -> Any:
+    """Declare a field of `Settings`.
+
+    Args:
+        default: MISSING for a setting that must be given.
+        help: what it means, in a line.
+        choices: the texts that are allowed.
+        only: with which other settings it has an effect.
+        fixed: a resumed run cannot change it.
+        derived: what it is computed from, if users never give it: such as "the tokenizer".
+        before: its value in files that are older than the setting, if that is not the default.
+        bounds: `at_least`, `above`, `below`, `at_most`: a number, or the name of another setting.
+    """
+    numbers = {_PYDANTIC[key]: bound for key, bound in bounds.items() if not isinstance(bound, str)}
+    pattern = {"pattern": f"^(?:{'|'.join(map(re.escape, choices))})$"} if choices else {}
+    facts = {"choices": tuple(choices), "only": only or {}, "fixed": fixed, "derived": derived, "before": before}
+    extra = {"json_schema_extra": facts | {"bounds": bounds}}
+    return field(default=default, metadata={"description": help, **extra, **numbers, **pattern})
+
+
+def inherited(settings: type, name: str, **changes: Any) -> Any:
+    """Declare the setting `name` of a base class again, with another default or other facts."""
+    found = next(item for item, _ in declared(settings) if item.name == name)
+    stated = facts(found)
+    bounds = stated.pop("bounds")
+    return setting(**{"default": found.default, "help": found.metadata["description"], **stated, **bounds, **changes})
+
+
+@dataclass_transform(frozen_default=True)
+class Settings:
+    """Base of all settings: each subclass becomes a frozen pydantic dataclass whose errors are one line."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __init_subclass__(cls, kw_only: bool = False) -> None:
+        config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+        dataclass(frozen=True, kw_only=kw_only, config=config)(cls)
+        validate = cls.__init__
+
+        @functools.wraps(validate)
+        def __init__(self: Settings, *values: Any, **named: Any) -> None:
+            try:
+                validate(self, *values, **named)
+            except ValidationError as error:
+                raise ValueError(_one_line(error.errors(include_url=False)[0], cls, named)) from None
+
+        cls.__init__ = __init__  # type: ignore[assignment, method-assign]
+
+    def __post_init__(self) -> None:
+        """Check bounds that are other settings; pydantic has checked the rest."""
+        for item, _ in declared(type(self)):
+            value, bounds = getattr(self, item.name), facts(item)["bounds"]
+            limits = {key: getattr(self, name) for key, name in bounds.items() if isinstance(name, str)}
+            if not all(None in (value, limit) or BOUNDS[key](value, limit) for key, limit in limits.items()):
+                raise ValueError(refusal(item.name, value, allowed_range((), bounds, vars(self))))
+
+
+def check_stated(settings: type[Settings], values: Mapping[str, Any], where: str) -> None:
+    """Check some values of settings, of which others may be missing.
+
+    Raises:
+        ValueError: beginning with `where`, naming the first value that is not allowed.
+    """
+    try:
+        settings.__pydantic_validator__.validate_python(ArgsKwargs((), dict(values)))  # type: ignore[attr-defined]
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            if each["loc"] and each["loc"][0] in values:
+                raise ValueError(f"{where}{_one_line(each, settings, values)}") from None
+
+
+def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str, Any]) -> str:
+    """Say in one line what pydantic refused, by the declaration of the setting."""
+    if not error["loc"]:  # of __post_init__
+        return str(error["ctx"]["error"])
+    items = {item.name: item for item, _ in declared(settings)}
+    place = error["loc"][0]  # the number of a positional argument
+    name = place if isinstance(place, str) else list(items)[place]
+    if name not in items:
+        return f"unknown setting {name!r}{nearest(name, items)}"
+    if error["type"] == "missing" and len(error["loc"]) == 1:
+        return f"{name} must be given: {items[name].metadata['description']}"
+    if len(error["loc"]) > 1:  # of one value of a list
+        each = error["msg"].removeprefix("Input should be ")
+        kind = "a list of more values" if error["type"] == "missing" else f"a list, each {each}"
+        return refusal(name, given.get(name, error["input"]), kind)
+    choices, bounds = facts(items[name])["choices"], facts(items[name])["bounds"]
+    kind = "" if choices else _KINDS.get(error["type"], "")
+    return refusal(name, error["input"], allowed_range(choices, bounds, given), kind)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Suggest the known name that is most like an unknown one, or list all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+
+
+def declared(settings: type) -> list[tuple["Field[Any]", Any]]:
+    """Return the fields of settings, each with its type."""
+    hints = typing.get_type_hints(settings)
+    return [(item, hints[item.name]) for item in fields(settings)]
+
+
+def facts(item: "Field[Any]") -> dict[str, Any]:
+    """Return what `setting` was given for a field, apart from default and help."""
+    return dict(item.metadata["json_schema_extra"])
+
+
+def befores(settings: type) -> dict[str, Any]:
+    """Return settings that files may not state because they are newer, each with its value in such files."""
+    found = {item.name: item.metadata.get("json_schema_extra", {}).get("before", MISSING) for item in fields(settings)}
+    return {name: before for name, before in found.items() if before is not MISSING}
+
+
+def explained(item: "Field[Any]", settings: Sequence[type]) -> str:
+    """Return a setting's line of help: meaning, choices, bounds and conditions.
+
+    Args:
+        item: of one of `settings`.
+        settings: all that its conditions may name.
+    """
+    found = facts(item)
+    only = ", ".join(words(name, wanted, settings) for name, wanted in found["only"].items())
+    notes = "; ".join(filter(None, (allowed_range((), found["bounds"]), only and f"only {only}")))
+    choices = f": {', '.join(found['choices'])}" if found["choices"] else ""
+    return f"{item.metadata['description']}{choices}{notes and f' ({notes})'}"
+
+
+def default_text(item: "Field[Any]") -> str:
+    """Return a setting's default as it is typed."""
+    if item.default is None:
+        return "unset"
+    if isinstance(item.default, bool):
+        return "yes" if item.default else "no"
+    return " ".join(map(str, item.default)) if isinstance(item.default, tuple) else str(item.default)
+
+
+def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None:
+    """Refuse settings that were given and have no effect.
+
+    Args:
+        given: what a user stated, by section; False asks for nothing.
+        sections: the settings of each.
+        others: further objects that conditions may name.
+
+    Raises:
+        ValueError: naming all such settings, and the conditions.
+    """
+    everything = (*sections.values(), *others)
+    idle = []
+    for section, settings in sections.items():
+        stated = given.get(section, {})
+        for item, _ in declared(type(settings)):
+            if item.name in stated and stated[item.name] is not False:
+                for name, wanted, value in islice(unmet(item, everything), 1):
+                    here = "" if wanted in (None, SET) else f", not {words(name, value, everything)}"
+                    idle.append(f"{item.name} has an effect only {words(name, wanted, everything)}{here}")
+    if idle:
+        raise ValueError(f"{'; '.join(idle)}; leave {'it' if len(idle) == 1 else 'them'} out")
+
+
+def unmet(item: "Field[Any]", settings: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the conditions of a field that do not hold: name, wanted value, value."""
+    for name, wanted in facts(item)["only"].items():
+        for value in islice((getattr(each, name) for each in settings if hasattr(each, name)), 1):
+            if not (value is not None if wanted == SET else value in _values(wanted)):
+                yield name, wanted, value
+
+
+def words(name: str, wanted: Any, settings: Sequence[Any]) -> str:
+    """Return a condition in words; `settings` are classes or instances, which tell fields from properties."""
+    if wanted is None:
+        return f"without {name}"
+    if wanted == SET:
+        return f"with {name}"
+    values = " or ".join(map(str, _values(wanted)))
+    names = {item.name for each in settings if is_dataclass(each) for item in fields(each)}
+    return f"with {name}={values}" if name in names else f"with {values}"
+
+
+def _values(wanted: Any) -> tuple[Any, ...]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def refuse_fixed(changes: Mapping[str, Any], settings: Settings) -> None:
+    """Raise ValueError naming a setting that a resumed run cannot change.
+
+    Args:
+        changes: name -> the new value.
+        settings: of the run so far.
+    """
+    for item, _ in declared(type(settings)):
+        before = getattr(settings, item.name)
+        if facts(item)["fixed"] and item.name in changes and changes[item.name] != before:
+            raise ValueError(
+                f"{item.name} cannot change when a run goes on: it is {before!r}, not {changes[item.name]!r}; leave it "
+                "out, or start a new run"
+            )
+
+
+def to_plain(settings: Any) -> dict[str, Any]:
+    """Return settings, or a mapping, as the plain values that JSON gives back: lists for tuples, texts for paths."""
+    values = dict(settings) if isinstance(settings, Mapping) else asdict(settings)
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain

@@ -56,18 +56,6 @@ def test_a_name_that_would_change_nothing_raises(config, model, when):
         assert made.config._attn_implementation != "fastformer"
 
 
-def test_a_table_of_attentions_by_their_names():
-    """Of GIT's text, whose pictures go through the interface."""
-    config = transformers.GitConfig(**PLAIN)
-    model = transformers.GitModel(config)
-    with pytest.raises(ValueError, match="does not reach the attention of GitModel"):
-        model.set_attn_implementation("fastformer")
-    assert "computes its attention outside of transformers' attention interface" in reasons(model)
-    config._attn_implementation = "fastformer"
-    with pytest.raises(ValueError, match="does not reach the attention of GitModel"):
-        transformers.GitModel(config)
-
-
 def test_a_subclass_of_somebodys_own_may_have_the_name():
     class Mine(BertModel):
         pass

@@ -47,7 +47,7 @@ def test_a_wrong_number_is_found(monkeypatch):
     from fastformer.integrations.transformers import entry
 
     monkeypatch.setattr(entry, "to_tokens", lambda *args, to_tokens=entry.to_tokens: to_tokens(*args).roll(1, 1))
-    found = survey.outcome("llama")
+    found = survey.of_padded_batches("llama")
     assert found["outcome"] == "padded"
     assert "outputs differs by" in found["reason"]
 

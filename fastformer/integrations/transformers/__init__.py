@@ -5,22 +5,17 @@
     model.set_attn_implementation("fastformer")  # or later, on any model that transformers can switch
     report = fastformer.integrations.transformers.padding_free(model)  # all other layers too; `padded` undoes it
 
-Padding is never materialised as a mask `[B, 1, T, S]` where a pattern can be said shorter: see `masks`.
-
 Numbers are those of `attn_implementation="eager"` at every real position. One deliberate difference: a query that may
 attend to nothing (padding on the left) gives 0, where eager gives the mean over the padding; a loss sees it only where
-it asks for the first token after the padding, whose label is better -100. What cannot be said to
-`fastformer.functional.attention` raises; nothing is ignored that changes the result, and a model whose own code
-computes attention refuses the name.
+it asks for the first token after the padding, whose label is better -100. What `fastformer.functional.attention` has no
+argument for raises, and a model whose own code computes attention refuses the name.
 
 transformers >= 5.18: the oldest release tested, whose T5 passes its position bias to the attention interface.
-
-Letters: B batch, T queries, S keys.
 """
 
 try:
-    from fastformer.integrations.transformers.attention import NAME as NAME
     from fastformer.integrations.transformers.attention import register
+    from fastformer.integrations.transformers.entry import NAME as NAME
     from fastformer.integrations.transformers.packing import PaddingFree, padded, padding_free
 except ImportError as error:
     raise ImportError(

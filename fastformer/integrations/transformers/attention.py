@@ -1,10 +1,8 @@
-"""`attn_implementation="fastformer"`: the attention of one layer, its name in transformers, and T5's bias.
+"""`attn_implementation="fastformer"`: the attention of one layer, its name in transformers, and T5's position bias.
 
 Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values, P positions, N tokens of a packed batch.
 """
 
-import inspect
-from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -12,15 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
 from fastformer.integrations.transformers.eligibility import calls_the_interface
-from fastformer.integrations.transformers.entry import NotPacked, forward, install, packed
-from fastformer.integrations.transformers.masks import MaskRules, mask_rules
-from fastformer.modes import compiling
-
-NAME = "fastformer"
+from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, forward, install, running
+from fastformer.integrations.transformers.masks import MaskRules, collects_weights, mask_rules
 
 # Keywords that pass through layers on their way elsewhere; no attention of transformers reads them.
 _NOT_FOR_ATTENTION = {
@@ -28,88 +22,6 @@ _NOT_FOR_ATTENTION = {
     "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_ids", "return_dict", "seq_idx", "use_cache",
 }  # fmt: skip
-
-
-def _rules_of(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, sliding_window: int | None
-) -> MaskRules:
-    """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
-    T, S = query.shape[2], key.shape[2]
-    if packed() is not None and (not isinstance(mask, MaskRules) or mask.layout is None):
-        raise NotPacked("a mask is its own, or one of all pairs, or counts padding between tokens")
-    if isinstance(mask, MaskRules):
-        if mask.layout is not None:
-            return mask  # the op compares the layouts with what it is given
-        by_position = mask.causal or mask.window is not None or mask.mask is not None
-        if mask.shape[3] != S or (by_position and mask.shape[2] != T):
-            raise ValueError(
-                f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys, not for {T} and {S}"
-            )
-        stated = is_causal is False and mask.causal and getattr(module, "is_causal", True)
-        if stated and not _has_its_own_hint(module):
-            raise ValueError(
-                "is_causal=False contradicts the causal mask of the model; set config.is_causal = False instead"
-            )
-        return mask
-    shape = (key.shape[0], 1, T, S)
-    if mask is None:
-        causal = T > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if causal and T != S:
-            raise ValueError(f"attention_mask is None: {T} causal queries have no known place among {S} keys")
-        if sliding_window is not None and sliding_window < S:
-            raise ValueError(f"attention_mask is None, and does not hold the sliding window of {sliding_window}")
-        return MaskRules(shape, S, causal=causal)
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask must be a tensor [B, H, T, S], not {kind}")
-    if mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
-        return MaskRules(shape, S, mask[:, 0, 0].expand(key.shape[0], -1))
-    return MaskRules(shape, S, mask=mask)
-
-
-def _has_its_own_hint(module: nn.Module) -> bool:
-    """Whether a layer's own forward says `is_causal`: Moonshine's says False where it has a mask, which counts then."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "is_causal" in code.co_varnames
-
-
-def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Merge a mask and the position bias of T5, which is added to the scores."""
-    if mask is None or bias is None:
-        return bias if mask is None else mask
-    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
-
-
-def _wants_weights(asked: object, rules: MaskRules) -> bool:
-    """Whether the attention weights of this call are wanted: asked for here, or collected by a model's hooks."""
-    if asked:
-        return True
-    if compiling() and not _active_collector.compiling:
-        return False  # the context variable behind it cannot be traced
-    collected = _active_collector.get()
-    if collected is None:  # no model's call: perhaps a layer that is computed again
-        return "weights" in rules.notes
-    wanted = any(key.endswith("attentions") for key in collected)
-    if wanted and not compiling():
-        rules.notes.add("weights")
-    return wanted
-
-
-def _check(kwargs: dict[str, Any], rules: MaskRules) -> None:
-    """Raise for keywords that the op has no words for."""
-    unknown = [name for name, value in kwargs.items() if value is not None and value is not False]
-    unknown = [name for name in unknown if name not in _NOT_FOR_ATTENTION]
-    if unknown:
-        raise ValueError(
-            f"fastformer's attention does not know {', '.join(unknown)}, which may change the result; "
-            'use attn_implementation="eager" for this model or call'
-        )
-    offsets: Sequence[Any] | Tensor | None = kwargs.get("cu_seq_lens_q")
-    if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
-        raise ValueError(
-            "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
-            "pass position_ids that start again at 0 for each, and no attention_mask"
-        )
 
 
 def attention_forward(
@@ -127,29 +39,25 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend in one layer; registered with transformers' AttentionInterface.
+    """Attend in one layer; registered with transformers' AttentionInterface, which documents the arguments.
 
     Args:
-        module: the layer.
         query, key, value: `[B, H, T, K]`, `[B, Hkv, S, K]`, `[B, Hkv, S, Kv]`; packed, B is 1; H is a multiple of Hkv.
         attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None.
-        dropout: of the attention weights, in training.
-        scaling: K ** -0.5 if None.
-        is_causal: counts where there is no mask; `module.is_causal` if None.
+        is_causal: counts where there is no mask, as in `sdpa`; `module.is_causal` if None.
         position_bias: added to the scores, broadcastable to `[B, H, T, S]` (T5); packed, by distance, `[H, 2 P - 1]`.
-        softcap, s_aux: as softcap and sinks in `functional.attention`.
         sliding_window: stands in the mask already.
-        **kwargs: what passes through the layers.
 
     Returns:
         `[B, T, H, Kv]`, packed `[1, N, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None.
 
     Raises:
-        ValueError: something that would change the result cannot be said to `functional.attention`.
+        ValueError: something that would change the result cannot be passed to `functional.attention`.
     """
-    rules = _rules_of(module, query, key, attention_mask, is_causal, sliding_window)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    rules = _rules_of(query, key, attention_mask, bool(causal), sliding_window)
     _check(kwargs, rules)
-    weights_too = _wants_weights(kwargs.get("output_attentions"), rules)
+    weights_too = kwargs.get("output_attentions") or rules.collected or collects_weights()
     settings: dict[str, Any] = {
         "causal": rules.causal,
         "alignment": "bottom_right",
@@ -160,52 +68,87 @@ def attention_forward(
         "sinks": s_aux,
     }
     if rules.layout is not None:
-        by_distance = position_bias is None or position_bias.dim() < 3
-        if by_distance and not weights_too:
-            return _in_runs(query, key, value, rules, settings, position_bias), None
-        raise (ValueError if packed() is None else NotPacked)(
-            "attention weights, or a bias of all pairs, in a packed call"
-        )
+        if weights_too or (position_bias is not None and position_bias.dim() > 2):
+            raise NotPacked("attention weights, or a bias of all pairs, in a packed call")
+        bias = None if position_bias is None or position_bias.numel() == 1 else position_bias
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [N, H, K]
+        out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
+        return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
     S = key.shape[2]
     if query.shape[0] == 1:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    mask = _with_bias(rules.mask, position_bias)
+    mask = position_bias if rules.mask is None else rules.mask
+    if rules.mask is not None and position_bias is not None:
+        by_pair = rules.mask.dtype == torch.bool
+        mask = torch.where(rules.mask, position_bias, float("-inf")) if by_pair else position_bias + rules.mask
     if rules.used < S:
         key, value = key[:, :, : rules.used], value[:, :, : rules.used]
-        mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., : rules.used]
-    settings["key_mask"] = rules.key_mask if rules.mask is None else None  # which says it too
+        mask = None if mask is None else mask[..., : rules.used]
+    settings["key_mask"] = rules.key_mask
     if not weights_too:
         return functional.attention(query, key, value, mask, **settings).transpose(1, 2).contiguous(), None
     out, weights = functional.attention_with_weights(query, key, value, mask, **settings)
     return out.transpose(1, 2).contiguous(), F.pad(weights, (0, S - rules.used))
 
 
-def _in_runs(
-    query: Tensor, key: Tensor, value: Tensor, rules: MaskRules, settings: dict[str, Any], bias: Tensor | None
-) -> Tensor:
-    """Attend within the sequences of a run of tokens, which may fill several rows: `[B, T, H, Kv]`."""
-    assert rules.layout is not None
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [N, H, K]
-    bias = None if bias is None or bias.numel() == 1 else bias
-    out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
-    return out.view(query.shape[0], query.shape[2], *out.shape[1:])
+def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_window: int | None) -> MaskRules:
+    """Return the rules of one layer's call: those of `mask_rules`, or of a mask that a model or user made."""
+    T, S = query.shape[2], key.shape[2]
+    if isinstance(running(), Packed) and (not isinstance(mask, MaskRules) or mask.layout is None):
+        raise NotPacked("a mask is its own, or one of all pairs, or counts padding between tokens")
+    if isinstance(mask, MaskRules):
+        by_position = mask.causal or mask.window is not None or mask.mask is not None
+        if mask.layout is None and (mask.shape[3] != S or (by_position and mask.shape[2] != T)):
+            raise ValueError(
+                f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys, not for {T} and {S}"
+            )
+        return mask  # the op compares a layout with what it is given
+    if mask is None:
+        causal = T > 1 and causal
+        if causal and T != S:
+            raise ValueError(f"attention_mask is None: {T} causal queries have no known place among {S} keys")
+        if sliding_window is not None and sliding_window < S:
+            raise ValueError(f"attention_mask is None, and does not hold the sliding window of {sliding_window}")
+        return MaskRules((len(key), 1, T, S), S, causal=causal)
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be a tensor [B, H, T, S], not {kind}")
+    return MaskRules((len(key), 1, T, S), S, mask=mask)
 
 
-def bias_by_distance(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Forward pre-hook of T5's attention: make its bias by distance, not of all pairs, where tokens are packed.
+def _check(kwargs: dict[str, Any], rules: MaskRules) -> None:
+    """Raise for keywords that `functional.attention` does not have."""
+    unknown = [name for name, value in kwargs.items() if value is not None and value is not False]
+    unknown = [name for name in unknown if name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise ValueError(
+            f"fastformer's attention does not know {', '.join(unknown)}, which may change the result; "
+            'use attn_implementation="eager" for this model or call'
+        )
+    offsets: Any = kwargs.get("cu_seq_lens_q")
+    if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
+        raise ValueError(
+            "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
+            "pass position_ids that start again at 0 for each, and no attention_mask"
+        )
 
-    By its own function, for one query: `[H, 2 P - 1]`. The attention to an encoder has a bias of zeros.
+
+def bias_by_distance(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+    """Run T5's attention with a bias by distance `[H, 2 P - 1]` in place of all pairs, where tokens are packed.
+
+    The bias is computed by T5's own function, for one query. The attention to an encoder has a bias of zeros.
     """
-    rules = kwargs.get("mask")
-    if not isinstance(rules, MaskRules) or rules.layout is None or kwargs.get("position_bias") is not None:
-        return None
-    if not part.has_relative_attention_bias:
-        return args, {**kwargs, "position_bias": args[0].new_zeros(1)}
-    if rules.layout.has_gaps:
-        raise NotPacked("padding between tokens, which a bias counts")
-    P = max(rules.layout.max_length, 1)
-    bias = part.compute_bias(1, 2 * P - 1, device=args[0].device, past_seen_tokens=P - 1)
-    return args, {**kwargs, "position_bias": bias[0, :, 0]}
+    rules, given = kwargs.get("mask"), kwargs.get("position_bias")
+    if isinstance(rules, MaskRules) and rules.layout is not None and given is None:
+        if not attention.has_relative_attention_bias:
+            kwargs["position_bias"] = args[0].new_zeros(1)
+        elif rules.layout.has_gaps:
+            raise NotPacked("padding between tokens, which a bias counts")
+        else:
+            P = max(rules.layout.max_length, 1)
+            bias = attention.compute_bias(1, 2 * P - 1, device=args[0].device, past_seen_tokens=P - 1)
+            kwargs["position_bias"] = bias[0, :, 0]
+    return inner(*args, **kwargs)
 
 
 def register() -> None:
@@ -222,12 +165,12 @@ def register() -> None:
 
     @wraps(original)
     def correct(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested_attention == NAME and not calls_the_interface(self):
-            raise ValueError(
-                f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which computes '
-                'it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
-            )
         if requested_attention == NAME:
+            if not calls_the_interface(self):
+                raise ValueError(
+                    f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which '
+                    'computes it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
+                )
             for model in self.modules():  # parts that share its configuration are not asked
                 if isinstance(model, PreTrainedModel):
                     install(model, forward)

@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import entry
-from fastformer.integrations.transformers.attention import NAME, bias_by_distance
+from fastformer.integrations.transformers.attention import bias_by_distance
 from fastformer.integrations.transformers.eligibility import obstacle
 from fastformer.nn.conversion import Entry, name_of
 
@@ -37,17 +36,11 @@ class PaddingFree:
 def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) -> PaddingFree:
     """Have a Hugging Face model run on the real tokens of a batch alone, in place.
 
-    Each base model inside it (for an encoder and a decoder, each of these) takes its ids, positions, token types or
-    embeddings out of the padding when it is called, runs on one row of real tokens, and pads its outputs with zeros.
-    Its attention becomes `attn_implementation="fastformer"`. Parameters, the state dict and outputs at real positions
-    stay what they are. What reads positions of padding sees other values: the first column under padding on the left,
-    or a loss whose labels there are not -100.
-
-    A batch runs padded without a padding mask `[B, L]`; where hidden states, attention weights or router logits are
-    asked for; where a cache holds something already or is none of DynamicCache's; under torch.compile and in traces;
-    where the model has hooks, forwards or modules of yours inside; and where padding lies between tokens, in models
-    that count distances (windows, T5's bias). Training, checkpointed activations, generation (the prompt), pickle and
-    copies work.
+    Each base model inside it packs the arguments that it is called with, runs on one row of real tokens, and pads its
+    outputs with zeros. Its attention becomes `attn_implementation="fastformer"`. Parameters, the state dict and outputs
+    at real positions stay what they are. What reads positions of padding sees other values: the first column under
+    padding on the left, or a loss whose labels there are not -100. `docs/hugging-face.md` lists the batches that run
+    padded.
 
     Args:
         model: a transformers model, or a module that holds some, such as a SentenceTransformer.
@@ -71,14 +64,14 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             report.padded.append(Entry(name, name_of(type(base)), reason))
             continue
         before = base.config._attn_implementation
-        if before != NAME:
+        if before != entry.NAME:
             base.__dict__[_BEFORE] = before
-            base.set_attn_implementation(NAME)
+            base.set_attn_implementation(entry.NAME)
         entry.install(base, entry.forward)
         base.__dict__[entry.PACKS] = True
         for part in base.modules():
             if hasattr(part, "compute_bias") and "position_bias" in entry.parameters(part):
-                part.register_forward_pre_hook(bias_by_distance, with_kwargs=True)
+                entry.install(part, bias_by_distance)
         if "position_ids" not in entry.parameters(base) and "embed_positions" in base._modules:
             entry.install(base.embed_positions, entry.embed_positions)
         report.packed.append(Entry(name, name_of(type(base)), "runs on real tokens"))
@@ -88,21 +81,14 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
 def padded(model: nn.Module) -> PaddingFree:
     """Undo `padding_free`, in place; return the models that were packed."""
     report = PaddingFree()
-    for name, base in _base_models(model):
+    for name, base in list(_base_models(model)):
         if base.__dict__.pop(entry.PACKS, False):
             report.packed.append(Entry(name, name_of(type(base)), "runs on padded batches"))
+        if _BEFORE in base.__dict__:
+            base.set_attn_implementation(base.__dict__.pop(_BEFORE))
     for module in model.modules():
-        before = module.__dict__.pop(_BEFORE, None)
-        if before is not None and isinstance(module, PreTrainedModel):
-            module.set_attn_implementation(before)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
-            entry.uninstall(module, entry.forward)
-        entry.uninstall(module, entry.embed_positions)
-        hooks: Any = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is bias_by_distance]:  # handles are not pickled
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation != entry.NAME:
+            entry.uninstall(module)
     return report
 
 

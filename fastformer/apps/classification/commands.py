@@ -28,7 +28,7 @@ from fastformer.apps.cli.console import (
 from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.runs.folder import refuse_output
 
 _ROWS = 200  # of a table
 RUN = Path("runs") / APPLICATION.kind

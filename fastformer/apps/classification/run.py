@@ -33,7 +33,6 @@ from fastformer.apps.classification.pretrained import ARCHITECTURES
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import BY_HAND, refuse_by_hand
-from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, Texts, inherited, setting
 from fastformer.apps.text import SPLITTINGS, LabelledBatch, LabelledBatches, Tokenizer, learn_tokenizer
@@ -153,10 +152,6 @@ def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, Labelle
     return {"train": train, **held} if len(held) == len(given) else split_labelled(train, data.held_out, held)
 
 
-def _texts_of(corpus: LabelledCorpus) -> list[Any]:
-    return [corpus.texts, corpus.classes.tolist()]
-
-
 class ClassificationRun(Run):
     """A run that learns to label texts; see `fastformer.apps.runs.run.Run`."""
 
@@ -198,8 +193,8 @@ class ClassificationRun(Run):
         yield from (self.sequences.ids.tobytes(), self.sequences.offsets.tobytes())
         yield self.corpora["train"].classes.tobytes()
 
-    def held_out(self, part: str) -> list[Any]:
-        return _texts_of(self.corpora[part])  # type: ignore[index]
+    def validation_texts(self) -> list[Any]:
+        return [self.corpora["valid"].texts, self.corpora["valid"].classes.tolist()]
 
     def training(self) -> str:
         cut = f", {self._cut:,} cut" if self._cut else ""
@@ -292,7 +287,6 @@ def evaluate(
         corpus = read_labelled(split, classifier.labels)
     elif split in ("test", "valid"):
         corpus = read_labelled_corpora(data)[split]
-        check_held_out(folder, split, _texts_of(corpus))
     else:
         raise ValueError(f"split must be test, valid or the Path of a file, not {split!r}")
     return corpus, score(classifier.model, corpus, classifier.tokenizer, classifier.max_length)

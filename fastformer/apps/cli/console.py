@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fastformer.apps.cli.help import App
+from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.runs.kinds import main_application
-from fastformer.apps.runs.own_files import refuse_output
-from fastformer.apps.system.outputs import check_replaceable, is_replaced
+from fastformer.apps.system.files import check_writable, is_stream
 from fastformer.apps.system.terminal import Terminal, shown
 from fastformer.apps.text import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
@@ -132,13 +132,14 @@ def check_output(output: Path | None) -> None:
         return
     if output.is_dir():
         raise IsADirectoryError(f"{output} is a folder")
-    replaced = not output.exists() or is_replaced(output)
-    folder = Path(os.path.realpath(output)).parent  # where a file is replaced in one step
-    if replaced and not folder.is_dir():
+    if is_stream(output):
+        return
+    folder = Path(os.path.realpath(output)).parent
+    if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    if replaced and not os.access(folder, os.W_OK):
+    if not os.access(folder, os.W_OK):
         raise PermissionError(f"{output} cannot be written")
-    check_replaceable(output)
+    check_writable(output)
 
 
 def _typed_lines() -> Iterator[list[str]]:

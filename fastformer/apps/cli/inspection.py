@@ -12,7 +12,7 @@ from fastformer.apps.cli.parts import Parts, shared
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
-from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.runs.folder import refuse_output
 from fastformer.settings import check_value
 
 # Of a table, and characters of a cell: a stranger's settings may be any, and rich lays out some 700 rows a second.

@@ -13,9 +13,8 @@ from fastformer.apps.cli.console import Device, app, choose_device
 from fastformer.apps.cli.flags import with_settings
 from fastformer.apps.cli.help import TRAIN, App
 from fastformer.apps.runs.application import PRETRAINED
-from fastformer.apps.runs.own_files import CONFIG, refuse_output
+from fastformer.apps.runs.folder import CONFIG, refuse_output
 from fastformer.apps.runs.run import Run
-from fastformer.apps.system.run_lock import check_locked
 from fastformer.apps.system.terminal import Terminal
 
 _HOW = """Settings that are not given are chosen for the corpus, the budget and the speed of this machine, and printed.
@@ -136,9 +135,8 @@ def train_run(
             result = run.fit(resume, fallback)
             cpu = time.process_time() - cpu
             if processes.is_main:
-                check_locked(run.folder)
                 picture = plot_history({run.folder.name: read_metrics(run.folder)})
-                save(picture, run.folder / "history.png", run.folder)
+                save(picture, run.folder / "history.png")
                 terminal.line(
                     f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
                     f"session): {result.reason}; run folder: {run.folder}"

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.export.folder import application_for, new_folder
+from fastformer.apps.export.folder import application_for, export_folder
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.text import Tokenizer
@@ -75,7 +75,7 @@ def export_ctranslate2(
     spec.config.layer_norm_epsilon = c.norm_eps
     spec.validate()
     spec.optimize(quantization=quantization)
-    with new_folder(folder) as new:
+    with export_folder(folder) as new:
         spec.save(str(new))
         application.save_tokenizers(new, tokenizers)
 

@@ -1,29 +1,20 @@
 """The folder of an exported model: made whole or not at all, with the tokenizers in it."""
 
-import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.kinds import applications
-from fastformer.apps.system.atomic import MOUNTED, hidden_folder, hidden_folders, naming
-from fastformer.apps.system.foreign_folders import remove
+from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer
-from fastformer.apps.train.checkpoint import synchronise
-
-logger = logging.getLogger("fastformer")
 
 
 @contextmanager
-def new_folder(folder: Path | str) -> Iterator[Path]:
-    """Write beside, then rename: after a failure there is no half folder.
-
-    A folder that is a mount (a container's volume) cannot be renamed to: files written in a hidden folder of it get
-    their names one after another.
+def export_folder(folder: Path | str) -> Iterator[Path]:
+    """Yield a hidden folder to write to, which gets its name when the block ends; see `files.new_folder`.
 
     Raises:
         FileExistsError: the folder exists and is not empty, or is the current one.
@@ -33,47 +24,8 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
         raise FileExistsError(f"{folder} exists already; choose another folder")
     if folder == Path.cwd():
         raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in hidden_folders(folder):
-        logger.warning("%s is of an export that was killed, unless one is running; nothing reads it", left)
-    temporary = hidden_folder(folder / folder.name if os.path.ismount(folder) else folder)
-    try:
-        with naming(folder):
-            yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            synchronise(path)
-        _give_name(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _give_name(temporary: Path, folder: Path) -> None:
-    """Rename it, or, to a mount, move what is in it."""
-    if temporary.parent != folder:
-        if os.name == "nt" and folder.exists():  # elsewhere a folder replaces an empty one
-            folder.rmdir()
-        try:
-            temporary.replace(folder)
-            return
-        except OSError as error:
-            if error.errno not in MOUNTED:  # one of the same file system is not known to be a mount before
-                raise
-    moved: list[Path] = []
-    try:
-        for path in sorted(temporary.iterdir()):
-            if os.path.lexists(folder / path.name):
-                raise FileExistsError(f"{folder / path.name} has come meanwhile; choose another folder")
-            moved.append(folder / path.name)
-            shutil.move(path, moved[-1])
-            synchronise(moved[-1])
-        synchronise(folder)
-        temporary.rmdir()
-    except BaseException:
-        for path in moved:
-            with suppress(OSError):
-                remove(path, folder)
-        raise
+    with new_folder(folder) as temporary:
+        yield temporary
 
 
 def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:

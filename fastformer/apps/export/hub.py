@@ -19,7 +19,6 @@ from torch import nn
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import applications
 from fastformer.apps.settings import befores
-from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.text import read_json
 from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
 
@@ -73,8 +72,6 @@ def on_hub(network: Any) -> Any:
             Raises:
                 ValueError: strict is False, or config.json is none (fastformer.apps.text.TextError).
                 fastformer.apps.train.CheckpointError: it is of no such model, or the weights are none of it.
-                fastformer.apps.system.places.IrregularFileError: a file of the folder is a link, a pipe or a
-                    device.
             """
             if not strict:
                 raise ValueError("strict must be True: weights that do not fit are of another model")
@@ -83,12 +80,12 @@ def on_hub(network: Any) -> Any:
             def file(name: str) -> Path:
                 if not folder.is_dir():
                     return Path(hf_hub_download(str(pretrained_model_name_or_path), name, **hub))
-                if not check_path(folder / name, folder, folder=False):
+                if not (folder / name).is_file():
                     raise CheckpointError(f"{folder / name}: no such file")
                 return folder / name
 
             if config is None:
-                config = _read_config(file(_CONFIG), folder if folder.is_dir() else None, settings)
+                config = _read_config(file(_CONFIG), settings)
             path = file(_WEIGHTS)
             check_size(config.matrix_numbers, path.stat().st_size, path)
             check_memory(config)
@@ -100,9 +97,9 @@ def on_hub(network: Any) -> Any:
     return OnHub
 
 
-def _read_config(path: Path, within: Path | None, settings: type) -> Any:
+def _read_config(path: Path, settings: type) -> Any:
     """Read the settings of a model; those that are newer than the file are what they were before."""
-    content = read_json(path, within)
+    content = read_json(path)
     try:
         return settings(**{**befores(settings), **content})
     except (ValueError, TypeError) as error:

@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fastformer.apps.export.folder import application_for, new_folder
+from fastformer.apps.export.folder import application_for, export_folder
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.settings import befores, to_plain
-from fastformer.apps.system.foreign_files import check_path, read_file
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
 from fastformer.settings import check_value
@@ -49,7 +48,7 @@ def export_safetensors(
     def convert(x: Tensor) -> Tensor:
         return converted.setdefault(x.data_ptr(), x.to(getattr(torch, dtype)))
 
-    with new_folder(folder) as new:
+    with export_folder(folder) as new:
         write_weights(new / "model.safetensors", {name: convert(x) for name, x in model.state_dict().items()})
         content = {"kind": application.kind, "dtype": dtype, "model": model.config, "data": data or {}}
         (new / "config.json").write_text(json.dumps(content, indent=1, default=to_plain) + "\n", encoding="utf-8")
@@ -61,16 +60,15 @@ def load_safetensors(folder: Path | str) -> Any:
 
     Raises:
         fastformer.apps.train.CheckpointError: there is none, or it is damaged.
-        fastformer.apps.system.places.IrregularFileError: one of its files is a link, a pipe or a device.
     """
     folder = Path(folder)
     path = folder / "model.safetensors"
     try:
-        content = json.loads(read_file(folder / "config.json", folder))
+        content = json.loads((folder / "config.json").read_bytes())
         application = application_of(content["kind"])
         _check_dtype(content["dtype"])
         config = application.model(**{**befores(application.model), **content["model"]})
-        check_size(config.matrix_numbers, path.stat().st_size if check_path(path, folder) else sys.maxsize, path)
+        check_size(config.matrix_numbers, path.stat().st_size if path.is_file() else sys.maxsize, path)
         check_memory(config)
         built = application.network(config).to(getattr(torch, content["dtype"]))
     except FileNotFoundError:

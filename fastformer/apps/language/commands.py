@@ -29,7 +29,7 @@ from fastformer.apps.language.run import (
     load_language_model,
 )
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import checked_lines, write_texts
 from fastformer.nn import pack_weights

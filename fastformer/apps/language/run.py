@@ -28,7 +28,6 @@ from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
-from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, inherited, setting
 from fastformer.apps.text import (
@@ -181,10 +180,6 @@ def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
     return {name: found[name] for name in _SPLITS}
 
 
-def _texts_of(corpus: TextCorpus, data: LanguageDataConfig) -> list[Any]:
-    return corpus.documents if data.stream == "documents" else corpus.lines
-
-
 def build_tokenizer(data: LanguageDataConfig, train: TextCorpus) -> Tokenizer:
     """Learn the vocabulary, from the training text only."""
     return learn_tokenizer(train.lines, data, pieces=_PIECES)
@@ -257,8 +252,9 @@ class LanguageRun(Run):
     def fingerprinted(self) -> Iterable[bytes]:
         yield from (self.encoded.documents.ids.tobytes(), self.encoded.documents.offsets.tobytes())
 
-    def held_out(self, part: str) -> list[Any]:
-        return _texts_of(self.corpora[part], self.data)  # type: ignore[index]
+    def validation_texts(self) -> list[Any]:
+        valid = self.corpora["valid"]
+        return valid.documents if self.data.stream == "documents" else valid.lines
 
     def training(self) -> str:
         return str(self.encoded)
@@ -362,7 +358,6 @@ def evaluate_text(
     model, tokenizer, data = load_language_model(folder, checkpoint, device, weights)
     if split in ("test", "valid"):
         corpus = read_text_corpora(data)[split]
-        check_held_out(folder, split, _texts_of(corpus, data))
     elif isinstance(split, os.PathLike):
         corpus = read_text(Path(split), data.document or "line")  # type: ignore[arg-type]
     else:

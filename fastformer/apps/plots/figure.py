@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastformer.apps.system.foreign_files import write_file
+from fastformer.apps.system.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,10 +59,8 @@ def figure_format(path: Path | str) -> str:
     return suffix[1:]
 
 
-def save(figure: "Figure", path: Path | str, within: Path | None = None) -> Path:
+def save(figure: "Figure", path: Path | str) -> Path:
     """Write a figure as PNG, PDF or SVG by its name, whole or not at all, and return its path; folders are made.
-
-    within: a folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
 
     Raises:
         ValueError: the name ends otherwise.
@@ -71,7 +69,7 @@ def save(figure: "Figure", path: Path | str, within: Path | None = None) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, format=kind)
-    write_file(path, drawn.getvalue(), within)
+    write_file(path, drawn.getvalue())
     return path
 
 

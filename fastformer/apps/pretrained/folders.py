@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastformer.apps.models.sizes import MOST_LAYERS
 from fastformer.apps.pretrained.architecture import Architecture
-from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.text import read_json
 from fastformer.apps.train.weights import check_finite, check_size, read_weights, same_kind, stored_shapes
 
@@ -29,11 +28,10 @@ def load_folder(folder: Path, transformers: Any, kinds: Mapping[str, Architectur
 
     Raises:
         FileNotFoundError: there is no such folder, or it holds no safetensors.
-        fastformer.apps.system.places.IrregularFileError: one of its files is a link, a pipe or a device.
         ValueError: naming the file, the setting or the weight that is damaged, missing, left over or not known here.
     """
     content = _settings(folder)
-    if check_path(folder / _ADAPTER, folder):
+    if (folder / _ADAPTER).is_file():
         raise ValueError(f"{folder}: an adapter lies beside the model ({_ADAPTER}); merge it first")
     name = _class_of(folder, content, kinds)
     kind, files = getattr(transformers, name), _files(folder)
@@ -65,7 +63,7 @@ def load_folder(folder: Path, transformers: Any, kinds: Mapping[str, Architectur
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        content = read_json(path, folder)
+        content = read_json(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: no model of transformers, there is no config.json") from None
     if not isinstance(content, dict):
@@ -82,18 +80,18 @@ def _class_of(folder: Path, content: Mapping[str, Any], kinds: Mapping[str, Arch
 
 def _files(folder: Path) -> list[Path]:
     """The files of weights, each a regular one in the folder."""
-    if check_path(folder / _WEIGHTS, folder, folder=False):
+    if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     index = folder / _INDEX
-    if not check_path(index, folder, folder=False):
+    if not index.is_file():
         raise FileNotFoundError(f"{folder}: there is no {_WEIGHTS}")
-    content = read_json(index, folder)
+    content = read_json(index)
     placed = content.get("weight_map") if isinstance(content, dict) else None
     names = list(placed.values()) if isinstance(placed, dict) else []
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not names or not all(isinstance(name, str) and Path(name).name == name != ".." for name in names):
         raise ValueError(f"{index}: damaged: weight_map must name files in this folder")
     for path in (paths := [folder / name for name in sorted(set(names))]):
-        if not check_path(path, folder, folder=False):
+        if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
     return paths
 

@@ -36,7 +36,6 @@ def from_transformers(source: Any) -> Any:
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no such folder, or it holds no safetensors.
-        fastformer.apps.system.places.IrregularFileError: a file of the folder is a link, a pipe or a device.
         ValueError: naming what has no counterpart here: the class, a setting and its value, or a weight.
     """
     theirs = load_folder(Path(source), _transformers(), architectures()) if isinstance(source, str | Path) else source

@@ -13,10 +13,8 @@ from torch import nn
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_of
-from fastformer.apps.runs.own_files import refuse_links
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.settings import Given, Settings, befores, declared, facts, refuse_idle
-from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
@@ -198,14 +196,12 @@ class Application:
                 )
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
-            refuse_links(folder)
             self.save_tokenizers(folder, tokenizers)
             self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
 
     def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
         """Write the tokenizers of a run folder."""
         for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
-            check_path(folder / name, folder)
             tokenizer.save(folder / name)
 
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
@@ -257,8 +253,6 @@ class Application:
             ValueError: a file is damaged, or not what the run's model has its sizes and ids from.
         """
         paths = [Path(folder) / name for name in self.tokenizers]
-        for path in paths:
-            check_path(path, Path(folder))
         found = tuple(load_tokenizer(path) for path in paths)
         config = self.model(**self.read_config(folder)["model"])
         facts = [(name, each.size, path) for name, each, path in zip(self.vocabularies, found, paths, strict=True)]

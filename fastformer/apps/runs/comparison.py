@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.runs.folder import BY_HAND, config_of
-from fastformer.apps.runs.own_files import DATA
+from fastformer.apps.runs.folder import BY_HAND, DATA, config_of
 from fastformer.apps.runs.toml import read_toml
-from fastformer.apps.system.foreign_files import check_path
 from fastformer.apps.text import read_json
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
 from fastformer.apps.train.metrics import LOWER_IS_BETTER
@@ -158,7 +156,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _read_records(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    if not check_path(path, folder):
+    if not path.is_file():
         return []
     records = read_metrics(folder)
     for number, record in enumerate(records, start=1):
@@ -172,7 +170,7 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
 
 def _read_checksums(folder: Path) -> dict[str, str]:
     path = folder / DATA
-    report = read_json(path, folder) if check_path(path, folder) else {}
+    report = read_json(path) if path.is_file() else {}
     found = {name: report.get(name, "") for name in _CHECKSUMS} if isinstance(report, dict) else {"": None}
     if not all(isinstance(each, str) for each in found.values()):
         raise ValueError(f"{path}: damaged; it is no report of a run's data")

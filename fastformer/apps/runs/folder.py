@@ -1,4 +1,4 @@
-"""What a run folder is, and what it says that it is.
+"""What a run folder is, what it says that it is, and which folders and outputs a command may write to.
 
 A run folder describes itself, so that nothing but its path is needed to resume, evaluate or use it:
 
@@ -9,13 +9,23 @@ A run folder describes itself, so that nothing but its path is needed to resume,
     metrics.jsonl    losses, speed, validation scores; metrics.csv the same
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING
 from pathlib import Path
 
 from fastformer.apps.runs.kinds import kinds, main_application
 from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.settings import Settings, Texts, setting
-from fastformer.apps.system.foreign_files import check_path
+from fastformer.apps.system.files import remove
+from fastformer.apps.system.run_lock import LOCK, locked
+from fastformer.apps.train import CheckpointFolder
+
+CONFIG, DATA = "config.toml", "data.json"
+DEMO = "demo.txt"  # marks a folder of `fastformer demo`, which the next demo may replace
+PICTURES = ("history.png", "attention.png")  # drawn from the other files
+FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints", "tensorboard", LOCK)
 
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text
 
@@ -42,9 +52,9 @@ def read_kind(folder: Path | str) -> str:
 
 
 def config_of(folder: Path | str) -> Path:
-    """The config.toml of a run folder, which is no link; raises FileNotFoundError where the folder holds no run."""
-    path = Path(folder) / "config.toml"
-    if not check_path(path, path.parent):
+    """Return the config.toml of a run folder; raises FileNotFoundError if the folder holds no run."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run folder: it has no config.toml")
     return path
 
@@ -64,3 +74,71 @@ def refuse_by_hand(dataset: str | None) -> None:
             "the run was trained in Python, and its folder does not know the data: go on there, and give evaluate its "
             "files with --source"
         )
+
+
+def check_new(folder: Path, kind: str) -> None:
+    """Refuse a folder that is neither new, nor empty, nor a run of this kind without a checkpoint.
+
+    Raises:
+        FileExistsError: naming what the folder holds.
+        NotADirectoryError, PermissionError: no run can be written there.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file; a run needs a folder")
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{there} cannot be written to")
+    names = set(os.listdir(folder)) - {LOCK, DEMO} if folder.exists() else set()
+    if not names:
+        return
+    if CheckpointFolder(folder / "checkpoints").paths():
+        raise FileExistsError(f"{folder} holds a run already; resume it, or choose another folder")
+    if not {CONFIG, DATA} <= names or "run" not in read_toml(folder / CONFIG):
+        raise FileExistsError(f"{folder} is no run folder, and holds {min(names)}; choose an empty folder or a new one")
+    if (found := read_kind(folder)) != kind:
+        raise FileExistsError(f"{folder} holds a {found} run; choose another folder")
+
+
+@contextmanager
+def new_run_folder(folder: Path) -> Iterator[None]:
+    """Make and lock a folder for the block; if the block raises, remove what was not there before."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(folder):
+            before = set(os.listdir(folder)) - {LOCK}
+            try:
+                yield
+            except BaseException:
+                for name in () if before else os.listdir(folder):
+                    remove(folder / name)
+                raise
+    except BaseException:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise
+
+
+def refuse_output(output: Path | None, *inputs: Path | None, runs: tuple[Path, ...] = ()) -> None:
+    """Refuse an output that would replace an input, or a file of a run that is read.
+
+    Args:
+        output: file to write; None: standard output.
+        inputs: files that are read.
+        runs: run folders that are read; only their pictures may be replaced.
+
+    Raises:
+        ValueError: naming what the output would replace.
+    """
+    if output is None:
+        return
+    for path in inputs:
+        with suppress(OSError):
+            if path is not None and os.path.samefile(output, path):
+                raise ValueError(f"{output} is also read ({path}), and would be replaced; choose another file to write")
+    for run in runs:
+        if any(Path(os.path.realpath(output)).is_relative_to(os.path.realpath(run / name)) for name in FILES):
+            raise ValueError(
+                f"{output} is a file of the run {run}, and would be replaced; choose another file to write"
+            )

@@ -22,14 +22,10 @@ from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
-from fastformer.apps.runs.folder import read_kind, stated
-from fastformer.apps.runs.held_out import NAMES, checksum
-from fastformer.apps.runs.kept_settings import check_kept, kept_settings
-from fastformer.apps.runs.new_folder import check_new, new_folder, whole_or_empty
-from fastformer.apps.runs.own_files import CONFIG, refuse_links
+from fastformer.apps.runs.folder import CONFIG, DATA, check_new, new_run_folder, read_kind, stated
 from fastformer.apps.settings import Given, refuse_fixed
-from fastformer.apps.system.foreign_files import write_file
-from fastformer.apps.system.run_lock import RunLock, check_locked, locked
+from fastformer.apps.system.files import write_file
+from fastformer.apps.system.run_lock import lock_run, locked
 from fastformer.apps.text import Tokenizer, read_json
 from fastformer.apps.train import (
     BatchSource,
@@ -63,7 +59,6 @@ class Run(ABC):
     initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
     choice: Choice | None = None  # of the settings that the user of a new run left out
     chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
-    _right: RunLock
     _unlock: Callable[[], Any]  # while this object has the lock
 
     def __init__(
@@ -155,8 +150,8 @@ class Run(ABC):
         """The encoded training data, which a resumed run must meet again."""
 
     @abstractmethod
-    def held_out(self, part: str) -> list[Any]:
-        """The validation or test text ("valid", "test") as it is read, which must be met again; see `held_out.py`."""
+    def validation_texts(self) -> list[Any]:
+        """Return the validation data as it is read, which a resumed run must meet again."""
 
     @abstractmethod
     def training(self) -> str:
@@ -288,42 +283,28 @@ class Run(ABC):
     ) -> Self:
         check_new(folder, cls.application.kind)
         cls.check(data, model, train, device)
-        with new_folder(folder), locked(folder):
-            check_new(folder, cls.application.kind)  # another one may have come first
+        with new_run_folder(folder):
+            check_new(folder, cls.application.kind)  # another process may have come first
             run = cls(folder, data, model, train, tokenizers, device, given)
+            cls.application.save_tokenizers(folder, run.tokenizers)
+            report = json.dumps(run.data_report(), indent=1) + "\n"
+            write_file(folder / DATA, report.encode())
+            run._save_settings()
             run._lock()
-            check_locked(folder)  # reading took its time
-            with whole_or_empty(folder):
-                cls.application.save_tokenizers(folder, run.tokenizers)
-                report = json.dumps(run.data_report(), indent=1) + "\n"
-                write_file(folder / "data.json", report.encode(), folder)
-                run._save_settings()
         return run
 
     def _lock(self) -> None:
-        """Keep other processes from writing to the folder until `fit` ends or this object is gone."""
-        self._right = RunLock(self.folder)
-        self._unlock = weakref.finalize(self, self._right.release)
+        """Keep other processes from writing to the folder until `fit` begins or this object is gone."""
+        self._unlock = weakref.finalize(self, lock_run(self.folder).release)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """For a block, no other process may write to the folder; of several processes, the first sees to it."""
         with ExitStack() as stack:
-            Processes.current().on_main(lambda: self._begin_writing(stack))
+            Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
             yield
 
-    def _begin_writing(self, stack: ExitStack) -> None:
-        self._check_lock()
-        stack.enter_context(locked(self.folder))
-        self._check_lock()  # another one may have come in between, and be what is locked now
-
-    def _check_lock(self) -> None:
-        """Refuse another folder than the one that this object has the lock of."""
-        if "_unlock" in vars(self):
-            self._right.check()
-
     def _save_settings(self) -> None:
-        check_locked(self.folder)
         self.application.save_settings(self.folder, self.data, self.model_config, self.train_config, self.chosen)
 
     @classmethod
@@ -342,7 +323,6 @@ class Run(ABC):
         read_kind(folder)
         with ExitStack() as stack:
             Processes.current().on_main(lambda: stack.enter_context(locked(folder)))
-            Processes.current().on_main(lambda: refuse_links(folder))
             run = cls._open(folder, train, device)
             Processes.current().on_main(run._lock)
         return run
@@ -360,22 +340,17 @@ class Run(ABC):
         run = cls(folder, data, model, config, application.load_tokenizers(folder), device)
         if (chosen := stated(folder / CONFIG).chosen) is not None:
             run.chosen = tuple(name for name in chosen if name not in (train or {}))
-        before = read_json(folder / "data.json", within=folder)
+        before = read_json(folder / DATA)
         if not isinstance(before, dict) or "fingerprint" not in before:
-            raise ValueError(f"{folder / 'data.json'}: damaged; it has no fingerprint of the training data")
+            raise ValueError(f"{folder / DATA}: damaged; it has no fingerprint of the training data")
         now = run.data_report()
-        check_kept(folder / CONFIG, before.get("settings"), now["settings"])
-        if before["fingerprint"] != now["fingerprint"]:
-            raise ValueError(f"{folder}: the training data differs from what this run was started with")
-        if before.get("validation", now["validation"]) != now["validation"]:  # older runs do not say
-            raise ValueError(
-                f"{folder}: the validation data differs from what this run was started with; its best value so far "
-                "says nothing about other data"
-            )
+        for name, data in (("fingerprint", "training"), ("validation", "validation")):
+            if before.get(name, now[name]) != now[name]:
+                raise ValueError(f"{folder}: the {data} data differs from what this run was started with")
         return run
 
     def data_report(self) -> dict[str, Any]:
-        """Counts of what was read, settings that stay, and fingerprints of training data and texts held out."""
+        """Return counts of what was read, and fingerprints of the data, which a resumed run needs again."""
         digest = hashlib.sha256()
         for part in self.fingerprinted():
             digest.update(part)
@@ -384,8 +359,7 @@ class Run(ABC):
             "training": self.training(),
             "vocabularies": [tokenizer.size for tokenizer in self.tokenizers],
             "fingerprint": digest.hexdigest(),
-            "settings": kept_settings(self.data, self.train_config),
-            **{name: checksum(self.held_out(part)) for part, name in NAMES.items()},
+            "validation": hashlib.sha256(json.dumps(self.validation_texts()).encode()).hexdigest(),
         }
 
     def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastformer.apps.settings import Settings, check_stated, declared, nearest, to_plain
-from fastformer.apps.system.foreign_files import read_file, write_file
+from fastformer.apps.system.files import write_file
 
 
 def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
@@ -18,8 +18,7 @@ def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
 
     plain = {section: to_plain(values).items() for section, values in sections.items()}
     content = {section: {key: value for key, value in items if value is not None} for section, items in plain.items()}
-    path = Path(path)
-    write_file(path, tomli_w.dumps(content).encode("utf-8"), path.parent)
+    write_file(path, tomli_w.dumps(content).encode("utf-8"))
 
 
 def load_toml(path: Path | str, sections: Mapping[str, type[Settings]]) -> dict[str, dict[str, Any]]:
@@ -54,6 +53,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such configuration file")
     try:
-        return tomllib.loads(read_file(path).decode("utf-8-sig"))
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not all that tomllib raises is a TOMLDecodeError
         raise ValueError(f"{path}: not a TOML file: {error}") from None

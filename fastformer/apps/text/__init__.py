@@ -5,8 +5,6 @@ documents ─ tokenizers ─ encode_documents or encode_lines ─ LanguageBatche
 ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, lengths)
 """
 
-from fastformer.apps.system.atomic import write_atomic
-
 from .batches import Batch, Batches, collate, collate_source
 from .columns import ColumnBatches, cut_stream, token_stream
 from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
@@ -107,7 +105,6 @@ __all__ = [
     "split_text",
     "token_stream",
     "train_sentencepiece",
-    "write_atomic",
     "write_lines",
     "write_texts",
 ]

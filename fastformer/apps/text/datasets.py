@@ -7,15 +7,13 @@ form is an error; Europarl is used in parts, so there it is a warning in the rep
 """
 
 import json
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.system.foreign_files import check_path, read_file, same_file, write_file
-from fastformer.apps.system.run_lock import LOCK, check_locked, locked
+from fastformer.apps.system.files import write_file
 
 from .files import COMPRESSED, ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
 from .text_corpus import DocumentKind, TextCorpus, read_text
@@ -75,17 +73,16 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
 
     Nothing is printed: show ``str(report)``, which has the licence notice. Raises ``ValueError`` for an unknown name,
-    equal folders, or files of somebody's own that would be replaced, ``FileNotFoundError`` when a file is missing,
-    ``TextError`` when one is not what was published, ``IrregularFileError`` when a file to be written is a link, and
-    ``RunLockedError`` while something else writes to the folder.
+    or a folder that is neither new, nor empty, nor a prepared dataset, ``FileNotFoundError`` when a file is missing,
+    and ``TextError`` when one is not what was published.
     """
     if name not in DATASETS:
         raise ValueError(f"unknown dataset {name!r}; known are {', '.join(DATASETS)}")
     origin, folder = Path(from_path), Path(to_folder)
     if not origin.is_dir():
         raise FileNotFoundError(f"{origin}: no such folder; it must hold the files of {name}")
-    if os.path.realpath(folder) == os.path.realpath(origin):
-        raise ValueError(f"{folder}: the prepared files would stand among the originals; choose another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not _was_prepared(folder):
+        raise ValueError(f"{folder} is not empty, and no prepared dataset; choose an empty folder or a new one")
     tokens: dict[str, int] = {}
     warnings: list[str] = []
     if name == "multi30k":
@@ -94,10 +91,6 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
         files, warnings = _europarl(origin)
     else:
         files, tokens = _wikitext2(origin)
-    originals = list(origin.iterdir())  # those in folders of it are not read
-    for file in files:
-        if any(same_file(folder / file, original) for original in originals):
-            raise ValueError(f"{folder / file} is one of the originals, and would be replaced; choose another folder")
     report = DatasetReport(
         name=name,
         folder=str(folder),
@@ -109,49 +102,19 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
     )
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
     folder.mkdir(parents=True, exist_ok=True)
-    _refuse_hidden(folder, files)
-    with locked(folder):  # of two at once, each would say of the other's files that they are its own
-        for file in (*files, _REPORT):
-            check_path(folder / file, folder, folder=False)
-        if not _was_prepared(folder):
-            _refuse_replacing(folder, files)
-        write_file(folder / _REPORT, b"{}", folder)  # what follows is half a dataset, and ours to replace
-        for file, lines in files.items():
-            check_locked(folder)
-            write_lines(folder / file, lines, folder)
-        check_locked(folder)
-        write_file(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"), folder)
+    write_file(folder / _REPORT, b"{}")  # marks a folder whose preparation did not end, which may be prepared again
+    for file, lines in files.items():
+        write_lines(folder / file, lines)
+    write_file(folder / _REPORT, json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8"))
     return report
 
 
 def _was_prepared(folder: Path) -> bool:
     """Whether a dataset was, or half of one: others have a dataset.json, too."""
     try:
-        return read_json(folder / _REPORT, folder) == {} or _read_report(folder).name in DATASETS
+        return read_json(folder / _REPORT) == {} or _read_report(folder).name in DATASETS
     except (FileNotFoundError, TextError):
         return False
-
-
-def _refuse_hidden(folder: Path, files: Iterable[str]) -> None:
-    """Raise ValueError where a name is somebody's that is ours on the way: that of the lock, and of files half written.
-
-    The lock of somebody who was killed says so.
-    """
-    if _was_prepared(folder):
-        return
-    lock = check_path(folder / LOCK, folder, folder=False) and read_file(folder / LOCK, folder)
-    begun = () if lock else (_REPORT,)  # which is written first
-    theirs = [LOCK] if lock and not lock.startswith(b"process ") else [f".{file}" for file in (*files, *begun)]
-    for name in theirs:
-        if os.path.lexists(folder / name):
-            raise ValueError(f"{folder / name} is there, and of no prepared dataset; choose another folder")
-
-
-def _refuse_replacing(folder: Path, files: Iterable[str]) -> None:
-    """Raise ValueError where a file to be written is there, in a folder that no dataset was prepared in."""
-    for file in (*files, _REPORT):
-        if os.path.lexists(folder / file):
-            raise ValueError(f"{folder / file} is there, and of no prepared dataset; choose another folder")
 
 
 def open_dataset(

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from fastformer.apps.system.foreign_files import read_file
 from fastformer.settings import check_value
 
 from .files import TextError
@@ -93,7 +92,7 @@ def _docstrings(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in other people's strings
-            tree = ast.parse(read_file(path))
+            tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
     found: list[tuple[int, str]] = []

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fastformer.apps.system.atomic import naming, replacing
-from fastformer.apps.system.foreign_files import LARGEST, open_input, read_file, write_file
+from fastformer.apps.system.files import naming, replacing, write_file
 from fastformer.settings import check_value
 
 # How compressed files begin, which apart from bzip2's is never the start of text, and how they may be called.
@@ -34,6 +33,7 @@ _MAGIC = {b"\x1f\x8b": _GZIP, b"BZh": _BZIP2, b"\xfd7zXZ\0": _XZ, b"\x28\xb5\x2f
 _BY_SUFFIX = {".gz": _GZIP, ".bz2": _BZIP2, ".xz": _XZ, ".zst": _ZSTANDARD}
 COMPRESSED = tuple(_BY_SUFFIX)
 _PART = 1 << 20  # bytes of whole lines that are decoded at a time
+LARGEST = 1 << 28  # bytes of a line
 # Text is a few times its archive, an archive made to fill the memory a thousand times; short lines take 20 times more.
 _UNPACKED, _SMALL = 200, 1 << 26
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -46,7 +46,7 @@ class TextError(ValueError):
 def iterate_lines(path: str | Path) -> Iterator[str]:
     """The lines of `read_lines`, one after another; raises what that raises, where it comes to it.
 
-    The file may be a pipe that somebody writes to, such as a shell's process substitution; a device is refused.
+    The file may be a pipe, such as a shell's process substitution.
     """
     path = Path(path)
     if "\0" in str(path):
@@ -55,7 +55,7 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
     try:
         if path.is_dir():
             raise TextError(f"{path}: is a folder, not a text file")
-        with open_input(path) as file:
+        with path.open("rb") as file:
             compression = _compression(file.peek(10), path.suffix)
             source = _unpacked(file, compression, path)
             size = os.fstat(file.fileno()).st_size  # 0 of a pipe
@@ -189,21 +189,16 @@ def encode_text(text: str, name: str) -> bytes:
         ) from None
 
 
-def read_json(path: Path, within: Path | None = None) -> Any:
-    """What a JSON file holds; raises ``TextError`` when it is none, or nested deeper than Python reads.
-
-    within: the folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
-    """
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; raises ``TextError`` if it is not one, or nested deeper than Python reads."""
     try:
-        return json.loads(read_file(path, within))
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path}: not a JSON file ({error})") from None
 
 
-def write_lines(path: str | Path, lines: Iterable[str], within: Path | None = None) -> None:
+def write_lines(path: str | Path, lines: Iterable[str]) -> None:
     """Write lines as UTF-8 with a final newline, atomically.
-
-    within: a folder below which no link is followed; see `fastformer.apps.system.foreign_files`.
 
     Raises ``TextError`` for a line that holds a newline or half of a surrogate pair.
     """
@@ -212,7 +207,7 @@ def write_lines(path: str | Path, lines: Iterable[str], within: Path | None = No
         if "\n" in line:
             raise TextError(f"{path}:{number}: a newline inside a line cannot be written")
     encoded = (encode_text(line, f"{path}:{number}") + b"\n" for number, line in enumerate(lines, start=1))
-    write_file(Path(path), b"".join(encoded), within)
+    write_file(path, b"".join(encoded))
 
 
 def write_texts(path: str | Path, texts: Iterable[str]) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import sentencepiece
 
-from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import make_folder
+from fastformer.apps.system.files import write_file
 
 from .files import TextError, check_texts, encode_text, read_json
 from .special_ids import SpecialIds, WithSpecialIds
@@ -91,17 +90,17 @@ class MarianTokenizer(WithSpecialIds):
     def save(self, folder: str | Path) -> None:
         """Write the model, the vocabulary and `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
-        make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         words = json.dumps(self.words, ensure_ascii=False, indent=0).encode("utf-8")
-        write_file(folder / _MODEL_FILE, self.model, folder)
-        write_file(folder / _VOCABULARY_FILE, words, folder)
+        write_file(folder / _MODEL_FILE, self.model)
+        write_file(folder / _VOCABULARY_FILE, words)
         content = {
             "kind": self.kind,
             "size": self.size,
             "sha256": hashlib.sha256(self.model).hexdigest(),
             "vocabulary_sha256": hashlib.sha256(words).hexdigest(),
         }
-        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"), folder)
+        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"))
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "MarianTokenizer":
@@ -114,9 +113,9 @@ class MarianTokenizer(WithSpecialIds):
         found = []
         for name, key in ((_MODEL_FILE, "sha256"), (_VOCABULARY_FILE, "vocabulary_sha256")):
             path = folder / name
-            if not check_path(path, folder):
+            if not path.is_file():
                 raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
-            found.append(read_file(path, folder))
+            found.append(path.read_bytes())
             if hashlib.sha256(found[-1]).hexdigest() != content.get(key):
                 raise TextError(f"{path}: damaged, or not what tokenizer.json was written with")
         return cls(found[0], json.loads(found[1]))
@@ -131,10 +130,10 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
     """
     folder = Path(folder)
     for name in ("source.spm", "target.spm", "vocab.json"):
-        if not check_path(folder / name, folder):
+        if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; the folder holds no tokenizers of Marian")
     settings = folder / "tokenizer_config.json"
-    content = read_json(settings, folder) if check_path(settings, folder) else {}
+    content = read_json(settings) if settings.is_file() else {}
     if not isinstance(content, dict):
         raise TextError(f"{settings}: not the settings of a tokenizer, but of type {type(content).__name__}")
     separate = content.get("separate_vocabs", False)
@@ -144,12 +143,12 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
 
 
 def _side(folder: Path, model: str, vocabulary: str) -> MarianTokenizer:
-    content = read_json(folder / vocabulary, folder)
+    content = read_json(folder / vocabulary)
     if not isinstance(content, dict):
         raise TextError(f"{folder / vocabulary}: not a vocabulary, but of type {type(content).__name__}")
     if sorted(content.values(), key=repr) != sorted(range(len(content)), key=repr):
         raise TextError(f"{folder / vocabulary}: not a vocabulary: ids must be 0 to {len(content) - 1}, each once")
     try:
-        return MarianTokenizer(read_file(folder / model, folder), sorted(content, key=content.__getitem__))
+        return MarianTokenizer((folder / model).read_bytes(), sorted(content, key=content.__getitem__))
     except TextError as error:
         raise TextError(f"{folder / model}, {folder / vocabulary}: {error}") from None

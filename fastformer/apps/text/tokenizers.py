@@ -17,8 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import sentencepiece
 
-from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import make_folder
+from fastformer.apps.system.files import write_file
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text, read_json
@@ -140,8 +139,8 @@ class SentencePieceTokenizer(WithSpecialIds):
     def save(self, folder: str | Path) -> None:
         """Write `sentencepiece.model` and `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
-        make_folder(folder)
-        write_file(folder / _MODEL_FILE, self.model, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / _MODEL_FILE, self.model)
         content = {
             "kind": self.kind,
             "special_ids": vars(self.special_ids),
@@ -149,7 +148,7 @@ class SentencePieceTokenizer(WithSpecialIds):
             "size": self.size,
             "sha256": hashlib.sha256(self.model).hexdigest(),
         }
-        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"), folder)
+        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"))
 
 
 def learn_tokenizer(
@@ -289,9 +288,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
-    if not check_path(path, folder):
+    if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
-    content = read_json(path, folder)
+    content = read_json(path)
     try:
         kind = content["kind"]
         if kind == WordTokenizer.kind:
@@ -307,9 +306,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if kind != SentencePieceTokenizer.kind:
         raise TextError(f"{path}: unknown kind {kind!r}; known are sentencepiece, word and marian")
     path = folder / _MODEL_FILE
-    if not check_path(path, folder):
+    if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
-    model = read_file(path, folder)
+    model = path.read_bytes()
     if hashlib.sha256(model).hexdigest() != checksum:
         raise TextError(f"{path}: damaged, or not the model that tokenizer.json was written with")
     tokenizer = SentencePieceTokenizer(model, lowercase)

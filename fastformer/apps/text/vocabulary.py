@@ -15,8 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fastformer.apps.system.foreign_files import write_file
-from fastformer.apps.system.foreign_folders import make_folder
+from fastformer.apps.system.files import write_file
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text
@@ -164,7 +163,7 @@ class WordTokenizer(WithSpecialIds):
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if need be."""
         folder = Path(folder)
-        make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         content = {
             "kind": self.kind,
             "special_ids": vars(self.special_ids),
@@ -173,7 +172,7 @@ class WordTokenizer(WithSpecialIds):
             "words": self.words,
         }
         data = json.dumps(content, ensure_ascii=False, indent=0).encode("utf-8")
-        write_file(folder / "tokenizer.json", data, folder)
+        write_file(folder / "tokenizer.json", data)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "WordTokenizer":

@@ -19,10 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.apps.settings import befores, to_plain
-from fastformer.apps.system.atomic import naming
-from fastformer.apps.system.foreign_files import check_path, open_new, open_regular, read_file, write_file
-from fastformer.apps.system.foreign_folders import is_folder, names_in
-from fastformer.apps.system.places import place_of
+from fastformer.apps.system.files import inside, write_file
 from fastformer.apps.train.parallel import empty_part
 from fastformer.apps.train.shards import SUFFIX, Shards
 from fastformer.apps.train.states import check_numbers, check_state, read_state
@@ -64,7 +61,9 @@ class Checkpoint:
         """Read meta.json; raises CheckpointError when it is missing or damaged."""
         path = Path(path)
         try:
-            meta = json.loads(read_file(path / META, path))
+            meta = json.loads((path / META).read_bytes())
+            for name in dict(meta["files"]):
+                inside(path, name)
             files = {
                 name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
                 for name, file in dict(meta["files"]).items()
@@ -176,7 +175,6 @@ class Checkpoint:
         if self.is_sharded:
             stored = self._shards(checked=True).tensors
             return sum(shape.numel() for name, (shape, _) in stored.items() if name.startswith(MODEL))
-        check_path(self.path / WEIGHTS, self.path)
         return sum(shape.numel() for shape in stored_shapes(self.path / WEIGHTS).values())
 
     def check_size(self, numbers: int) -> None:
@@ -197,17 +195,17 @@ class Checkpoint:
 
     def _shards(self, checked: bool = False) -> Shards:
         recorded = {name for name in self.files if name.startswith(f"{SHARDS}/")}
-        for name in recorded:
-            check_path(self.path / name, self.path) if checked else self._check(name)
+        for name in () if checked else recorded:
+            self._check(name)
         folder = self.path / SHARDS
-        for name in sorted(names_in(folder)):  # before any is opened: it may be a pipe
-            if name.endswith(SUFFIX) and f"{SHARDS}/{name}" not in recorded:
+        for name in sorted(path.name for path in folder.glob(f"*{SUFFIX}")):
+            if f"{SHARDS}/{name}" not in recorded:
                 raise CheckpointError(f"{folder / name}: does not belong to this checkpoint")
         return Shards(folder)
 
     def _check(self, name: str) -> None:
         path, recorded = self.path / name, self.files.get(name)
-        if recorded is None or not check_path(path, self.path):
+        if recorded is None or not path.is_file():
             raise CheckpointError(f"{path}: is missing")
         size = path.stat().st_size
         if size != recorded["bytes"]:
@@ -225,7 +223,7 @@ def average_checkpoints(paths: Sequence[Path | str]) -> dict[str, Tensor]:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write what resuming needs; raises OSError on a full disk."""
-    with open_new(path, path.parent) as file:
+    with path.open("xb") as file:
         try:
             torch.save(dict(state), file)
         except RuntimeError as error:  # the archive writer's own complaint hides the write that failed before it
@@ -244,12 +242,12 @@ def write_meta(
     meta = {"step": step, "config": to_plain(config or {}), "metrics": dict(metrics), "files": dict(files)}
     if copies:
         meta["copies"] = dict(copies)
-    write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"), folder)
+    write_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode("utf-8"))
 
 
 def file_facts(path: Path) -> dict[str, Any]:
     """What a checkpoint records of one of its files."""
-    with open_regular(path, path.parent) as file:
+    with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
@@ -264,22 +262,8 @@ def defaults(config: Any) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal digits."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def synchronise(path: Path) -> None:
-    """Have the system write a file or a folder's names to the disk; Windows cannot open folders for that."""
-    folder = is_folder(path, path.parent)
-    if folder and os.name == "nt":
-        return
-    with place_of(path, path.parent) as (name, above):
-        descriptor = os.open(name, os.O_RDONLY if folder else os.O_RDWR, dir_fd=above)
-    try:
-        with naming(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _put_targets(

@@ -6,39 +6,29 @@
 
 A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
 the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
-out of it is found by its name. The price is one extra copy of the model on the disk while saving. Hidden folders
-(.new-, .old-, .swap-) are leftovers of an interrupted save; the next save removes them. A file with such a name is
-somebody's: it stays, and the folder gets the next name that is free (.new-step-200.1). One process writes.
+out of it is found by its name. The price is one extra copy of the model on the disk while saving. Hidden folders are
+left by an interrupted save, and the next save removes them: .new-NAME is being written, .old-NAME is being removed, and
+.swap-NAME is being replaced, so it gets its name back if NAME is missing. One process writes.
 """
 
-import errno
-import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import (
-    copy_folder,
-    is_folder,
-    make_folder,
-    names_in,
-    remove,
-    rename_folder,
-)
+from fastformer.apps.system.files import synchronise, write_file
 from fastformer.apps.train.checkpoint import (
     META,
     STATE,
     WEIGHTS,
     Checkpoint,
     file_facts,
-    synchronise,
     write_meta,
     write_state,
 )
@@ -48,18 +38,14 @@ from fastformer.settings import check_value
 INDEX = "index.json"
 AVERAGE, INTERIM = "average", "interim"
 _STEP = re.compile(r"step-(\d+)")
-_NAME = rf"step-\d+|{AVERAGE}|{INTERIM}"
-OURS = re.compile(rf"{_NAME}|\.(new|swap|old)-({_NAME})(\.\d+)?")
+_OURS = re.compile(rf"(\.(new|swap|old)-)?(step-\d+|{AVERAGE}|{INTERIM})")
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: the last `keep` and the best are kept, older ones are removed.
+    """The checkpoints of one run: the last `keep` and the best are kept, older ones are removed."""
 
-    check: called before each change; raises RunLockedError where another run's folder has come to stand there.
-    """
-
-    def __init__(self, folder: Path | str, keep: int = 3, check: Callable[[], object] = lambda: None) -> None:
-        self.folder, self.keep, self._check = Path(folder), keep, check
+    def __init__(self, folder: Path | str, keep: int = 3) -> None:
+        self.folder, self.keep = Path(folder), keep
 
     def paths(self) -> list[Path]:
         """Complete checkpoints with a training state, in the order of writing."""
@@ -89,11 +75,6 @@ class CheckpointFolder:
                 f"{self.folder}: the best checkpoint, {named['name']}, is gone; the last one is {last.name}"
             )
         return best or last
-
-    def marks(self) -> dict[str, tuple[int, int]]:
-        """What another writer to this folder would change: of each complete checkpoint, which folder it is and when."""
-        found = {path.name: path.stat() for path in self.paths()}
-        return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
     def best_value(self) -> float | None:
         """The metric of `best()`."""
@@ -136,8 +117,8 @@ class CheckpointFolder:
         self.recover()
         if name in self._index()["removed"]:  # else the new one would be removed, too
             self._update_index()
-        new = self._hidden("new", name)
-        make_folder(new)
+        new = self.folder / f".new-{name}"
+        new.mkdir()
         return new
 
     def complete(
@@ -157,17 +138,16 @@ class CheckpointFolder:
         """
         if state is not None:
             write_state(new / STATE, state)
-        inside = [new / name for name in sorted(names_in(new))]
-        files = {path.name: file_facts(path) for path in inside if not is_folder(path, new)}
+        inside = sorted(new.iterdir())
+        files = {path.name: file_facts(path) for path in inside if path.is_file()}
         write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
         for path in [*inside, new / META, new]:
             synchronise(path)
         name = _original(new.name)
         target = self.folder / name
-        self._check()  # writing took its time
-        if is_folder(target, self.folder.parent):
-            self._rename(target, self._hidden("swap", name))
-        self._rename(new, target)
+        if target.exists():
+            target.rename(self.folder / f".swap-{name}")
+        new.rename(target)
         synchronise(self.folder)
         self._update_index(
             last=name if state is not None else None,
@@ -182,7 +162,6 @@ class CheckpointFolder:
         try:
             yield
         except OSError as error:
-            self._check()
             with suppress(OSError):
                 self.recover()
             last = self.last()
@@ -226,29 +205,19 @@ class CheckpointFolder:
         return self.folder / AVERAGE if AVERAGE in self._names() else None
 
     def _names(self) -> set[str]:
-        """The folders in it that bear names of ours; one that is a link is refused, and so is a link to all of it."""
-        if not check_path(self.folder, self.folder.parent, folder=True):
-            return set()
-        ours = [self.folder / name for name in names_in(self.folder) if OURS.fullmatch(name)]
-        # A file with a hidden name is somebody's; one named like a checkpoint would hide that the checkpoint is gone.
-        folders = [path for path in ours if not path.name.startswith(".") or path.is_dir()]
-        names = {path.name for path in folders if check_path(path, self.folder.parent, folder=True)}
-        # One that is being replaced may be half removed; see `_rename`.
-        swapped = {_original(name) for name in names if name.startswith(".swap-")}
-        return {
-            name for name in names if name not in swapped or check_path(self.folder / name / META, self.folder.parent)
-        }
+        """Return the names of the checkpoints, and of what an interrupted save left."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path.name for path in found if _OURS.fullmatch(path.name) and path.is_dir()}
 
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
         try:
-            index = {**empty, **json.loads(read_file(self.folder / INDEX, self.folder.parent))}
+            index = {**empty, **json.loads((self.folder / INDEX).read_bytes())}
             return index if _is_index(index) else empty
         except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return empty
 
     def _update_index(self, last: str | None = None, best: dict[str, Any] | None = None) -> None:
-        self._check()
         index = self._index()
         names = [path.name for path in self.paths()]
         if last is not None:
@@ -260,67 +229,29 @@ class CheckpointFolder:
         kept += [INTERIM] if names[-1:] == [INTERIM] else []
         removed = [name for name in names if name not in kept]
         index.update(last=kept[-1] if kept else None, kept=kept, removed=removed)
-        content = json.dumps(index, indent=1) + "\n"
-        write_file(self.folder / INDEX, content.encode("utf-8"), self.folder.parent)
+        write_file(self.folder / INDEX, (json.dumps(index, indent=1) + "\n").encode("utf-8"))
         synchronise(self.folder)
         self._remove(removed)
 
     def recover(self) -> None:
-        """Remove what an interrupted save left; a checkpoint that was about to be replaced gets its name back.
+        """Remove what an interrupted save left, and give a checkpoint that was being replaced its name back.
 
-        Nothing is removed under a name that is not ours. Only for the process that writes: a reader would remove what
-        is being written.
+        Only for the process that writes: another one would remove what is being written.
         """
-        self._check()
-        make_folder(self.folder)
-        hidden = sorted(name for name in self._names() if name.startswith("."))
-        for name in hidden:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in sorted(name for name in self._names() if name.startswith(".")):
             original = self.folder / _original(name)
-            if name.startswith(".swap-") and not check_path(original / META, self.folder.parent):
-                if is_folder(original, self.folder.parent):  # see `_rename`
-                    remove(original, self.folder.parent)
-                self._rename(self.folder / name, original)
+            if name.startswith(".swap-") and not original.exists():
+                (self.folder / name).rename(original)
             else:
-                remove(self.folder / name, self.folder.parent)
+                shutil.rmtree(self.folder / name)
         self._remove(self._index()["removed"])
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
-            # Out of the way first: a half removed folder must not look complete.
-            path, old = self.folder / name, self._hidden("old", name)
-            if is_folder(path, self.folder.parent):
-                remove(old if self._renamed(path, old) else self._without_meta(path), self.folder.parent)
-
-    def _rename(self, path: Path, new: Path) -> None:
-        """Give a folder another name, or a copy of it, after which it is removed; what is half copied has neither name.
-
-        It may have to come back: its META goes first, by which a half removed folder is known.
-        """
-        if not self._renamed(path, new):
-            copy = self._hidden("old", _original(path.name))
-            copy_folder(path, copy, self.folder.parent)
-            rename_folder(copy, new, self.folder.parent)
-            remove(self._without_meta(path), self.folder.parent)
-
-    def _renamed(self, path: Path, new: Path) -> bool:
-        """Whether a folder has another name now: Linux refuses that for one of a container's image (overlayfs)."""
-        try:
-            rename_folder(path, new, self.folder.parent)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            return False
-        return True
-
-    def _without_meta(self, path: Path) -> Path:
-        if check_path(path / META, self.folder.parent):
-            remove(path / META, self.folder.parent)
-        return path
-
-    def _hidden(self, kind: str, name: str) -> Path:
-        """A name for a folder on its way that no file has."""
-        ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
-        return next(path for path in (self.folder / f".{kind}-{name}{end}" for end in ends) if not path.is_file())
+            if (self.folder / name).is_dir():
+                hidden = (self.folder / name).rename(self.folder / f".old-{name}")  # a half removed one is not complete
+                shutil.rmtree(hidden)
 
 
 def _is_index(index: Mapping[str, Any]) -> bool:
@@ -338,9 +269,9 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     """
     path = Path(path)
     check_value("which", which, str, choices=("best", "last", "average"))
-    if check_path(path / META, path):
+    if (path / META).is_file():
         return path
-    folder = CheckpointFolder(path / "checkpoints" if check_path(path / "checkpoints", path) else path)
+    folder = CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     found = {"best": folder.best_or_last, "last": folder.last, "average": folder.average}[which]()
     if found is None:
         raise CheckpointError(f"{path}: holds no {which} checkpoint")
@@ -353,8 +284,8 @@ def name_of(step: int) -> str:
 
 
 def _original(hidden: str) -> str:
-    """The name that a checkpoint with a hidden name had, or is to get."""
-    return re.sub(r"^\.(new|swap|old)-", "", hidden).split(".")[0]
+    """Return the name that a checkpoint with a hidden name had, or is to get."""
+    return hidden.split("-", 1)[1]
 
 
 def _step_of(name: str) -> float:

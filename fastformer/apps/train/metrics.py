@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.apps.system.foreign_files import append_file, check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import make_folder
+from fastformer.apps.system.files import append_file, write_file
 
 # Of the values of a validation, those of which less is better; of others, such as BLEU, more.
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity")
@@ -31,15 +30,13 @@ class MetricsLog:
     def __init__(self, folder: Path | str, count: int = 0, tensorboard: bool = False) -> None:
         """Keep the first `count` records that are there (0: start anew) and append to them."""
         self.folder = Path(folder)
-        make_folder(self.folder)
-        there = check_path(self.folder / JSONL, self.folder)
-        self._records = _read(self.folder / JSONL, self.folder)[:count] if there else []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        there = (self.folder / JSONL).is_file()
+        self._records = read_metrics(self.folder)[:count] if there else []
         self._columns: list[str] = []
-        write_file(self.folder / JSONL, _jsonl(self._records), self.folder)
+        write_file(self.folder / JSONL, _jsonl(self._records))
         self._rewrite_csv()
         step = self._records[-1]["step"] + 1 if self._records else 0
-        if tensorboard:
-            check_path(self.folder / "tensorboard", self.folder, folder=True)
         self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
 
     @property
@@ -51,9 +48,9 @@ class MetricsLog:
         """Append a record and give it back."""
         record = {"kind": kind, "step": step, **values}
         self._records.append(record)
-        append_file(self.folder / JSONL, _jsonl([record]), self.folder)
+        append_file(self.folder / JSONL, _jsonl([record]))
         if set(record).issubset(self._columns):
-            append_file(self.folder / CSV, self._csv([record]), self.folder)
+            append_file(self.folder / CSV, self._csv([record]))
         else:
             self._rewrite_csv()
         if self._events is not None:
@@ -69,7 +66,7 @@ class MetricsLog:
 
     def _rewrite_csv(self) -> None:
         self._columns = list(dict.fromkeys(name for record in self._records for name in record))
-        write_file(self.folder / CSV, self._csv(self._records, header=True), self.folder)
+        write_file(self.folder / CSV, self._csv(self._records, header=True))
 
     def _csv(self, records: Sequence[dict[str, Any]], header: bool = False) -> bytes:
         text = io.StringIO(newline="")
@@ -173,12 +170,9 @@ class RunningSums:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The records of a run folder or of a metrics.jsonl file; a last line that a crash cut off is left out."""
     path = Path(path)
-    return _read(path / JSONL, path) if path.is_dir() else _read(path, None)
-
-
-def _read(path: Path, within: Path | None) -> list[dict[str, Any]]:
+    path = path / JSONL if path.is_dir() else path
     try:
-        lines = read_file(path, within).decode("utf-8", "replace").splitlines()
+        lines = path.read_bytes().decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such metrics file") from None
     records: list[dict[str, Any]] = []

@@ -19,9 +19,8 @@ one process, so a run may be resumed with another number of processes. Process 0
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import is_dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.system.foreign_folders import make_folder
-from fastformer.apps.system.run_lock import check_locked, locked
+from fastformer.apps.system.run_lock import locked
 from fastformer.apps.train.batch_source import BatchSource
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
@@ -87,9 +85,7 @@ class Trainer:
     ) -> None:
         check_threads(config.threads)
         self.model, self.config, self.folder = model, config, Path(folder)
-        self.checkpoints = CheckpointFolder(
-            self.folder / "checkpoints", config.keep, partial(check_locked, self.folder)
-        )
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.keep)
         self.device = next(model.parameters()).device
         if architecture is None and is_dataclass(getattr(model, "config", None)):
             architecture = model.config
@@ -112,7 +108,6 @@ class Trainer:
         self._metrics: dict[str, float] = {}
         self._saved_step, self._saved_interim = -1, False
         self._save_at = 0.0  # by the wall clock
-        self._marks: dict[str, tuple[int, int]] | None = None  # of the checkpoints, when this trainer last had the lock
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         seed_everything(self._processes.seed(config.seed))
@@ -149,7 +144,6 @@ class Trainer:
     def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
         with locked(self.folder):
             self.checkpoints.recover()
-            self._marks = self.checkpoints.marks()
             return self.checkpoints.open(path, fallback).path
 
     def _mark_again(self, path: Path) -> None:
@@ -173,19 +167,8 @@ class Trainer:
             return self._fit()
 
     def _enter(self, stack: ExitStack) -> None:
-        make_folder(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(self.folder))
-        if self._marks is not None and not self.checkpoints.marks().items() <= self._marks.items():
-            raise ValueError(
-                f"folder={self.folder} was written to by another trainer since this one resumed or trained; make a new "
-                "one, and resume with that"
-            )
-        stack.callback(self._note)
-
-    def _note(self) -> None:
-        """Remember what is there, as long as nobody else may write."""
-        with suppress(OSError):
-            self._marks = self.checkpoints.marks()
 
     def _fit(self) -> Result:
         if self.ended and self._processes.on_main(self._is_complete):
@@ -387,7 +370,6 @@ class Trainer:
         """Write a record and give it back; None in a process that does not write."""
         if self._log is None:
             return None
-        check_locked(self.folder)
         self._at.seconds = self._clock() - self._start
         record = self._log.write(kind, self._at.step, epoch=self._epoch(), seconds=self._at.seconds, **values)
         if kind in ("train", "epoch"):  # validations are those of a checkpoint, or of an end that need not be one

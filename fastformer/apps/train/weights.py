@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.system.atomic import set_mode, usual_mode
-from fastformer.apps.system.places import reachable
 from fastformer.apps.train.parallel import part_of
 
 # Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
@@ -46,10 +44,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         kept[name] = tensor
     kept = apart(kept)
     try:
-        with reachable(path) as way:
-            save_file(kept, way, metadata={_FORMAT: "pt", **copies})
-            _sort_metadata(way)
-            set_mode(way, usual_mode(0o666))  # safetensors writes files that nobody else may read
+        path.touch()  # with the usual mode, which safetensors' own files lack
+        mode = path.stat().st_mode
+        save_file(kept, path, metadata={_FORMAT: "pt", **copies})
+        _sort_metadata(path)
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
     except KeyError as error:

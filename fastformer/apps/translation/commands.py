@@ -26,7 +26,7 @@ from fastformer.apps.cli.console import (
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.help import START, USE
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.runs.own_files import refuse_output
+from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text import read_parallel
 from fastformer.apps.text.files import iterate_lines
 from fastformer.apps.text.scores import BLEU_TOKENIZERS, check_bleu_tokenizer
@@ -37,7 +37,7 @@ from fastformer.apps.translation.run import (
     TranslationRun,
     evaluate,
     load_translator,
-    read_held_out,
+    read_corpora,
 )
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translation
@@ -173,7 +173,7 @@ def evaluate_run(
     refuse_output(output, source, target, *data.files(), runs=(run,))
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
-    corpus = read_parallel(source, target) if source and target else read_held_out(run, data, part)
+    corpus = read_parallel(source, target) if source and target else read_corpora(data)[part]
     translator = load_translator(run, checkpoint, device, weights)
     pack_weights(translator.model)
     scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastformer.apps.plots import plot_history, save
-from fastformer.apps.runs.own_files import DEMO, refuse_foreign
-from fastformer.apps.system.foreign_files import check_path, read_file, write_file
-from fastformer.apps.system.foreign_folders import names_in, remove
-from fastformer.apps.system.run_lock import LOCK, check_locked, locked
+from fastformer.apps.runs.folder import DEMO, FILES, PICTURES
+from fastformer.apps.system.files import remove, write_file
+from fastformer.apps.system.run_lock import LOCK, locked
 from fastformer.apps.text.scores import Scores
 from fastformer.apps.train import TrainConfig, read_metrics
 from fastformer.apps.translation.attention_maps import attend
@@ -64,7 +63,6 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
 
     Raises:
         FileExistsError: the folder holds something that is not a demo's.
-        fastformer.apps.system.places.IrregularFileError: one of its names is a link, a pipe or a device.
     """
     _check_folder(folder)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
@@ -78,9 +76,11 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     started = time.perf_counter(), time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):  # to the end: pictures and translations are of this demo, not of another that follows
-        _check_folder(folder)  # what came meanwhile stays
-        write_file(folder / DEMO, _MARK, folder)
-        _empty(folder)
+        _check_folder(folder)  # another process may have written to it meanwhile
+        write_file(folder / DEMO, _MARK)
+        for name in (*FILES, *PICTURES):
+            if name != LOCK and (folder / name).exists():
+                remove(folder / name)
         run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
         result = run.fit()
         if result.signal is not None and result.signal != signal.SIGINT:
@@ -100,11 +100,10 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
         for source, translation in list(zip(test.source, translations, strict=True))[:SHOWN]:
             console.print(f"  {source}\n    -> {translation}")
 
-        check_locked(folder)
-        save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png", folder)
+        save(plot_history({folder.name: read_metrics(folder)}), folder / "history.png")
         # Short enough for readable labels, long enough to show something.
         sentence = min((s for s in test.source if len(s.split()) >= 4), key=len)
-        save(attend(translator, sentence).figure(), folder / "attention.png", folder)
+        save(attend(translator, sentence).figure(), folder / "attention.png")
         console.print(
             f"\nPictures: {folder / 'attention.png'} (where it looked while writing), {folder / 'history.png'}"
         )
@@ -114,16 +113,9 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder with anything else than an earlier demo, which may have been killed at any point."""
-    if not folder.exists() or set(names_in(folder)) <= {LOCK, f".{DEMO}"}:
+    """Refuse a folder that is neither new, nor empty, nor an earlier demo's."""
+    mark = folder / DEMO
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {LOCK, f".{DEMO}.tmp"}:
         return
-    if not check_path(folder / DEMO, folder) or read_file(folder / DEMO, folder) != _MARK:
+    if not mark.is_file() or mark.read_bytes() != _MARK:
         raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")
-    refuse_foreign(folder, marked=True)
-
-
-def _empty(folder: Path) -> None:
-    """Remove what an earlier demo left, but its mark: who is killed here is followed by the next."""
-    for name in names_in(folder):
-        if name not in (LOCK, DEMO):
-            remove(folder / name, folder)

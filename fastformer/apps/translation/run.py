@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import CHOSEN, Task
 from fastformer.apps.runs.folder import refuse_by_hand
-from fastformer.apps.runs.held_out import check_held_out
 from fastformer.apps.runs.run import Run
 from fastformer.apps.settings import SET, File, FolderOrName, Given, Settings, setting
 from fastformer.apps.text import (
@@ -226,17 +225,6 @@ def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
     return dict(zip(("train", "valid", "test"), parts, strict=True))
 
 
-def read_held_out(folder: Path | str, data: DataConfig, part: Split) -> ParallelCorpus:
-    """Read the validation or test pairs of a run, which must be those that it held out; errors as `read_corpora`."""
-    corpus = read_corpora(data)[part]
-    check_held_out(folder, part, _texts_of(corpus))
-    return corpus
-
-
-def _texts_of(corpus: ParallelCorpus) -> list[Any]:
-    return [corpus.source, corpus.target]
-
-
 def build_tokenizers(data: DataConfig, train: ParallelCorpus) -> tuple[Tokenizer, Tokenizer]:
     """Learn the vocabularies, from the training pairs only."""
     if data.joint:
@@ -322,8 +310,8 @@ class TranslationRun(Run):
         for side in (self.pairs.source, self.pairs.target):
             yield from (side.ids.tobytes(), side.offsets.tobytes())
 
-    def held_out(self, part: str) -> list[Any]:
-        return _texts_of(self.corpora[part])  # type: ignore[index]
+    def validation_texts(self) -> list[Any]:
+        return [self.corpora["valid"].source, self.corpora["valid"].target]
 
     def training(self) -> str:
         return str(self.pairs)

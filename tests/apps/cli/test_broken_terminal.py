@@ -12,7 +12,7 @@ from rich.console import Console
 
 import fastformer
 from fastformer.apps import cli
-from fastformer.apps.system.run_lock import check_locked
+from fastformer.apps.system.run_lock import lock_run
 from fastformer.apps.train import CheckpointFolder, Result, read_metrics
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.progress import Progress
@@ -261,7 +261,9 @@ def test_a_demo_keeps_its_folder_to_its_end(tmp_path, monkeypatch, short_demo):
     def holding(call):
         def held(*arguments, **options):
             called.append(call.__name__)
-            check_locked(tmp_path / "demo")
+            lock = lock_run(tmp_path / "demo")
+            assert lock.lock_counter == 2
+            lock.release()
             return call(*arguments, **options)
 
         return held
@@ -292,8 +294,8 @@ def test_a_demo_that_was_killed_is_followed_by_the_next(tmp_path, monkeypatch, s
         begins("half")
         shutil.rmtree(folder)
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".demo.txt").write_bytes(b"made by")
+    (tmp_path / "new" / ".demo.txt.tmp").write_bytes(b"made by")
     begins("new")
     (tmp_path / "new" / "notes").write_text("mine")
-    with pytest.raises(FileExistsError, match="notes is not a run's"):
-        run_demo(tmp_path / "new", "fr", "cpu", Console(quiet=True))
+    begins("new")
+    assert (tmp_path / "new" / "notes").read_text() == "mine"

@@ -27,7 +27,7 @@ from fastformer.apps.translation.model import TranslationConfig, TranslationMode
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.support.command_line import fastformer
-from tests.support.train_task import config, network, trainer
+from tests.support.train_task import config, trainer
 
 PACKAGE = Path(__file__).resolve().parents[3] / "fastformer"
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m"
@@ -221,24 +221,6 @@ def test_a_stray_file_does_not_block_a_run(tmp_path: Path, name: str) -> None:
     again.resume()
     again.fit()
     assert (tmp_path / "checkpoints" / name).read_text() == "somebody's"
-
-
-@pytest.mark.parametrize("name", [".new-step-5", ".old-step-5", ".swap-step-5", ".new-average", ".swap-average"])
-def test_a_file_with_the_name_of_a_save_is_stepped_around(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    for each in (name, f"{name}.1"):
-        (folder / each).write_text("somebody's")
-    settings = config(steps=20, validate_every=5, keep=2, average=2)
-    done = trainer(tmp_path, settings).fit()
-    for state in (None, None, {}, {}):  # an average and a checkpoint, and others in their place
-        CheckpointFolder(folder).save(5 if name.endswith("5") else 10, network().state_dict(), state)
-    assert done.step == 20
-    assert [path.read_text() for path in sorted(folder.iterdir()) if path.is_file() and path.name != "index.json"] == [
-        "somebody's"
-    ] * 2
-    assert CheckpointFolder(folder).open().step in (5, 10)
-    assert not [path for path in folder.iterdir() if path.is_dir() and path.name.startswith(".")]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions")

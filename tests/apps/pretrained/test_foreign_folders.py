@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -144,22 +143,6 @@ def test_a_damaged_file_of_weights_is_refused(copied: Callable[..., Path], conte
         from_transformers(folder)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="links and pipes")
-@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "part.safetensors", INDEX, "adapter_config.json"])
-def test_no_file_is_reached_through_a_link(copied: Callable[..., Path], saved: Path, name: str, kind: str) -> None:
-    folder = copied("gpt2")
-    if name in (INDEX, "part.safetensors"):
-        in_parts(folder, "part.safetensors")
-    (folder / name).unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).symlink_to(saved / "gpt2" / WEIGHTS if kind == "link" else "/dev/zero")
-    with pytest.raises(OSError, match=name.replace(".", r"\.")):
-        from_transformers(folder)
-
-
 def in_parts(folder: Path, name: str, **index: Any) -> None:
     (folder / WEIGHTS).rename(folder / "part.safetensors")
     content = {"weight_map": dict.fromkeys(load_file(folder / "part.safetensors"), name)} | index
@@ -177,7 +160,7 @@ def test_weights_in_parts_are_read(copied: Callable[..., Path], saved: Path) -> 
 def test_an_index_leads_nowhere_else(copied: Callable[..., Path], name: Any) -> None:
     folder = copied("gpt2")
     in_parts(folder, name)
-    with pytest.raises((ValueError, OSError), match=r"index\.json: damaged|no\.safetensors: no such file|leads out of"):
+    with pytest.raises((ValueError, OSError), match=r"index\.json: damaged|no\.safetensors: no such file"):
         from_transformers(folder)
     (folder / INDEX).write_text(json.dumps({"weight_map": 5}))
     with pytest.raises(ValueError, match=r"index\.json: damaged"):

@@ -1,7 +1,6 @@
 """Models of the applications through the mixin of huggingface_hub, from and to a folder."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fastformer.apps.language import LanguageConfig, LanguageModel
 from fastformer.apps.text import TextError
 from fastformer.apps.train.weights import CheckpointError, read_weights, write_weights
 from fastformer.apps.translation import TranslationConfig, TranslationModel
-from tests.fuzz import fuzz
 
 SIZES = {"d_model": 16, "heads": 2, "feed_forward": 32}
 MODELS = {
@@ -83,26 +81,6 @@ def test_other_weights_are_refused(folder):
         load(folder)
     with pytest.raises(ValueError, match="strict must be True"):
         on_hub(LanguageModel).from_pretrained(folder, strict=False)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="pipes and links")
-@pytest.mark.parametrize("kind", ["pipe", "zero", "link", "hole", "folder", "missing"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_only_regular_files_of_the_folder_are_read(folder, tmp_path_factory, name, kind):
-    """A pipe would be waited for, a device would fill the memory, a link lead elsewhere."""
-    path, elsewhere = folder / name, tmp_path_factory.mktemp("elsewhere") / name
-    path.rename(elsewhere)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "hole":
-        path.write_bytes(elsewhere.read_bytes())
-        os.truncate(path, 1 << 40)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind != "missing":
-        path.symlink_to({"zero": "/dev/zero", "link": elsewhere}[kind])
-    with fuzz.time_limit(10), pytest.raises((OSError, CheckpointError), match=name.replace(".", r"\.")):
-        load(folder)
 
 
 @pytest.mark.parametrize("content", ["", "3", "[]", "[" * 10**5, "{}", '{"vocabulary": 50, "a\\u2028b": 1}', "\xff"])

@@ -1,6 +1,5 @@
 """What a run that goes on keeps, what it changes, and that it writes down what it has now."""
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,14 @@ def test_a_resumed_run_saves_the_settings_that_it_has_now(run: Path) -> None:
     ],
 )
 def test_what_a_run_keeps_is_refused_by_name_and_nothing_is_written(run: Path, changes: str, message: str) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")}
+    files = [path for path in (run / "run").rglob("*") if path.name != ".lock"]
+    before = {path: path.stat().st_mtime_ns for path in files}
     done = fastformer(
         "train", "--run", "run", "--resume", "--device", "cpu", "--minutes", "9", *changes.split(), cwd=run
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    assert {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in (run / "run").rglob("*") if path.name != ".lock"} == before
 
 
 def test_a_resumed_run_whose_checkpoint_is_damaged_keeps_its_settings(run: Path) -> None:
@@ -73,34 +73,3 @@ def test_a_resumed_run_whose_checkpoint_is_damaged_keeps_its_settings(run: Path)
             path.write_bytes(content)
     assert done.returncode == 2
     assert (run / "run" / "config.toml").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("seed = 1", "seed = 2"), ("batch_tokens = 300", "batch_tokens = 400"), ("bucket = false", "bucket = true")],
-)
-def test_what_a_run_keeps_is_refused_where_its_file_was_edited_too(run: Path, before: str, after: str) -> None:
-    """Else it would go on at the same place of other batches, and learn some pairs twice and others not at all."""
-    path, name = run / "run" / "config.toml", before.split()[0]
-    content = path.read_text()
-    assert f"\n{before}\n" in content
-    path.write_text(content.replace(f"\n{before}\n", f"\n{after}\n"))
-    try:
-        done = fastformer("train", "--run", "run", "--resume", "--device", "cpu", "--steps", "9", cwd=run)
-    finally:
-        path.write_text(content)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"run/config.toml: {name} cannot change when a run goes on" in done.stderr
-
-
-def test_where_the_text_stands_may_change_and_an_earlier_version_says_nothing(run: Path) -> None:
-    path = run / "run" / "data.json"
-    content = path.read_bytes()
-    report = json.loads(content)
-    assert "batch_tokens" in report["settings"]
-    assert not {"dataset", "train_source", "valid_target"}.intersection(report["settings"])
-    for settings in (None, {}, [1], {"seed": 1, "no_such": 2}):
-        path.write_text(json.dumps({**report, "settings": settings}))
-        done = fastformer("train", "--run", "run", "--resume", "--device", "cpu", cwd=run)
-        assert done.returncode == 0, done.stderr
-    path.write_bytes(content)

@@ -2,12 +2,10 @@
 
 import gzip
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fastformer.apps.system.run_lock import RunLockedError
 from fastformer.apps.text import DATASETS, TextError, datasets, open_dataset, prepare, read_lines, write_lines
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -101,7 +99,7 @@ def test_missing_files_and_folders(tmp_path, monkeypatch):
         prepare("wmt14", folder, tmp_path / "to")
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder; it must hold the files of multi30k"):
         prepare("multi30k", tmp_path / "nowhere", tmp_path / "to")
-    with pytest.raises(ValueError, match="would stand among the originals"):
+    with pytest.raises(ValueError, match="is not empty, and no prepared dataset"):
         prepare("multi30k", folder, folder)
     with pytest.raises(
         FileNotFoundError, match=r"none of train\.txt, wiki\.train\.tokens is there, plain or compressed"
@@ -142,26 +140,6 @@ def test_an_interrupted_preparation_is_not_opened_and_may_be_repeated(tmp_path, 
     assert len(open_dataset(tmp_path / "to", "en", "de")[0]) == 30
 
 
-def test_of_two_into_one_place_at_once_the_second_is_refused(tmp_path, monkeypatch):
-    """Else both would succeed, and the last dataset.json speak of the other's files as well."""
-    monkeypatch.setattr(datasets, "_EUROPARL_HELD_OUT", 5)
-    first, second = small_multi30k(tmp_path / "from", monkeypatch), small_europarl(tmp_path / "others")
-    write, refused = datasets.write_lines, []
-
-    def meanwhile(*arguments):
-        write(*arguments)
-        if not refused:
-            refused.append(True)
-            with ThreadPoolExecutor(1) as pool, pytest.raises(RunLockedError, match="to is being written by"):
-                pool.submit(prepare, "europarl", second, tmp_path / "to").result()
-
-    monkeypatch.setattr(datasets, "write_lines", meanwhile)
-    prepare("multi30k", first, tmp_path / "to")
-    assert refused
-    assert not (tmp_path / "to" / ".lock").exists()
-    assert len(open_dataset(tmp_path / "to", "en", "de")[0]) > 0
-
-
 def test_damaged_folders(tmp_path, monkeypatch):
     prepare("multi30k", small_multi30k(tmp_path / "from", monkeypatch), tmp_path / "to")
     for languages in (("en", "en"), ("en", "fr")):
@@ -180,12 +158,3 @@ def test_damaged_folders(tmp_path, monkeypatch):
 def test_every_dataset_has_a_notice():
     assert DATASETS == ("multi30k", "europarl", "wikitext2")
     assert all("Cite" in datasets._NOTICES[name] for name in DATASETS)
-
-
-def test_files_of_somebodys_own_are_not_replaced(tmp_path, monkeypatch):
-    origin, folder = small_multi30k(tmp_path / "from", monkeypatch), tmp_path / "to"
-    folder.mkdir()
-    (folder / "valid.en").write_text("mine\n")
-    with pytest.raises(ValueError, match=r"valid\.en is there, and of no prepared dataset"):
-        prepare("multi30k", origin, folder)
-    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("valid.en", "mine\n")]

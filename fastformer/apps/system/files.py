@@ -1,0 +1,143 @@
+"""Files and folders that are written whole or not at all, and names that must stay inside their folder.
+
+A file is written under a temporary name in its folder, flushed to the disk, and renamed: after a crash or on a full
+disk the old content is still there.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger("fastformer")
+
+# Names of open files, such as /dev/stdout: other processes write to the same files.
+_OPEN_FILES = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name `path` in an OSError that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of a name that was read from a file in `folder`.
+
+    Raises:
+        ValueError: the path is not inside the folder.
+    """
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is not inside {folder}")
+    return path
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether `path` is a device, a pipe or an open file such as /dev/stdout, which cannot be replaced."""
+    is_open = str(path.absolute()).startswith(_OPEN_FILES)
+    return is_open or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def check_writable(path: Path) -> None:
+    """Raise PermissionError for a file that this user may not write, because a rename would replace it."""
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def write_file(path: str | Path, data: bytes) -> None:
+    """Replace a file in one step; see `replacing`."""
+    with replacing(Path(path)) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a file that replaces `path` in one step when the block ends. Devices, pipes and open files are appended to.
+
+    Args:
+        path: of the file. A symbolic link stays, and its target is replaced.
+        partial: the temporary file is called NAME.partial, is not buffered, and is kept with a warning if the block
+            raises. Otherwise it is hidden, and removed if the block raises.
+    """
+    buffering = 0 if partial else -1
+    if is_stream(path):
+        with naming(path), path.open("ab", buffering) as file:
+            yield file
+        return
+    check_writable(path)
+    path = Path(os.path.realpath(path))
+    temporary = _free_partial(path) if partial else path.with_name(f".{path.name}.tmp")
+    try:
+        with naming(path), temporary.open("wb", buffering) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            if partial and temporary.stat().st_size:
+                logger.warning("%s holds what was finished", temporary)
+            else:
+                temporary.unlink()
+        raise
+
+
+def _free_partial(path: Path) -> Path:
+    """Return NAME.partial, or NAME.2.partial if that exists, and so on."""
+    numbers = ("", *(f".{number}" for number in range(2, 1000)))
+    return next(found for n in numbers if not (found := path.with_name(f"{path.name}{n}.partial")).exists())
+
+
+def append_file(path: Path, data: bytes) -> None:
+    """Append to a file, which is created if need be."""
+    with naming(path), path.open("ab") as file:
+        file.write(data)
+
+
+def synchronise(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk. Windows cannot do that for folders."""
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder that is renamed to `folder`, new or empty, when the block ends; removed if it raises."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
+    temporary.mkdir(parents=True)
+    try:
+        with naming(folder):
+            yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            synchronise(path)
+        temporary.replace(folder)
+        synchronise(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,160 @@
+"""Commands write only into a new or empty folder, or a run; names read from a folder resolve inside it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
+from fastformer.apps.runs import run as runs
+from fastformer.apps.text import prepare
+from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, TrainConfig
+from fastformer.apps.translation import demo
+from fastformer.apps.translation.demo import run_demo
+from tests.apps.runs.test_run_lock import ENVIRONMENT, train, words
+from tests.support.command_line import fastformer
+from tests.support.train_task import config, trainer
+
+MODEL = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}
+SETTINGS = "[model]\nd_model = 8\n[train]\nsteps = 3\n"
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def create(folder: Path, text: Path) -> LanguageRun:
+    data = LanguageDataConfig(train_text=text, valid_text=text, tokenizer="words")
+    return LanguageRun.create(folder, data, MODEL, TrainConfig(steps=1))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"thesis.tex": "mine"},
+        {"config.toml": SETTINGS, "data.json": "{}"},
+        {"config.toml": "[run]\nkind = 'language'\n"},
+        {"config.toml": "[run]\nkind = 'translation'\n", "data.json": "{}"},
+        {"metrics.csv": "a,b", ".lock": ""},
+    ],
+    ids=str,
+)
+def test_a_new_run_takes_no_folder_that_holds_something_else(tmp_path: Path, text: Path, files: dict[str, str]) -> None:
+    folder = write(tmp_path / "folder", files)
+    before = contents(folder)
+    ended = train(folder, text, "--steps", "1")
+    assert ended.returncode == 2
+    assert "is no run folder, and holds" in ended.stderr or "holds a translation run" in ended.stderr
+    assert contents(folder) == before
+
+
+def test_a_run_with_checkpoints_is_not_replaced_and_one_without_is(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, text, "--steps", "1").returncode == 0
+    refused = train(run, text, "--steps", "1")
+    assert (refused.returncode, "holds a run already; resume it" in refused.stderr) == (2, True)
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / ".new-step-1").mkdir(parents=True)
+    assert train(run, text, "--steps", "1").returncode == 0
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_could_not_be_made_leaves_the_folder_as_it_was(tmp_path, text, monkeypatch, there) -> None:
+    folder = tmp_path / "deep" / "run"
+    if there:
+        folder.mkdir(parents=True)
+
+    def interrupted(path, data):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            create(folder, text)
+    assert not list(folder.iterdir()) if there else not (tmp_path / "deep").exists()
+    create(folder, text)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "run/config.toml"])
+def test_the_configuration_that_is_read_is_not_rewritten(tmp_path: Path, text: Path, name: str) -> None:
+    content = "# mine\n[run]\nkind = 'language'\n[train]\nsteps = 2\n"
+    path = write(tmp_path / "new", {name: content}) / name
+    ended = fastformer(*words(str(path.parent), text, "--config", str(path)), cwd=tmp_path / "new")
+    assert (ended.returncode, "would be replaced" in ended.stderr) == (2, True)
+    assert contents(tmp_path / "new") == {name: content.encode()}
+
+
+@pytest.mark.slow
+def test_of_two_commands_on_a_new_folder_one_trains(tmp_path: Path, text: Path) -> None:
+    command = [sys.executable, "-m", "fastformer", *words(tmp_path / "run", text, "--steps", "50")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    two = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    ended = [(process.communicate(timeout=600), process.returncode) for process in two]
+    assert sorted(code for _, code in ended) == [0, 2], ended
+    output, error = next(said for said, code in ended if code == 2)
+    assert "is being written by process" in error or "holds a run already" in error
+    assert "training:" not in output
+
+
+def test_a_demo_replaces_a_demo_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path / "demo", {"demo.txt": "my notes"})
+    with pytest.raises(FileExistsError, match="not an earlier demo"):
+        run_demo(folder, "fr", "cpu", Console(quiet=True))
+    assert contents(folder) == {"demo.txt": b"my notes"}
+    demo._check_folder(write(tmp_path / "earlier", {"demo.txt": demo._MARK.decode(), "config.toml": SETTINGS}))
+
+
+def europarl(folder: Path) -> Path:
+    lines = "".join(f"a sentence {i}\n" for i in range(6100))
+    return write(folder, {f"europarl-v7.fr-en.{language}": lines for language in ("fr", "en")})
+
+
+@pytest.mark.parametrize("files", [{"train.en": "mine"}, {"dataset.json": '{"name": "my own"}'}, {"notes": "mine"}])
+def test_a_dataset_takes_no_folder_that_holds_something_else(tmp_path: Path, files: dict[str, str]) -> None:
+    origin, folder = europarl(tmp_path / "from"), write(tmp_path / "to", files)
+    for target in (folder, origin):
+        before = contents(target)
+        with pytest.raises(ValueError, match="is not empty, and no prepared dataset"):
+            prepare("europarl", origin, target)
+        assert contents(target) == before
+
+
+def test_a_dataset_is_prepared_again_whole_or_half(tmp_path: Path) -> None:
+    origin = europarl(tmp_path / "from")
+    prepare("europarl", origin, tmp_path / "to")
+    before = contents(tmp_path / "to")
+    for content in (before["dataset.json"].decode(), json.dumps({})):
+        write(tmp_path / "to", {"dataset.json": content, "train.en": "half"})
+        prepare("europarl", origin, tmp_path / "to")
+        assert contents(tmp_path / "to") == before
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "shards/../../outside"])
+def test_names_of_files_in_a_checkpoint_resolve_inside_it(tmp_path: Path, name: str) -> None:
+    trainer(tmp_path / "run", config(steps=5)).fit()
+    checkpoint = CheckpointFolder(tmp_path / "run" / "checkpoints").last()
+    assert checkpoint is not None
+    (checkpoint.parent / "outside").write_text("")
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta["files"][name] = {"bytes": 0, "sha256": ""}
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match="is not inside"):
+        Checkpoint.open(checkpoint).check()
+    index = json.loads((checkpoint.parent / "index.json").read_text())
+    index |= {"last": name, "best": {"name": name, "value": 1.0}, "kept": [name], "removed": [name]}
+    (checkpoint.parent / "index.json").write_text(json.dumps(index))
+    folder = CheckpointFolder(checkpoint.parent)
+    folder.recover()
+    assert [path.name for path in folder.paths()][-1] == checkpoint.name
+    assert (checkpoint.parent / "outside").exists()

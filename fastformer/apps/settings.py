@@ -15,7 +15,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ Texts = Annotated[tuple[str, ...], Strict(False)]  # takes a list, too
 Share = Annotated[float, Pydantic(ge=0, lt=1)]
 Pair = Annotated[tuple[Share, Share], Strict(False)]  # each at least 0 and below 1
 
+_VAGUE = {"n", "num", "max", "min", "dim", "size", "rate", "steps"}  # words of names that say little alone
 _PYDANTIC = {"at_least": "ge", "above": "gt", "below": "lt", "at_most": "le"}
 _KINDS = {
     "int_type": "a whole number",
@@ -140,7 +141,7 @@ def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str,
     place = error["loc"][0]  # the number of a positional argument
     name = place if isinstance(place, str) else list(items)[place]
     if name not in items:
-        return f"unknown setting {name!r}{nearest(name, items)}"
+        return f"unknown setting {name!r}{suggestion(name, helps(settings))}"
     if error["type"] == "missing" and len(error["loc"]) == 1:
         return f"{name} must be given: {items[name].metadata['description']}"
     if len(error["loc"]) > 1:  # of one value of a list
@@ -152,17 +153,56 @@ def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str,
     return refusal(name, error["input"], allowed_range(choices, bounds, given), kind)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggest the known name that is most like an unknown one, or list all."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+def suggestion(unknown: str, known: Mapping[str, str]) -> str:
+    """Say which known names, each with its help, an unknown one may stand for; if none is alike, list all."""
+    near = nearest(unknown, known)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(sorted(known))}"
+
+
+def nearest(unknown: str, known: Mapping[str, str]) -> list[str]:
+    """Return the known names that are like an unknown one in letters, or have its words in name or help.
+
+    >>> nearest("--learning-rate", {"--lr": "peak learning rate", "--embedding-range": "of the embeddings"})
+    ['--lr']
+    """
+    words = [word for word in _words(unknown) if word not in _VAGUE] or _words(unknown)
+
+    def rate(name: str) -> float:
+        in_name, in_both = ({word for word in words if _has(text, word)} for text in (name, f"{name} {known[name]}"))
+        share = (len(in_name) + 0.8 * len(in_both - in_name)) / max(len(words), 1)
+        if len(in_both) == len(set(words)):  # a shorter text says less else
+            share += 0.2 * len(words) / max(len(_words(name if in_name == in_both else known[name])), 1)
+        return max(difflib.SequenceMatcher(None, unknown, name).ratio(), share)
+
+    rates = {name: rate(name) for name in known}
+    least = max(0.6, 0.95 * max(rates.values(), default=0.0))
+    return sorted((name for name in known if rates[name] >= least), key=lambda name: -rates[name])[:3]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _has(text: str, word: str) -> bool:
+    """Return whether a text has a word, or one that begins alike: accumulate and accumulation, vocab and vocabulary."""
+
+    def alike(other: str) -> bool:
+        shorter = min(len(word), len(other))
+        common = next((i for i in range(shorter) if word[i] != other[i]), shorter)
+        return word == other or common >= 6 or common == shorter >= 3
+
+    return any(map(alike, _words(text)))
 
 
 def declared(settings: type) -> list[tuple["Field[Any]", Any]]:
     """Return the fields of settings, each with its type."""
     hints = typing.get_type_hints(settings)
     return [(item, hints[item.name]) for item in fields(settings)]
+
+
+def helps(settings: type) -> dict[str, str]:
+    """Return the names of settings with their help."""
+    return {item.name: item.metadata["description"] for item in fields(settings)}
 
 
 def facts(item: "Field[Any]") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fastformer train classify | classify`, and a classification run's part of the commands for runs of every kind."""
+"""`fastformer train classify | classify`, and what `evaluate` and `plot` do for classification runs."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +14,6 @@ from fastformer.apps.classification.run import (
     load_classifier,
 )
 from fastformer.apps.classification.run import evaluate as evaluate_folder
-from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
@@ -71,18 +70,9 @@ def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabi
     return ("\t".join(f"{label}\t{p:.4f}" for label, p in labels) for labels in ranked)
 
 
-@evaluation.evaluate.part(APPLICATION)
-def evaluate_run(
-    run: Path,
-    checkpoint: str,
-    device: str,
-    weights: str,
-    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
-    source: Annotated[Path | None, typer.Option(help="file of labelled text, instead of --split")] = None,
-) -> None:
-    """accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent."""
-    part: Any = evaluation.split_of(split, source)
-    corpus, found = evaluate_folder(run, source or part, checkpoint, device, weights)
+def evaluate_run(run: Path, checkpoint: str, device: str, weights: str, texts: Any) -> None:
+    """Print accuracy, macro-F1, and the scores of each label, of many labels the most frequent."""
+    corpus, found = evaluate_folder(run, texts, checkpoint, device, weights)
     console.print(f"{corpus}; checkpoint {checkpoint}")
     # rich lays out some 700 rows a second, so that 100,000 labels would take minutes.
     most = sorted(found.each, key=lambda each: -each.texts)[:_ROWS] if len(found.each) > _ROWS else found.each
@@ -97,18 +87,14 @@ def evaluate_run(
     console.print(str(found))
 
 
-@inspection.attention.part(APPLICATION)
-def attention_of(
-    run: Path, checkpoint: str, device: str, text: Annotated[str, typer.Option(help="the text to read")]
-) -> Callable[..., Any]:
-    """when it reads --text; its label is printed too."""
+def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
+    """Print the label of a text, and return what draws its attention maps."""
     classifier = load_classifier(run, checkpoint, device)
     put_lines(classifier.classify([text]), None)
     return classifier.attend(text).figure
 
 
-@inspection.positions.part(APPLICATION)
 def positions_of(run: Path, checkpoint: str) -> tuple[Any, Any, str]:
-    """that of its tokens."""
+    """Return the configuration, the embedding and its name."""
     model = load_classifier(run, checkpoint).model
     return model.config, model.embedding, str(run)

@@ -13,13 +13,12 @@ from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fastformer.apps.cli.help import App
 from fastformer.apps.runs.folder import refuse_output
-from fastformer.apps.runs.kinds import main_application
+from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.system.files import check_writable, is_stream
-from fastformer.apps.system.terminal import Terminal, shown
+from fastformer.apps.system.terminal import Terminal
 from fastformer.apps.text import checked_lines, lines_of, write_texts
 from fastformer.settings import check_value
 
@@ -28,32 +27,23 @@ _ENDS = re.compile(r"[\r\n]+")  # of lines, for us and for whoever else reads th
 logger = logging.getLogger("fastformer")
 
 
-class _Console(Console):
-    """Shows every string, those in tables too, as `shown` has it; [brackets] and :words: in them are text."""
-
-    def __init__(self, file: IO[str] | None = None) -> None:
-        super().__init__(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(shown(text), **options)
-
-
 app = App(
     help="Transformers without work on padding: train, translate, evaluate. Start with: fastformer demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = _Console()
+_PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
+console = Console(**_PLAIN)
 
 
-def patient_console() -> Console:
-    """Return a console for what goes on where nobody reads: a write that fails ends the showing, and no run."""
-    return _Console(cast("IO[str]", Terminal(sys.stdout)))
+def demo_console() -> Console:
+    """Return a console whose failed writes end the output, not the run."""
+    return Console(file=cast("IO[str]", Terminal(sys.stdout)), **_PLAIN)
 
 
 RunFolder = Annotated[Path, typer.Option("--run", help="run folder, of any kind")]
-MAIN_RUN = Path("runs") / main_application().kind
+MAIN_RUN = Path("runs") / MAIN
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]
 Weights = Annotated[
     str, typer.Option(help="fp32, or on a CPU bf16 or int8: fewer bits, faster, and as good up to rounding")
@@ -167,7 +157,7 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
         write_texts(output, whole())
     else:
         for line in whole():
-            print(shown(line), flush=True)
+            print(line, flush=True)
     if changed:
         logger.warning("%d lines had ends of lines within; they have spaces there", changed)
 

@@ -1,30 +1,70 @@
 """`fastformer evaluate`."""
 
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, Weights, app, choose_device
+from fastformer.apps.cli.flags import int_or_text, with_settings
 from fastformer.apps.cli.help import USE
-from fastformer.apps.cli.parts import Parts, shared
+from fastformer.apps.cli.parts import part_of
+from fastformer.apps.text.scores import BLEU_TOKENIZERS
+from fastformer.apps.translation.search import SearchOptions
 from fastformer.settings import check_value
 
+_TRANSLATION, _LANGUAGE = "Of translation runs", "Of language-model runs"
 
-@shared(app, USE)
+
+@app.command(rich_help_panel=USE)
+@with_settings(search=SearchOptions)
 def evaluate(
     run: RunFolder = MAIN_RUN,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
     weights: Weights = "fp32",
+    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(help="file of source sentences, of text, or of labelled text, instead of --split"),
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="file of reference translations of --source", rich_help_panel=_TRANSLATION)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the translations", rich_help_panel=_TRANSLATION)] = None,
+    lowercase: Annotated[
+        bool, typer.Option("--lowercase", help="compare lower-cased", rich_help_panel=_TRANSLATION)
+    ] = False,
+    bleu_tokenizer: Annotated[
+        str | None,
+        typer.Option(help=f"for BLEU: {', '.join(BLEU_TOKENIZERS)}; default: the run's", rich_help_panel=_TRANSLATION),
+    ] = None,
+    overlap: Annotated[
+        int | None,
+        typer.Option(
+            help="tokens before it that each window reads again (default: 0)",
+            parser=int_or_text,
+            rich_help_panel=_LANGUAGE,
+        ),
+    ] = None,
     *,
-    parts: Parts,
+    search: dict[str, Any],
 ) -> None:
-    """Print how good a run's model is, on its own test data or on a file, and what was compared or counted."""
-    parts.of(run)(run=run, checkpoint=checkpoint, device=choose_device(device, weights), weights=weights)
+    """Print how good a run's model is, on its own test data or on a file, and what was compared or counted.
 
-
-def split_of(split: str | None, source: Path | None) -> str:
-    """The part of a run's data that --split names, unless --source is a file; raises ValueError for both or another."""
+    Translation: sacreBLEU and chrF with their signatures, after a search. Language models: the perplexity. Classifiers:
+    accuracy, macro-F1, and precision, recall and F1 of each label, of many labels the most frequent.
+    """
     if split is not None and source is not None:
         raise ValueError("give --split or --source, not both")
-    split = split or "test"
-    check_value("split", split, str, choices=("test", "valid"))
-    return split
+    check_value("split", split, str | None, choices=("test", "valid"))
+    given = {
+        "target": target,
+        "output": output,
+        "lowercase": lowercase,
+        "bleu_tokenizer": bleu_tokenizer,
+        "overlap": overlap,
+        "search": search,
+    }
+    part = part_of(run, "evaluate_run", given)
+    part(run, checkpoint, choose_device(device, weights), weights, source or split or "test")

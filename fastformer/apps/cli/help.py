@@ -3,7 +3,6 @@
 Commands and options stand in groups, their `rich_help_panel`; groups of commands are in the order of `GROUPS`.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +10,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-GROUPS = START, TRAIN, USE, INSPECT, SHARE = "Start", "Train", "Use and evaluate", "Look inside", "Export and check"
-_MOST = 3  # suggestions
-_ALIKE = 0.6  # of names, 0 to 1; words of a help text count for less than those of a name
-_IN_HELP = 0.8
-_SIZES = {"n", "num", "number", "max", "min", "dim", "size", "rate", "path", "file", "dir", "arg"}  # say little alone
+from fastformer.apps.settings import nearest
 
+GROUPS = START, TRAIN, USE, INSPECT, SHARE = "Start", "Train", "Use and evaluate", "Look inside", "Export and check"
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -84,44 +80,6 @@ def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]
     return groups
 
 
-def near_options(typed: str, options: dict[str, str]) -> list[str]:
-    """The options, with their help, that a mistyped one may stand for: alike in letters, or in words of name or help.
-
-    >>> near_options("--learning-rate", {"--lr": "peak learning rate", "--embedding-range": "of the embeddings"})
-    ['--lr']
-    """
-    rated = {option: _likeness(typed, option, help) for option, help in options.items()}
-    best = max(rated.values(), default=0.0)
-    found = [option for option, value in rated.items() if value >= max(_ALIKE, 0.95 * best)]
-    return sorted(found, key=lambda option: -rated[option])[:_MOST]
-
-
-def _likeness(typed: str, option: str, help: str) -> float:
-    letters = difflib.SequenceMatcher(None, typed.lstrip("-"), option.lstrip("-")).ratio()
-    words, name = _words(typed), _words(option)
-    telling = [word for word in words if word not in _SIZES] or words
-    in_name = [any(_same(word, other) for other in name) for word in telling]
-    in_help = [any(_same(word, other) for other in _words(help)) for word in telling]
-    shares = [1.0 if here else _IN_HELP if there else 0.0 for here, there in zip(in_name, in_help, strict=True)]
-    words_alike = sum(shares) / max(len(shares), 1)
-    if all(here or there for here, there in zip(in_name, in_help, strict=True)):
-        # Of help texts with all the words, the shorter says less else.
-        spare = len(name) / len(words) if all(in_name) else len(_words(help)) / len(words)
-        words_alike += 0.2 / max(spare, 1.0)
-    return max(letters, words_alike)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())
-
-
-def _same(word: str, other: str) -> bool:
-    """Whether two words are the same, one shortens the other, or both begin alike: accumulate and accumulation."""
-    shorter = min(len(word), len(other))
-    common = next((i for i in range(shorter) if word[i] != other[i]), shorter)
-    return word == other or common >= 6 or common == shorter >= 3
-
-
 def _suggesting(command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[str]], args: list[str]) -> list[str]:
     try:
         return parse(ctx, args)
@@ -133,7 +91,7 @@ def _suggesting(command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[s
                 for name in getattr(each, "opts", [])
                 if name.startswith("--")
             }
-            near = near_options(error.option_name, options)  # type: ignore[attr-defined]
+            near = nearest(error.option_name, options)  # type: ignore[attr-defined]
             error.possibilities = None
             error.message += f"; did you mean {' or '.join(near)}?" if near else ""  # type: ignore[attr-defined]
         raise

@@ -8,7 +8,7 @@ import typer
 from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device, console
 from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.cli.help import INSPECT, App
-from fastformer.apps.cli.parts import Parts, shared
+from fastformer.apps.cli.parts import part_of
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
@@ -18,6 +18,8 @@ from fastformer.settings import check_value
 # Of a table, and characters of a cell: a stranger's settings may be any, and rich lays out some 700 rows a second.
 _MOST_ROWS, _LONGEST = 500, 500
 
+_TRANSLATION = "Of translation runs"
+
 Output = Annotated[Path, typer.Option(help="file to write: .png, .pdf or .svg")]
 Runs = Annotated[list[Path], typer.Argument(help="run folders")]
 
@@ -25,7 +27,7 @@ plot = App(help="Draw attention maps, positional encodings and learning curves."
 app.add_typer(plot, name="plot", rich_help_panel=INSPECT)
 
 
-@shared(plot, INSPECT)
+@plot.command(rich_help_panel=INSPECT)
 def attention(
     run: RunFolder = MAIN_RUN,
     layer: Annotated[str | None, typer.Option(help="1, 2, … or all; default: the last")] = None,
@@ -33,8 +35,16 @@ def attention(
     output: Output = Path("attention.png"),
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
-    *,
-    parts: Parts,
+    text: Annotated[
+        str | None, typer.Option(help="the text to read", rich_help_panel="Of language-model and classification runs")
+    ] = None,
+    source: Annotated[str | None, typer.Option(help="the sentence to translate", rich_help_panel=_TRANSLATION)] = None,
+    target: Annotated[
+        str | None, typer.Option(help="a translation of it; default: the model's own", rich_help_panel=_TRANSLATION)
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="cross, encoder or decoder; default: cross", rich_help_panel=_TRANSLATION)
+    ] = None,
 ) -> None:
     """Draw where a model looks when it reads a text: one head, the heads of a layer, or all layers."""
     from fastformer.apps.plots import save
@@ -42,7 +52,8 @@ def attention(
     _check_figure(output, run)
     which = None if layer is None else _number_or("layer", layer, ("all",))
     heads = _number_or("head", head, ("all", "mean"))
-    draw = parts.of(run)(run=run, checkpoint=checkpoint, device=choose_device(device))
+    given = {"text": text, "source": source, "target": target, "kind": kind}
+    draw = part_of(run, "attention_of", given)(run=run, checkpoint=checkpoint, device=choose_device(device))
     console.print(f"wrote {save(draw(which, heads), output)}")
 
 
@@ -61,7 +72,7 @@ def _number_or(name: str, text: str, words: tuple[str, ...]) -> int | str:
         raise ValueError(f"{name} must be a number or {' or '.join(words)}, not {text!r}") from None
 
 
-@shared(plot, INSPECT)
+@plot.command(rich_help_panel=INSPECT)
 def positions(
     run: Annotated[Path | None, typer.Option(help="run folder, of any kind; default: none")] = None,
     d_model: Annotated[
@@ -73,8 +84,10 @@ def positions(
     ] = None,
     output: Output = Path("positions.png"),
     checkpoint: Annotated[str | None, typer.Option(help="of a run: best (the default), last or average")] = None,
-    *,
-    parts: Parts,
+    side: Annotated[
+        str | None,
+        typer.Option(help="positions of this side: source (the default) or target", rich_help_panel=_TRANSLATION),
+    ] = None,
 ) -> None:
     """Draw a positional encoding, sinusoidal or as a run learned it, and how alike its positions are."""
     from fastformer.apps.plots import plot_positions, save
@@ -83,15 +96,17 @@ def positions(
     for name, value in (("d_model", d_model), ("length", length)):
         check_value(name, value, int | None, at_least=1, at_most=16384)
     if run is None:
-        parts.refuse_options()
-        if checkpoint is not None:
-            raise ValueError("--checkpoint is of a run; give --run too")
+        for option, given in (("side", side), ("checkpoint", checkpoint)):
+            if given is not None:
+                raise ValueError(f"--{option} is of a run; give --run too")
         width = d_model or 128
         encoding, title = sinusoidal_positions(length or 100, width), f"sinusoidal positions, d_model {width}"
     else:
         if d_model is not None:
             raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
-        config, embedding, where = parts.of(run)(run=run, checkpoint=checkpoint or "best")
+        config, embedding, where = part_of(run, "positions_of", {"side": side})(
+            run=run, checkpoint=checkpoint or "best"
+        )
         length = length or config.longest or 100
         encoding = embedding.encodings(length)[:length]
         title = f"{config.positions} positions of {where}, d_model {config.d_model}"

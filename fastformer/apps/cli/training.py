@@ -14,6 +14,7 @@ from fastformer.apps.cli.flags import with_settings
 from fastformer.apps.cli.help import TRAIN, App
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.folder import CONFIG, refuse_output
+from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.runs.run import Run
 from fastformer.apps.system.terminal import Terminal
 
@@ -69,7 +70,8 @@ def add_training(kind: type[Run], what: str) -> None:
 
     command.__doc__ = f"{what}\n\n{_HOW}"
     name = application.command.split()[-1]
-    (train_app.callback() if application.main else train_app.command(name, rich_help_panel=TRAIN))(command)
+    main = application.kind == MAIN
+    (train_app.callback() if main else train_app.command(name, rich_help_panel=TRAIN))(command)
 
 
 def train_run(

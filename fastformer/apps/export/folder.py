@@ -35,7 +35,7 @@ def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
         TypeError: it is of none.
         ValueError: there are not as many tokenizers as such a model has sides.
     """
-    found = next((each for each in applications() if isinstance(model, each.network)), None)
+    found: Application | None = next((each for each in applications() if isinstance(model, each.network)), None)
     if found is None:
         names = ", ".join(each.network.__name__ for each in applications())
         raise TypeError(f"model must be one of {names}, not a {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""`fastformer train lm | generate`, and a language model's part of the commands for runs of every kind."""
+"""`fastformer train lm | generate`, and what `evaluate` and `plot` do for language-model runs."""
 
 import itertools
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
@@ -30,7 +29,6 @@ from fastformer.apps.language.run import (
 )
 from fastformer.apps.language.sampling import SamplingOptions
 from fastformer.apps.runs.folder import refuse_output
-from fastformer.apps.system.terminal import shown
 from fastformer.apps.text import checked_lines, write_texts
 from fastformer.nn import pack_weights
 
@@ -74,9 +72,9 @@ def generate(
     if output is None and prompt_file is None and len(prompts or [""]) == 1:
         prompt = next(given)
         pieces = generator.stream(prompt, options)
-        print(shown(prompt), end="", flush=True)
+        print(prompt, end="", flush=True)
         for piece in pieces:
-            print(shown(piece), end="", flush=True)
+            print(piece, end="", flush=True)
         print()
         return
     given, read = itertools.tee(given)
@@ -87,39 +85,24 @@ def generate(
         write_texts(output, texts)
         return
     for text in texts:
-        print(shown(text), flush=True)
+        print(text, flush=True)
 
 
-@evaluation.evaluate.part(APPLICATION)
 def evaluate_run(
-    run: Path,
-    checkpoint: str,
-    device: str,
-    weights: str,
-    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
-    source: Annotated[Path | None, typer.Option(help="file of text, instead of --split")] = None,
-    overlap: Annotated[
-        int | None,
-        typer.Option(help="tokens before it that each window reads again (default: 0)", parser=int_or_text),
-    ] = None,
+    run: Path, checkpoint: str, device: str, weights: str, texts: Any, *, overlap: int | None = None
 ) -> None:
-    """the perplexity, with the counts of the tokens."""
-    part: Any = evaluation.split_of(split, source)
-    text, found = evaluate_text(run, source or part, checkpoint, device, overlap or 0, weights)
+    """Print the perplexity of a part of the run's data or of a file, with the counts of the tokens."""
+    text, found = evaluate_text(run, texts, checkpoint, device, overlap or 0, weights)
     console.print(f"{text}; checkpoint {checkpoint}")
     console.print(str(found))
 
 
-@inspection.attention.part(APPLICATION)
-def attention_of(
-    run: Path, checkpoint: str, device: str, text: Annotated[str, typer.Option(help="the text to read")]
-) -> Callable[..., Any]:
-    """when it reads --text."""
+def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
+    """Return what draws the attention maps of a text."""
     return attend_text(load_generator(run, checkpoint, device), text).figure
 
 
-@inspection.positions.part(APPLICATION)
 def positions_of(run: Path, checkpoint: str) -> tuple[Any, Any, str]:
-    """that of its tokens."""
+    """Return the configuration, the embedding and its name."""
     model = load_language_model(run, checkpoint)[0]
     return model.config, model.embedding, str(run)

@@ -50,8 +50,7 @@ class Machine:
 class Application:
     """One kind of run: what its commands are called, its classes of settings, its model, where its tokenizers lie.
 
-    `title` is what such a run is called; `use` and `command` are what uses one and what trains one. `main`: what is
-    meant where nothing is said.
+    `title` is what such a run is called; `use` and `command` are what uses one and what trains one.
 
     `network` is the class that is made from the settings `model`, and `describe` tells a model's shape in words.
     `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
@@ -91,7 +90,6 @@ class Application:
     pretrained: Callable[[Path], tuple[Any, tuple[Tokenizer, ...]]] | None = None
     counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
-    main: bool = False
 
     @property
     def derived(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import MISSING
 from pathlib import Path
 
-from fastformer.apps.runs.kinds import kinds, main_application
+from fastformer.apps.runs.kinds import KINDS, MAIN
 from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.settings import Settings, Texts, setting
 from fastformer.apps.system.files import remove
@@ -36,13 +36,13 @@ VERSION = 2
 class RunConfig(Settings):
     """What a run is. Folders written before there was a choice say nothing: the main application's, in version 1."""
 
-    kind: str = setting(MISSING, "what the model does", choices=kinds())
+    kind: str = setting(MISSING, "what the model does", choices=KINDS)
     version: int = setting(1, "which meaning its settings have", at_least=1, at_most=VERSION)
     chosen: Texts | None = setting(None, "settings that no user gave: they were chosen for corpus and budget")
 
 
 def read_kind(folder: Path | str) -> str:
-    """What a run folder holds: one of `kinds()`.
+    """What a run folder holds: one of `KINDS`.
 
     Raises:
         FileNotFoundError: the folder holds no run.
@@ -63,7 +63,7 @@ def stated(path: Path, default: str | None = None) -> RunConfig:
     """What a file says that it is; where it does not, the default, or else the main application's."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
-    kind = run["kind"] if "kind" in run else default or main_application().kind
+    kind = run.get("kind", default or MAIN)
     return RunConfig(kind, run.get("version", 1), run.get("chosen"))
 
 

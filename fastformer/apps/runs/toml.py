@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastformer.apps.settings import Settings, check_stated, declared, nearest, to_plain
+from fastformer.apps.settings import Settings, check_stated, helps, suggestion, to_plain
 from fastformer.apps.system.files import write_file
 
 
@@ -36,13 +36,13 @@ def load_toml(path: Path | str, sections: Mapping[str, type[Settings]]) -> dict[
     result: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for section, values in read_toml(path).items():
         if section not in sections:
-            raise ValueError(f"{path}: unknown section [{section}]{nearest(section, sections)}")
+            raise ValueError(f"{path}: unknown section [{section}]{suggestion(section, dict.fromkeys(sections, ''))}")
         if not isinstance(values, dict):
             raise ValueError(f"{path}: {section} must be a section [{section}], not a value")
-        known = [item.name for item, _ in declared(sections[section])]
+        known = helps(sections[section])
         for key in values:
             if key not in known:
-                raise ValueError(f"{path}: unknown key {key!r} in [{section}]{nearest(key, known)}")
+                raise ValueError(f"{path}: unknown key {key!r} in [{section}]{suggestion(key, known)}")
         check_stated(sections[section], values, f"{path}: [{section}] ")
         result[section] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return result

@@ -26,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastformer.apps.system.terminal import shown
-
 # Between two steps, processes differ by the length of a batch and by what one of them compiles.
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = timedelta(days=7)
@@ -264,7 +262,7 @@ def leaving() -> Iterator[None]:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     if not isinstance(status, int):
-        print(shown(str(status)), file=sys.stderr)
+        print(status, file=sys.stderr)
         status = 1
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

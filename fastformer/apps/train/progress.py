@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
-from fastformer.apps.system.terminal import Terminal, escaped
+from fastformer.apps.system.terminal import Terminal
 
 _PLAIN_SECONDS, _BAR_SECONDS = 10.0, 1.0  # between two updates
 
@@ -57,7 +57,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a line that stays: the summary of a validation, the reason of the end."""
         if self._bar is not None:
-            self._bar.console.print(escaped(text), markup=False, emoji=False, highlight=False)
+            self._bar.console.print(text, markup=False, emoji=False, highlight=False)
         elif self._enabled:
             self._stream.line(text)
 

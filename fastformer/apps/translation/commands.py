@@ -1,4 +1,4 @@
-"""`fastformer demo | train | translate | score`, and a translation run's part of the commands for all runs."""
+"""`fastformer demo | train | translate | score`, and what `evaluate` and `plot` do for translation runs."""
 
 import functools
 import itertools
@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli import evaluation, inspection
 from fastformer.apps.cli.console import (
     MAIN_RUN,
     Checkpoint,
@@ -19,8 +18,8 @@ from fastformer.apps.cli.console import (
     check_output,
     choose_device,
     console,
+    demo_console,
     given_lines,
-    patient_console,
     put_lines,
 )
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
@@ -29,7 +28,7 @@ from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text import read_parallel
 from fastformer.apps.text.files import iterate_lines
-from fastformer.apps.text.scores import BLEU_TOKENIZERS, check_bleu_tokenizer
+from fastformer.apps.text.scores import check_bleu_tokenizer
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.run import (
     APPLICATION,
@@ -61,7 +60,7 @@ def demo(
     """Train on generated number words, translate held-out numbers and draw an attention map. About a minute."""
     from fastformer.apps.translation.demo import run_demo
 
-    run_demo(run, target, choose_device(device), patient_console())
+    run_demo(run, target, choose_device(device), demo_console())
 
 
 add_training(TranslationRun, "Train a translation model; the commands of `fastformer train` train other models.")
@@ -144,26 +143,21 @@ def _pairs_to_score(source: Path, target: Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{source} has {counts[0]:,} lines but {target} has {counts[1]:,}; they must be pairs")
 
 
-@evaluation.evaluate.part(APPLICATION)
-@with_settings(search=SearchOptions)
 def evaluate_run(
     run: Path,
     checkpoint: str,
     device: str,
     weights: str,
-    split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
-    source: Annotated[Path | None, typer.Option(help="file of source sentences, instead of --split")] = None,
-    target: Annotated[Path | None, typer.Option(help="file of their reference translations")] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the translations")] = None,
-    lowercase: Annotated[bool, typer.Option("--lowercase", help="compare lower-cased")] = False,
-    bleu_tokenizer: Annotated[
-        str | None, typer.Option(help=f"for BLEU: {', '.join(BLEU_TOKENIZERS)}; default: the run's")
-    ] = None,
+    texts: Any,
     *,
+    target: Path | None = None,
+    output: Path | None = None,
+    lowercase: bool = False,
+    bleu_tokenizer: str | None = None,
     search: dict[str, Any],
 ) -> None:
-    """sacreBLEU and chrF of translations that come from real search, with the signatures of the scores."""
-    part: Any = evaluation.split_of(split, source)
+    """Print BLEU and chrF of translations of a part of the run's data, or of a file with its references."""
+    source = texts if isinstance(texts, Path) else None
     if output is not None:
         check_output(output)
     options = made(SearchOptions, search)
@@ -173,7 +167,7 @@ def evaluate_run(
     refuse_output(output, source, target, *data.files(), runs=(run,))
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
-    corpus = read_parallel(source, target) if source and target else read_corpora(data)[part]
+    corpus = read_parallel(source, target) if source and target else read_corpora(data)[texts]
     translator = load_translator(run, checkpoint, device, weights)
     pack_weights(translator.model)
     scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)
@@ -183,29 +177,18 @@ def evaluate_run(
     console.print(str(scores))
 
 
-@inspection.attention.part(APPLICATION)
 def attention_of(
-    run: Path,
-    checkpoint: str,
-    device: str,
-    source: Annotated[str, typer.Option(help="the sentence to translate")],
-    target: Annotated[str | None, typer.Option(help="a translation of it; default: the model's own")] = None,
-    kind: Annotated[str | None, typer.Option(help="cross, encoder or decoder; default: cross")] = None,
+    run: Path, checkpoint: str, device: str, source: str, target: str | None = None, kind: str | None = None
 ) -> Callable[..., Any]:
-    """when it translates --source; the sentence and its translation are printed too."""
+    """Print a sentence and its translation, and return what draws their attention maps."""
     found = attend(load_translator(run, checkpoint, device), source, target)
     draw = functools.partial(found.figure, kind or "cross")  # type: ignore[arg-type]
     console.print(f"{found.source} -> {found.target}")
     return draw
 
 
-@inspection.positions.part(APPLICATION)
-def positions_of(
-    run: Path,
-    checkpoint: str,
-    side: Annotated[str | None, typer.Option(help="source or target; default: source")] = None,
-) -> tuple[Any, Any, str]:
-    """that of the side that --side names."""
+def positions_of(run: Path, checkpoint: str, side: str | None = None) -> tuple[Any, Any, str]:
+    """Return the configuration, the embedding of a side, and its name."""
     side = side or "source"
     check_value("side", side, str, choices=("source", "target"))
     model = load_translator(run, checkpoint).model

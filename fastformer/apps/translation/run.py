@@ -168,7 +168,6 @@ APPLICATION = Application(
     title="translation",
     use="fastformer translate",
     command="fastformer train",
-    main=True,
     data=DataConfig,
     model=TranslationConfig,
     network=TranslationModel,

@@ -179,7 +179,7 @@ def test_compare_prints_a_table_and_draws_the_curves(runs: Path, tmp_path: Path)
     assert (tmp_path / "c.png").read_bytes().startswith(PNG)
 
 
-def test_a_strangers_settings_are_shown_by_their_begin(runs: Path, tmp_path: Path) -> None:
+def test_long_untrusted_settings_are_truncated_in_messages(runs: Path, tmp_path: Path) -> None:
     """10^5 of them took 45 s, the name of a value with as many characters 16 s in a picture."""
     run = shutil.copytree(runs / "pieces", tmp_path / "theirs")
     more = "".join(f"k{i} = 1\n" for i in range(20_000))

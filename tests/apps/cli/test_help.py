@@ -33,7 +33,7 @@ def test_commands_stand_in_order_of_use() -> None:
     text = python("-m", "fastformer", "--help").stdout  # here, tests may have imported commands in another order
     names = [
         *("demo", "data", "train", "train lm", "train classify", "translate", "score", "generate", "classify"),
-        *("evaluate", "compare", "plot history", "plot attention", "plot positions", "export", "info"),
+        *("evaluate", "compare", "plot attention", "plot positions", "plot history", "export", "info"),
     ]
     assert re.findall(r"^  ([a-z]+(?: [a-z]+)?)  ", text, re.M) == names
 
@@ -41,8 +41,7 @@ def test_commands_stand_in_order_of_use() -> None:
 @pytest.mark.parametrize(
     ("command", "typed", "suggested"),
     [
-        ("train", "--learning-rate", "--lr"),
-        ("train lm", "--learning-rate", "--lr"),
+        ("train", "--learning-rate", "--lr or --min-lr"),
         ("train", "--batch-size", "--batch-tokens or --batch-sentences"),
         ("train", "--vocab-size", "--vocabulary"),
         ("train", "--num-layers", "--encoder-layers or --decoder-layers"),
@@ -50,12 +49,12 @@ def test_commands_stand_in_order_of_use() -> None:
         ("train", "--nhead", "--heads"),
         ("train", "--gradient-accumulation-steps", "--accumulate"),
         ("train", "--max-grad-norm", "--clip-norm"),
-        ("train", "--early-stopping", "--patience"),
+        ("train", "--early-stopping", "--patience or --metric"),
         ("train", "--train-src", "--train-source"),
         ("train", "--dim-feedforward", "--feed-forward"),
         ("translate", "--beam-size", "--beam"),
         ("translate", "--nbest", "--n-best"),
-        ("generate", "--topk", "--top-k"),
+        ("generate", "--topk", "--top-k or --top-p"),
         ("evaluate", "--batchsize", None),
     ],
 )

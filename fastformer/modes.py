@@ -87,17 +87,15 @@ def capturing(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether a tensor has values to look at, where that waits for no device."""
-    known = x.device.type == "cpu" and x.numel() > 0 and not recorded()
-    return known and not isinstance(x, FakeTensor) and not stands_for_many(x)
+    return x.is_cpu and x.numel() > 0 and has_values(x)
 
 
 def has_values(x: Tensor) -> bool:
     """Whether the values of a tensor, on whatever device, may decide what runs: they are those of this batch."""
-    return not (
-        recorded()
-        or functionalised()
-        or x.device.type == "meta"
-        or isinstance(x, FakeTensor)
-        or stands_for_many(x)
-        or capturing(x)
-    )
+    if compiling() or tracing_state() is not None or x.is_meta or isinstance(x, FakeTensor):
+        return False
+    if dispatch_modes() > 0 and recorded():
+        return False
+    if functorch_level() is not None and (functionalised() or stands_for_many(x)):
+        return False
+    return not (x.is_cuda and capturing(x))

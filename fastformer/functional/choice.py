@@ -38,12 +38,6 @@ _SMALLEST_CAPABILITY = (8, 0)
 _WITHOUT_KERNELS_ON_CPU = ("auto", "reference")
 
 
-def _asked() -> str:
-    """Return what `get_backend` does, read where it is kept: three calls less, of every op."""
-    asked = thread.backend or process.backend
-    return asked if asked in CHOICES else get_backend()  # which raises, with the choices
-
-
 @cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -75,7 +69,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
     if x.is_cpu:
         if not _INTERPRETED:
             return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
-        if _asked() != "triton":
+        if get_backend() != "triton":
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
         if _FAULT_OF_INTERPRETER is not None:
             return f"{op} {_FAULT_OF_INTERPRETER}"
@@ -101,7 +95,9 @@ def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None
     Raises:
         BackendError: backend "triton" was asked for and cannot run this.
     """
-    choice = _asked()
+    choice = thread.backend or process.backend  # as `get_backend` has it, without its calls: each op asks
+    if choice not in CHOICES:
+        choice = get_backend()  # which raises, with the choices
     if choice == "reference" or (choice == "auto" and x.is_cpu):  # the latter without asking why
         return False
     reason = unsupported(op, x)
@@ -164,7 +160,7 @@ def explain(subject: nn.Module | Tensor) -> str:
         x = subject
     else:
         raise TypeError(f"subject must be a module or a tensor, not {type(subject).__name__}")
-    choice = _asked()
+    choice = get_backend()
     lines = []
     for op in OPS:
         reason = "chosen" if choice == "reference" else unsupported(op, x)

@@ -62,7 +62,7 @@ def check_types(names: tuple[str, ...], *tensors: object) -> None:
 def check_masks(names: tuple[str, ...], *masks: object) -> None:
     """Raise TypeError unless each mask is a tensor or None, on whatever device."""
     for name, mask in zip(names, masks, strict=True):
-        if mask is not None:
+        if mask is not None and not isinstance(mask, Tensor):
             check_types((name,), mask)
 
 
@@ -82,8 +82,9 @@ def autocasts(x: Tensor) -> bool:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product with x: that of autocast where it is on, which leaves fp64 alone."""
-    cast = x.dtype != torch.float64 and autocasts(x)
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
 
 
 class _Copies(threading.local):

@@ -47,8 +47,6 @@ FUSED: dict[Any, Activation] = {
     reglu: "reglu",
 }
 
-DEFINED_HERE = (gelu_tanh, geglu, swiglu, reglu)
-
 
 def is_gated(activation: object) -> bool:
     """Whether an activation, a name or a function, halves the width."""

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.host.devices import check_tensors, send
+from fastformer.nn.inspection import Inspection, has_own_hooks, inspect_stack, is_sharded
 from fastformer.nn.kv_write import KVWrite, LayerCache, length_mask, prefers_mask
-from fastformer.nn.multihead_attention import MultiheadAttention
-from fastformer.nn.padding_free import MIXED_ORDERS, batch_orders, check_apart, mixing_part
 from fastformer.nn.rotary import Positions
-from fastformer.nn.wrappers import call_inside, unwrap
 from fastformer.packing import Layout, lengths_of, pack, unpack
 from fastformer.settings import check_value
 
@@ -37,53 +35,29 @@ def without_gaps(layout: Layout, device: torch.device) -> Layout:
     return layout if layout.slots is layout.origin else Layout.from_lengths(layout.lengths, device)
 
 
-def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    keys_values = _inside(layer.multihead_attn, MultiheadAttention.keys_values, tokens)
-    # One copy here saves a strided read at every step.
-    keys, values = (unpack(x, layout).transpose(1, 2).contiguous() for x in keys_values)
-    return keys, values
-
-
-def _project_none(attention: MultiheadAttention, nothing: Tensor) -> tuple[Tensor, Tensor]:
-    return attention.keys_values(nothing, Positions(nothing.new_empty(0, dtype=torch.int64), 1))
-
-
-def _inside(attention: Any, run: Callable[..., Any], *arguments: Any) -> Any:
-    """Return run(attention, *arguments), computed inside an adapter around the attention."""
-    if isinstance(attention, MultiheadAttention):
-        return run(attention, *arguments)
-    *others, x = arguments
-    found = []  # the adapter takes what it is given back for a tensor
-
-    def note(inner: MultiheadAttention, x: Tensor) -> Tensor:
-        found.append(run(inner, *others, x))
-        return x
-
-    call_inside(attention, note, x)
-    return found[0]
-
-
-def _check(stack: Any) -> None:
-    """Refuse to read with a cache where that would be something else than calling the stack.
+def check_apart(stack: Any, what: str) -> Inspection:
+    """Refuse to take a stack and its layers apart where calling the stack does more; return what was inspected.
 
     Raises:
-        RuntimeError: a part has hooks or a forward of its own, or may look at several positions at once.
+        RuntimeError: a part has hooks, a forward of its own or parameters that are not gathered, or there are no
+            layers; the message says `what` takes the stack apart.
     """
-    check_apart(stack, "decoding with a cache")
-    if len(batch_orders(stack)) > 1:
-        raise RuntimeError(f"{MIXED_ORDERS}: what is a row to one is a position to another, and a step reads rows")
-    for index, layer in enumerate(map(unwrap, stack.layers)):
-        for name in ("self_attn", "multihead_attn"):
-            attention = unwrap(layer._modules.get(name))
-            if attention is not None and not attention.packs:
-                raise RuntimeError(
-                    f"attention in layers.{index} has add_bias_kv or add_zero_attn, whose keys no step has"
-                )
-            if attention is not None and name == "multihead_attn" and attention.counts_positions:
-                raise RuntimeError(f"attention to the memory in layers.{index} counts positions, which no step knows")
-    reason = mixing_part(stack)
+    if not len(stack.layers):
+        raise RuntimeError(f"the stack has no layers, of which {what} consists")
+    found = inspect_stack(stack, everywhere=False)
+    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else found.called
     if reason is not None:
-        raise RuntimeError(f"{reason}: it may look at several positions; fastformer.token_wise says that it does not")
+        raise RuntimeError(f"{reason}, which {what} does not call; calling the model does")
+    for name, part in (("the stack", stack), *((f"layers.{index}", layer) for index, layer in enumerate(stack.layers))):
+        if is_sharded(part) and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
+            raise RuntimeError(f"{name} holds a part of its parameters, and {what} gathers none: unshard() it")
+    return found
+
+
+def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    # One copy here saves a strided read at every step.
+    keys, values = (unpack(x, layout).transpose(1, 2).contiguous() for x in layer.multihead_attn.keys_values(tokens))
+    return keys, values
 
 
 class KVCache:
@@ -111,22 +85,25 @@ class KVCache:
         check_value("rows", rows, int, at_least=0)
         check_value("hypotheses", hypotheses, int, at_least=1)
         check_value("longest", longest, int | None, at_least=1)
-        _check(stack)
+        found = check_apart(stack, "decoding with a cache")
+        if found.mixing is not None:
+            declared = "a step reads one position; fastformer.token_wise declares parts that treat each token alone"
+            raise RuntimeError(f"{found.mixing}: it may look at several positions, and {declared}")
+        if any(layer.multihead_attn.counts_positions for layer in stack.layers if hasattr(layer, "multihead_attn")):  # type: ignore[union-attr]
+            raise RuntimeError("attention to the memory counts positions, which no step knows")
         state: dict[str, Any] = stack.__dict__
         self.stack_id: str = state.setdefault("_stack_id", uuid.uuid4().hex)
         self.hypotheses, self.longest, self.capacity = hypotheses, longest, 0
-        order: Any = stack.layers_batch_first
-        self.batch_first = order is not False
+        self.batch_first = found.batch_first is not False
         self.memory_lengths: Tensor | None = None
         self._memory_mask: tuple[Tensor, Tensor] | None = None  # of which lengths, and it
         self.layers: list[LayerCache] = []
         for layer in stack.layers:  # type: ignore[union-attr]
             attention: Any = layer.self_attn
             # Of no tokens: their dtype under autocast, heads and head size.
-            inner = unwrap(attention)
-            like = inner.in_proj_weight if inner._qkv_same_embed_dim else inner.q_proj_weight
+            like = attention.in_proj_weight if attention._qkv_same_embed_dim else attention.q_proj_weight
             nothing = like.new_zeros(0, attention.embed_dim)
-            empty = _inside(attention, _project_none, nothing)
+            empty = attention.keys_values(nothing, Positions(nothing.new_empty(0, dtype=torch.int64), 1))
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[2]) for x in empty)
             self.layers.append(LayerCache(keys, values, None if memory is None else _memory(layer, *memory)))
         if memory is not None and not memory[1].full:
@@ -202,10 +179,10 @@ class KVCache:
         kept = self.layers[index]
 
         def own(x: Tensor) -> Tensor:
-            return _inside(layer.self_attn, write.attend, kept, x)  # type: ignore[no-any-return]
+            return write.attend(layer.self_attn, kept, x)  # type: ignore[no-any-return]
 
         def memory(x: Tensor) -> Tensor:
-            return _inside(layer.multihead_attn, write.attend_to_memory, kept, self, x)  # type: ignore[no-any-return]
+            return write.attend_to_memory(layer.multihead_attn, kept, self, x)
 
         return (own,) if kept.memory is None else (own, memory)
 

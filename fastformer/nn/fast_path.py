@@ -17,8 +17,8 @@ from fastformer.functional.choice import runs_fused
 from fastformer.functional.feed_forward.op import activate
 from fastformer.host.devices import autocasts
 from fastformer.modes import watched
-from fastformer.nn.hooks import has_own_hooks
 from fastformer.nn.inference_weights import PackedWeight
+from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.kv_write import KVWrite, LayerCache
 from fastformer.nn.modules import activation_name
 from fastformer.nn.projections import OUT_PROJECTIONS
@@ -40,7 +40,7 @@ def has_fast_path(layer: Any) -> bool:
     layer: of fastformer's classes, not of subclasses.
     """
     own = layer._modules
-    if len(layer.plain_parts()) != len(own) - ("activation" in own):
+    if has_own_hooks(layer) or len(layer.plain_parts()) != len(own) - ("activation" in own):
         return False
     for name in ("self_attn", "multihead_attn"):
         attention = own.get(name)

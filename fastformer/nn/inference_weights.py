@@ -39,6 +39,7 @@ _BLOCKS = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # columns, by oneDNN, padded: 1 row 114, 86, 91 and 402, 322, 243; 3 rows by oneDNN 115 and 261, 4 rows 105 and 231.
 _FEWEST = 4
 _LEAST = 1 << 18  # numbers of a weight: a call of oneDNN takes 20 us more, and the first with each number of rows 650
+_PARTS = 8  # of a weight that are kept: attention asks for queries, keys, values, and keys with values
 _LARGEST = 127  # of int8; -128 stays out, so that a weight and its negative round alike
 
 
@@ -141,7 +142,7 @@ class PackedWeight(Tensor):
         part = self.parts.get((first, last))
         if part is None:
             part = self.cut(first, last)
-            if not watched():  # whose tensors these would be
+            if len(self.parts) < _PARTS and not watched():  # whose tensors these would be
                 self.parts[first, last] = part
         return part
 

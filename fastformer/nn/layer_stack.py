@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
-from fastformer.modes import has_values
-from fastformer.nn.cache import KVCache
+from fastformer.nn.cache import KVCache, check_apart
 from fastformer.nn.fast_path import has_fast_path, one_token, runs_fast_path
-from fastformer.nn.hooks import has_hooks, has_own_hooks, plain
+from fastformer.nn.inspection import Inspection, has_own_hooks, inspect_stack, is_sharded, plain
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.packed_input import finite_padding, zero_padding
-from fastformer.nn.padding_free import batch_orders, check_apart, obstacle, sees_calls
 from fastformer.nn.sublayers import NORMS, DeferredResidual
-from fastformer.nn.wrappers import call_inside, is_sharded, unwrap
 from fastformer.packing import Layout, unpack
 
 _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
@@ -42,19 +38,12 @@ class Stack(nn.Module):
 
     def obstacle(self) -> str | None:
         """Return why this stack cannot run without padding, or None if it can."""
-        return obstacle(self)
+        return inspect_stack(self).obstacle
 
     @property
     def layers_batch_first(self) -> bool | None:
         """The order of dimensions that the layers take; None where they do not say, or differ."""
-        orders = batch_orders(self)
-        return orders.pop() if len(orders) == 1 else None
-
-    def counts_positions(self, name: str = "self_attn") -> bool:
-        """Return whether it matters to the attention of this name how far apart tokens stand."""
-        layers: Any = self.layers
-        found = (unwrap(getattr(unwrap(layer), name, None)) for layer in layers)
-        return any(getattr(attention, "counts_positions", False) for attention in found)
+        return inspect_stack(self).batch_first
 
     @property
     def _called_padded(self) -> bool | None:
@@ -62,29 +51,19 @@ class Stack(nn.Module):
 
         Where the layers do not say the order, the batch is first.
         """
-        if not (has_hooks(self) or sees_calls(self)):
+        found = inspect_stack(self)
+        if found.called is None and not has_own_hooks(self):
             return None
-        order = self.layers_batch_first
-        return True if order is None else order
+        return True if found.batch_first is None else found.batch_first
 
-    def _skips(self, padding_free: bool | None) -> bool:
-        """Return whether padding is to be skipped, and 0."""
+    def zeroes(self, padding_free: bool | None) -> bool:
+        """Return whether padding is to be skipped, and its rows to be 0; padding_free: overrules the attribute."""
         return self.padding_free if padding_free is None else padding_free
 
-    def _zero(self, output: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
-        """Set the rows of padding to 0 where the stack is to skip it."""
-        return zero_padding(output, padding, self.layers_batch_first) if self._skips(padding_free) else output
-
-    def _finite(self, x: Tensor, padding: Tensor | None, padding_free: bool | None) -> Tensor:
-        """Set NaN and inf in padding to 0 before a padded run, where the rows of padding will be set to 0."""
-        return finite_padding(x, padding, self.layers_batch_first) if self._skips(padding_free) else x
-
-    def skips(self, padding_free: bool | None, *masks: Tensor | None) -> bool:
+    def skips(self, found: Inspection, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Return whether there is padding to skip, and nothing against skipping it."""
-        given = [mask for mask in masks if mask is not None]
-        if not given or not self._skips(padding_free):
-            return False
-        return all(isinstance(mask, Tensor) and has_values(mask) for mask in given) and self.obstacle() is None
+        padded = masks[0] is not None or masks[-1] is not None
+        return padded and found.obstacle is None and self.zeroes(padding_free)
 
     def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer as `checkpoint_activations` says."""
@@ -104,17 +83,16 @@ class Stack(nn.Module):
         )
 
     def _call_packed(self, layer: Any, x: Tensor, *arguments: Any) -> Tensor:
-        """Run a layer on packed sequences, inside what wraps it."""
-        inner = unwrap(layer)
-        if inner is layer and not is_sharded(layer):
+        """Run a layer on packed sequences; a sharded one gathers its parameters where it is called."""
+        if not is_sharded(layer):
             return self.run_layer(layer.packed, x, *arguments)
+        memory = arguments[1:2] if isinstance(layer, TransformerDecoderLayer) else ()
 
-        def run(inner: Any, x: Tensor, *memory: Tensor) -> Tensor:
+        def run(layer: Any, x: Tensor, *memory: Tensor) -> Tensor:
             rest = arguments[2:] if memory else arguments[1:]
-            return inner.packed(x, arguments[0], *memory, *rest)  # type: ignore[no-any-return]
+            return layer.packed(x, arguments[0], *memory, *rest)  # type: ignore[no-any-return]
 
-        memory = arguments[1:2] if isinstance(inner, TransformerDecoderLayer) else ()
-        return self.run_layer(call_inside, layer, run, x, *memory)
+        return self.run_layer(layer, x, *memory, run)
 
     def _run(
         self, x: Tensor, attentions: Callable[[int, Any], tuple[Any, ...]], call: Callable[[int, Any, Tensor], Tensor]
@@ -124,23 +102,20 @@ class Stack(nn.Module):
         Args:
             x: the input of the first layer.
             attentions: return what `compose` of a layer takes besides, by its index and itself.
-            call: runs a layer that cannot leave its last sum to the next norm.
+            call: runs a layer that cannot be composed here: of another class, or with an input that alone is kept.
         """
         layers: Any = self.layers
         norm: Any = self.norm
         carried: Tensor | DeferredResidual = x
         for index, layer in enumerate(layers):
-            if self._defers(layer):
-                carried = layer.carry(carried, *attentions(index, layer))
+            if type(layer) in _LAYERS and not self.checkpoint_activations:
+                compose = layer.carry if layer.norm_first else layer.compose
+                carried = compose(carried, *attentions(index, layer))
             else:
                 carried = call(index, layer, carried.add() if isinstance(carried, DeferredResidual) else carried)
         if not isinstance(carried, DeferredResidual):
             return carried if norm is None else norm(carried)
         return carried.add() if norm is None else carried.norm(norm, plain(norm, *NORMS))[0]
-
-    def _defers(self, layer: Any) -> bool:
-        """Return whether a layer may leave its last sum to the next norm; a recomputed layer keeps one input."""
-        return type(layer) in _LAYERS and layer.norm_first and not self.checkpoint_activations
 
     def _weigh(self, x: Tensor, *masks: Any) -> tuple[Any, ...]:
         """Run the layers on a padded batch, then the norm; with the weights of all layers, `[layers, B, H, T, S]`.
@@ -186,15 +161,16 @@ class Stack(nn.Module):
             raise ValueError(f"the cache is of another stack: not of a {type(self).__name__}")
         if cache.stack_id != self.__dict__.get("_stack_id"):
             raise ValueError("the cache is of another stack: make one with new_cache of this stack")
-        if has_own_hooks(self) or sees_calls(self, everywhere=False):
-            check_apart(self, "decoding with a cache")
         tokens, layout = cache.tokens_of(x, lengths)
         count = tokens.shape[1]
+        layers: Any = self.layers
+        fast = layout is None and not has_own_hooks(self) and runs_fast_path(tokens, cache)
+        fast = fast and all(type(layer) in _LAYERS and has_fast_path(layer) for layer in layers)
+        if not fast:
+            check_apart(self, "decoding with a cache")
         write = cache.write(count, layout)
         out: Tensor
-        layers: Any = self.layers
-        ours = all(type(layer) in _LAYERS for layer in layers)
-        if ours and layout is None and runs_fast_path(tokens, cache) and all(map(has_fast_path, layers)):
+        if fast:
             rows = tokens[:, 0]
             for layer, kept in zip(layers, cache.layers, strict=True):
                 rows = one_token(layer, rows, kept, write, cache)
@@ -209,12 +185,6 @@ class Stack(nn.Module):
         if layout is None:
             return out if cache.batch_first else out.transpose(0, 1)
         return out if isinstance(lengths, Layout) else unpack(out, layout, cache.batch_first)
-
-    def _check_packs(self, name: str) -> None:
-        """Raise if a nested tensor meets layers that need a padded batch."""
-        reason = self.obstacle()
-        if reason is not None:
-            raise RuntimeError(f"{name} must not be nested where layers need a padded batch: {reason}")
 
 
 def _with_names(layer: Callable[..., Tensor], names: tuple[str, ...], *values: Any) -> Tensor:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
-from fastformer.nn.hooks import plain, plain_parts
+from fastformer.nn.inspection import plain, plain_parts
 from fastformer.nn.modules import activation_name, drop_in, make_norm, run_feed_forward, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
 from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, packed_call, padded_call, product_dtype
 from fastformer.nn.torch_fast_path import fast_path_activation, run_fast_path
-from fastformer.nn.wrappers import DeferredCall
 from fastformer.packing import Layout, offsets_of
 
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
@@ -47,6 +46,7 @@ class _Layer(nn.Module):
 
     own_blocks = False
     runs_packed = True
+    part_types = PARTS
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -129,22 +129,26 @@ class _Layer(nn.Module):
         """
         if self.norm_first:
             return self.carry(x, *attentions).add()
+        own: dict[str, Any] = self._modules
         parts = self.plain_parts()
         for number, attend in enumerate((*attentions, None), start=1):
+            norm, dropout = f"norm{number}", f"dropout{number}"
             out = self._feed_forward(x, parts) if attend is None else attend(x)
-            x, _ = self._defer(out, x, number, parts).norm(*self._norm(number, parts))
+            x, _ = DeferredResidual(out, x, own[dropout], dropout in parts).norm(own[norm], norm in parts)
         return x
 
     def carry(self, x: Tensor | DeferredResidual, *attentions: Attention) -> DeferredResidual:
         """Compute a layer with `norm_first` but for its last sum, which the next norm adds; as `compose`."""
+        own: dict[str, Any] = self._modules
         parts = self.plain_parts()
         readers = "self_attn", *(["multihead_attn"] if len(attentions) > 1 else []), "linear1"
         for number, reader in enumerate(readers, start=1):
             # A norm that a plain product alone reads is written as autocast has the product read it.
             dtype = product_dtype(x) if reader in parts else None
-            h, x = norm_of(x, *self._norm(number, parts), dtype)
+            norm, dropout = f"norm{number}", f"dropout{number}"
+            h, x = norm_of(x, own[norm], norm in parts, dtype)
             out = self._feed_forward(h, parts) if reader == "linear1" else attentions[number - 1](h)
-            x = self._defer(out, x, number, parts)
+            x = DeferredResidual(out, x, own[dropout], dropout in parts)
         return x  # type: ignore[return-value]
 
     def plain_parts(self) -> set[str]:
@@ -152,14 +156,6 @@ class _Layer(nn.Module):
         if self.own_blocks:
             raise RuntimeError(f"{type(self).__name__} overrides a block of its layer; only forward calls that")
         return plain_parts(self, PARTS)
-
-    def _norm(self, number: int, parts: set[str]) -> tuple[Any, bool]:
-        name = f"norm{number}"
-        return self._modules[name], name in parts
-
-    def _defer(self, x: Tensor, residual: Tensor, number: int, parts: set[str]) -> DeferredResidual:
-        name = f"dropout{number}"
-        return DeferredResidual(x, residual, self._modules[name], name in parts)
 
     def _feed_forward(self, x: Tensor, parts: set[str]) -> Tensor:
         own = self._modules
@@ -206,8 +202,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             is_causal: states that src_mask is the causal mask, which need not be given.
         """
         given: Any = src_mask
-        if isinstance(given, DeferredCall):
-            return given.run(self, src)
+        if callable(given):  # by a stack, within the call in which a sharded layer gathers its parameters
+            return given(self, src)  # type: ignore[no-any-return]
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         if src_mask is None and src_key_padding_mask is None and not is_causal and runs_as_torch(src):
@@ -272,8 +268,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             memory_is_causal: the same of memory_mask.
         """
         given: Any = tgt_mask
-        if isinstance(given, DeferredCall):
-            return given.run(self, tgt, memory)
+        if callable(given):  # as in the encoder's layer
+            return given(self, tgt, memory)  # type: ignore[no-any-return]
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
         if self.own_blocks:  # which may take another memory
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)

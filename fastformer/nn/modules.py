@@ -23,8 +23,8 @@ from fastformer.functional.feed_forward.op import ACTIVATIONS, GATED, Activation
 from fastformer.functional.linear_cross_entropy.op import REDUCTIONS, Reduction
 from fastformer.host.devices import autocasts, check_choice, check_probability
 from fastformer.modes import watched
-from fastformer.nn.activations import FUSED
-from fastformer.nn.hooks import plain, plain_parts
+from fastformer.nn.activations import FUSED, geglu, gelu_tanh, reglu, swiglu
+from fastformer.nn.inspection import TOKEN_WISE, plain, plain_parts
 
 _FEW_TOKENS = 256
 _FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
@@ -133,7 +133,7 @@ def run_feed_forward(
         second.weight,
         second.bias,
         activation=name,
-        dropout_p=_rate(dropout),
+        dropout_p=float(dropout.p) if dropout.training else 0.0,
         recompute=recompute,
     )
 
@@ -175,6 +175,9 @@ class RMSNorm(nn.RMSNorm):
         if is_torchs(x, weight):
             return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+TOKEN_WISE.update((LayerNorm, RMSNorm, gelu_tanh, geglu, swiglu, reglu))
 
 
 def make_norm(kind: str, width: int, eps: float, bias: bool, factory: dict[str, Any]) -> nn.Module:

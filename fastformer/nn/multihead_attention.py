@@ -18,13 +18,12 @@ from fastformer import functional
 from fastformer.functional.attention.rules import Window
 from fastformer.host.devices import check_masks, check_tensors
 from fastformer.modes import compiling
-from fastformer.nn.hooks import has_own_hooks
+from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import drop_in, runs_as_torch
 from fastformer.nn.options import AttentionOptions, check_options
 from fastformer.nn.packed_input import ahead
 from fastformer.nn.projections import OUT_PROJECTIONS, Projections, check_attn_mask, op_masks
 from fastformer.nn.rotary import Positions
-from fastformer.nn.wrappers import DeferredCall
 from fastformer.packing import Layout, offsets_of, pack, unpack
 
 _OPTIONS = {"_kv_heads", "window", "softcap", "rotary", "position_bias", "sinks"}
@@ -109,8 +108,6 @@ class MultiheadAttention(Projections):
         Raises:
             AssertionError, RuntimeError: as torch, for shapes and dtypes that do not fit.
         """
-        if isinstance(key, DeferredCall):
-            return key.run(self, query), None
         if key_padding_mask is None and key is value and runs_as_torch(query):
             few = self._attend_to_few(query, key, attn_mask, is_causal, need_weights, average_attn_weights)
             if few is not None:
@@ -193,8 +190,8 @@ class MultiheadAttention(Projections):
                 there is a memory, padding on the left.
             AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
-        check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
-        if not self.packs:
+        offsets_of("layout", layout)
+        if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:
             raise ValueError("causal must be False with attn_mask, which says who attends to whom")
@@ -211,8 +208,9 @@ class MultiheadAttention(Projections):
                     "layout and memory_layout must have no padding on the left where attention to a memory counts "
                     "positions"
                 )
-        where = [Positions(its.positions, its.max_length) for its in (layout, key_layout)]
-        q, k, v = self._project(query, memory, memory, *where)
+        where = Positions(layout.positions, layout.max_length)
+        key_where = where if key_layout is layout else Positions(key_layout.positions, key_layout.max_length)
+        q, k, v = self._project(query, memory, memory, where, key_where)
         if attn_mask is None:
             rules = self.rules(max(layout.max_length, key_layout.max_length), q.device)
             out = functional.packed_attention(q, k, v, layout, key_layout, causal=causal, **rules)
@@ -234,8 +232,9 @@ class MultiheadAttention(Projections):
     @property
     def differs(self) -> bool:
         """Whether it has an option that torch's attention has not, from its constructor or set since."""
-        built = self._kv_heads is not None
-        return built or self.softcap is not None or self.counts_positions or self.has_sinks
+        if self._kv_heads is not None or self.softcap is not None or self.rotary is not None:
+            return True
+        return self.by_distance or self.has_sinks
 
     def _attend_to_few(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, weights: bool, average: bool
@@ -284,7 +283,8 @@ class MultiheadAttention(Projections):
     @property
     def by_distance(self) -> bool:
         """Whether scores depend on how far a key is from its query."""
-        return self.window is not None or self._distances is not None
+        own, set_later = self._modules, self.__dict__
+        return self.window is not None or own.get("position_bias", set_later.get("position_bias")) is not None
 
     @property
     def counts_positions(self) -> bool:

@@ -8,7 +8,7 @@ Letters: D model width, H heads of queries, Hkv of keys and values, K head size,
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastformer import functional
 from fastformer.host.devices import check_types, in_autocast, linear
-from fastformer.nn.hooks import has_own_hooks
+from fastformer.nn.inspection import has_own_hooks
 from fastformer.nn.modules import RMSNorm
 from fastformer.nn.options import AttentionOptions
 from fastformer.nn.rotary import Positions, Rotary
@@ -34,6 +34,11 @@ class Projections(nn.MultiheadAttention):
         rotary: how queries and keys turn by their positions; None: not at all.
     """
 
+    part_types: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {
+        "out_proj": OUT_PROJECTIONS,
+        "q_norm": (RMSNorm,),
+        "k_norm": (RMSNorm,),
+    }
     _kv_heads: int | None = None
     _head_dim: int  # where there are options of ours
     rotary: Rotary | None = None
@@ -137,7 +142,8 @@ class Projections(nn.MultiheadAttention):
 
     def _heads(self, x: Tensor) -> Tensor:
         """View `[..., heads * K]` as `[..., heads, K]`."""
-        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
+        K = self.head_dim
+        return x.view(*x.shape[:-1], x.shape[-1] // K, K)
 
     def _weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """The three input projections, whichever way they are stored."""
@@ -159,7 +165,7 @@ class Projections(nn.MultiheadAttention):
         key_positions: Positions | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project to `[..., heads, K]`, with one matrix product for what is the same tensor."""
-        H, Hkv = self.num_heads, self.kv_heads
+        H, Hkv = self.num_heads, self._kv_heads or self.num_heads
         if self._qkv_same_embed_dim and key is value:
             if query is key:
                 qkv = self._heads(linear(query, self.in_proj_weight, self.in_proj_bias))
@@ -181,6 +187,8 @@ class Projections(nn.MultiheadAttention):
             weights, biases = self._weights()
             inputs = zip((query, key, value), weights, biases, strict=True)
             q, k, v = (self._heads(F.linear(x, w, b)) for x, w, b in inputs)
+        if self.rotary is None and len(self._modules) == 1:  # nothing but the last projection
+            return q, k, v
         return self._place(q, "q_norm", positions), self._place(k, "k_norm", key_positions), v
 
     @property

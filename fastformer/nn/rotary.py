@@ -120,7 +120,9 @@ class Rotary:
                 while len(_KEPT) >= _MOST:
                     _KEPT.pop(next(iter(_KEPT)), None)
                 _KEPT[key] = kept
-        elif captured:  # from now on it reads them there
+        elif captured and key not in _READ_BY_GRAPHS:  # from now on the graph reads them there
+            if len(_READ_BY_GRAPHS) >= _MOST:
+                return self._tables(head_size, length, like.device, dtype)  # in memory of the graph
             _READ_BY_GRAPHS[key] = kept
         return kept
 

@@ -12,10 +12,19 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.cache import KVCache, without_gaps
+from fastformer.nn.inspection import inspect_stack
 from fastformer.nn.layer_stack import Stack
 from fastformer.nn.modules import drop_in, twin
-from fastformer.nn.packed_input import PackedInput, ahead, causal_hint, encoder_masks, is_causal_mask, read_side
-from fastformer.nn.padding_free import sees_calls
+from fastformer.nn.packed_input import (
+    PackedInput,
+    ahead,
+    causal_hint,
+    encoder_masks,
+    finite_padding,
+    is_causal_mask,
+    read_side,
+    zero_padding,
+)
 from fastformer.nn.static_cache import make_cache
 from fastformer.packing import Layout, from_nested, pack, to_nested, unpack
 
@@ -74,29 +83,28 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         """
         check_types(("src",), src)
         check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
-        if need_weights:
-            src = self._finite(src, src_key_padding_mask, padding_free)
-            out, weights = self._weigh(src, (mask, src_key_padding_mask, is_causal is True))
-            return self._zero(out, src_key_padding_mask, padding_free), weights
-        if src.is_nested:
-            _refuse("src", src_key_padding_mask, mask)
-            self._check_packs("src")
+        found = inspect_stack(self)
+        if src.is_nested and not need_weights:
+            _refuse("src", found.obstacle, src_key_padding_mask, mask)
             tokens, layout = from_nested(src)
             return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
-        side = None
-        if self.skips(padding_free, src_key_padding_mask):
-            side = read_side(src, src_key_padding_mask, self.layers_batch_first, self.counts_positions())
-        if side is not None:
-            return side.unpack(self.encode(side, src, mask, bool(is_causal)))
-        output = src = self._finite(src, src_key_padding_mask, padding_free)
+        if not need_weights and self.skips(found, padding_free, src_key_padding_mask):
+            side = read_side(src, src_key_padding_mask, found.batch_first, bool(found.counting))
+            if side is not None:
+                return side.unpack(self.encode(side, src, mask, bool(is_causal)))
+        zeroed = src_key_padding_mask if self.zeroes(padding_free) else None
+        output = src = finite_padding(src, zeroed, found.batch_first)
         padding, hint = src_key_padding_mask, is_causal is True
-        if sees_calls(self):  # in torch's form
+        if need_weights:
+            out, weights = self._weigh(src, (mask, padding, hint))
+            return zero_padding(out, zeroed, found.batch_first), weights
+        if found.called is not None:  # in torch's form
             mask, padding = encoder_masks(mask, padding, src)
             hint = causal_hint(mask, is_causal, src, self.layers[0].self_attn.batch_first)
         for layer in self.layers:
             output = self.run_layer(layer, output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
         output = output if self.norm is None else self.norm(output)
-        return self._zero(output, src_key_padding_mask, padding_free)
+        return zero_padding(output, zeroed, found.batch_first)
 
     def encode(self, side: PackedInput, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
@@ -181,36 +189,37 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             RuntimeError: as in the encoder.
         """
         check_types(("tgt",), tgt)
-        if need_weights:
-            tgt = self._finite(tgt, tgt_key_padding_mask, padding_free)
-            memory = self._finite(memory, memory_key_padding_mask, padding_free)
-            own_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal is True
-            memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
-            out, *weights = self._weigh(tgt, memory, own_masks, memory_masks)
-            return self._zero(out, tgt_key_padding_mask, padding_free), *weights
+        found = inspect_stack(self)
         usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
-        if tgt.is_nested or (usual and memory.is_nested):
-            _refuse("tgt and memory", tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
-            self._check_packs("tgt")
+        if not need_weights and (tgt.is_nested or (usual and memory.is_nested)):
+            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+            _refuse("tgt and memory", found.obstacle, *masks)
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
             return to_nested(tokens, layout)
         if (
             usual
-            and self.skips(padding_free, tgt_key_padding_mask, memory_key_padding_mask)
+            and not need_weights
+            and self.skips(found, padding_free, tgt_key_padding_mask, memory_key_padding_mask)
             and not (memory_is_causal and memory_mask is None)
         ):
-            cross = self.counts_positions("multihead_attn")
-            source = read_side(memory, memory_key_padding_mask, self.layers_batch_first, from_start=cross)
+            cross = "multihead_attn" in found.counting
+            source = read_side(memory, memory_key_padding_mask, found.batch_first, from_start=cross)
             if source is not None:
-                side = self.read_target(tgt, tgt_key_padding_mask, source)
+                side = self.read_target(tgt, tgt_key_padding_mask, source, found.counting)
                 if side is not None:
                     memory = source.pack(memory)
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
-        output = tgt = self._finite(tgt, tgt_key_padding_mask, padding_free)
-        memory = self._finite(memory, memory_key_padding_mask, padding_free)
+        zeroed = (tgt_key_padding_mask, memory_key_padding_mask) if self.zeroes(padding_free) else (None, None)
+        output = tgt = finite_padding(tgt, zeroed[0], found.batch_first)
+        memory = finite_padding(memory, zeroed[1], found.batch_first)
         hint = tgt_is_causal is True
-        if sees_calls(self):  # in torch's form
+        if need_weights:
+            own_masks = tgt_mask, tgt_key_padding_mask, hint
+            memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+            out, *weights = self._weigh(tgt, memory, own_masks, memory_masks)
+            return zero_padding(out, zeroed[0], found.batch_first), *weights
+        if found.called is not None:  # in torch's form
             check_masks(("tgt_mask",), tgt_mask)
             hint = causal_hint(tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first)
         for layer in self.layers:
@@ -226,12 +235,14 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                 memory_is_causal=memory_is_causal,
             )
         output = output if self.norm is None else self.norm(output)
-        return self._zero(output, tgt_key_padding_mask, padding_free)
+        return zero_padding(output, zeroed[0], found.batch_first)
 
-    def read_target(self, tgt: Tensor, padding: Tensor | None, source: PackedInput) -> PackedInput | None:
+    def read_target(
+        self, tgt: Tensor, padding: Tensor | None, source: PackedInput, counting: set[str]
+    ) -> PackedInput | None:
         """Read the target side; None if it does not fit the source's, which the padded way then reports."""
-        counts = self.counts_positions(), self.counts_positions("multihead_attn")
-        side = read_side(tgt, padding, self.layers_batch_first, *counts)
+        counts = "self_attn" in counting, "multihead_attn" in counting
+        side = read_side(tgt, padding, source.batch_first, *counts)
         fits = side is not None and side.layout.batch == source.layout.batch and side.batched == source.batched
         return side if fits else None
 
@@ -312,7 +323,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
         """
         check_masks(("memory_key_padding_mask",), memory_key_padding_mask)
         if memory.is_nested:
-            _refuse("memory", memory_key_padding_mask)
+            _refuse("memory", None, memory_key_padding_mask)
             memory, memory_layout = from_nested(memory)
         elif memory_layout is None:
             side = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
@@ -337,7 +348,9 @@ def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None
     return ahead(layout.columns, layout.columns, layout.offsets.device)
 
 
-def _refuse(name: str, *masks: Tensor | None) -> None:
-    """Raise if a nested tensor comes with a mask."""
+def _refuse(name: str, obstacle: str | None, *masks: Tensor | None) -> None:
+    """Raise if a nested tensor comes with a mask, or meets layers that need a padded batch."""
     if any(mask is not None for mask in masks):
         raise ValueError(f"{name} must not be nested where a mask is given: nested tensors hold no padding")
+    if obstacle is not None:
+        raise RuntimeError(f"{name} must not be nested where layers need a padded batch: {obstacle}")

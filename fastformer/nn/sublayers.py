@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import autocasts
 from fastformer.nn.modules import LayerNorm, RMSNorm
-from fastformer.nn.wrappers import call_inside, unwrap
 
 Attention = Callable[[Tensor], Tensor]  # normalised input -> attention output, of the same shape
 
@@ -102,7 +101,4 @@ def padded_call(
 
 def packed_call(attention: Any, *layouts: Any, **rules: Any) -> Attention:
     """Return attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
-    if unwrap(attention) is attention:
-        return lambda x: attention.packed(x, *layouts, **rules)
-    # An adapter around it, whose call returns a pair.
-    return lambda x: call_inside(attention, lambda inner, x: inner.packed(x, *layouts, **rules), x)[0]
+    return lambda x: attention.packed(x, *layouts, **rules)

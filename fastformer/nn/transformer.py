@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
-from fastformer.nn.hooks import has_hooks, has_own_hooks
+from fastformer.nn.inspection import has_own_hooks, inspect_stack
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.modules import drop_in, make_norm, take_over
 from fastformer.nn.options import LayerOptions, check_options
@@ -120,9 +120,9 @@ class Transformer(nn.Transformer):
             self._check(src, tgt)
         same = same_mask(src_key_padding_mask, memory_key_padding_mask)
         if same and not (memory_is_causal and memory_mask is None):
-            source = self._read_source(src, src_key_padding_mask)
-            side = None if source is None else self.decoder.read_target(tgt, tgt_key_padding_mask, source)
-            if source is not None and side is not None:
+            sides = self._read_sides(src, src_key_padding_mask, tgt, tgt_key_padding_mask)
+            if sides is not None:
+                source, side = sides
                 memory = self.encoder.encode(source, src, src_mask, bool(src_is_causal))
                 return self.decoder.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))  # type: ignore[no-any-return]
         memory = self._encode_padded(
@@ -186,14 +186,19 @@ class Transformer(nn.Transformer):
             if x.shape[-1] != self.d_model:
                 raise RuntimeError(f"{name} must have d_model ({self.d_model}) features, not {x.shape[-1]}")
 
-    def _read_source(self, src: Tensor, padding: Tensor | None) -> PackedInput | None:
-        """Read the source side if both stacks are ours and run without padding, and nothing watches them."""
+    def _read_sides(
+        self, src: Tensor, padding: Tensor | None, tgt: Tensor, tgt_padding: Tensor | None
+    ) -> tuple[PackedInput, PackedInput] | None:
+        """Read both sides if both stacks are fastformer's, run without padding, and have no hooks."""
         ours = type(self.encoder) is TransformerEncoder and type(self.decoder) is TransformerDecoder
-        if not ours or has_hooks(self.encoder) or has_hooks(self.decoder):
+        if not ours or has_own_hooks(self.encoder) or has_own_hooks(self.decoder):
             return None
-        if self.encoder.layers_batch_first != self.decoder.layers_batch_first:
+        encoder, decoder = inspect_stack(self.encoder), inspect_stack(self.decoder)
+        if encoder.batch_first != decoder.batch_first:
             return None
-        if not (self.encoder.skips(None, padding) and self.decoder.skips(None, padding)):
+        if not (self.encoder.skips(encoder, None, padding) and self.decoder.skips(decoder, None, padding)):
             return None
-        counts = self.encoder.counts_positions(), self.decoder.counts_positions("multihead_attn")
-        return read_side(src, padding, self.encoder.layers_batch_first, *counts)
+        counts = bool(encoder.counting), "multihead_attn" in decoder.counting
+        source = read_side(src, padding, encoder.batch_first, *counts)
+        side = None if source is None else self.decoder.read_target(tgt, tgt_padding, source, decoder.counting)
+        return None if source is None or side is None else (source, side)

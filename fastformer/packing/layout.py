@@ -196,7 +196,7 @@ class Layout:
             other: the layout of the keys, if the value depends on it.
         """
         # A graph has no memory, and what is captured for CUDA has no values yet; but a layout in place is of that step.
-        if compiling() or (self.known and capturing(self.offsets)):
+        if compiling() or (self.offsets.is_cuda and self.known and capturing(self.offsets)):
             return make()
         other = None if other is self else other  # a layout that holds itself would wait for the garbage collector
         key = (name, other is None)
@@ -292,8 +292,9 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
     """
     check_tensors(("padded", "layout"), padded, (offsets_of("layout", layout),))
     rows, columns = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
-    if rows != layout.batch:
-        raise ValueError(f"padded has {rows} rows, lengths has {layout.batch}")
+    B, T = layout.batch, layout.total
+    if rows != B:
+        raise ValueError(f"padded has {rows} rows, lengths has {B}")
     if columns < layout.columns:
         raise ValueError(f"a length of {layout.columns} is beyond the row of {columns}")
     if compiling():  # one graph for all batches, with and without padding
@@ -301,9 +302,9 @@ def pack(padded: Tensor, layout: Layout, batch_first: bool = True) -> Tensor:
         return padded[row, column] if batch_first else padded[column, row]
     if columns > layout.columns:
         padded = padded.narrow(1 if batch_first else 0, 0, layout.columns)
-    if layout.total == layout.batch * layout.columns:
+    if B * layout.columns == T:
         padded = padded if batch_first else padded.transpose(0, 1)
-        return padded.reshape(layout.total, *padded.shape[2:])
+        return padded.reshape(T, *padded.shape[2:])
     return _places(layout, batch_first).gather(padded.flatten(0, 1))
 
 

@@ -29,7 +29,8 @@ class RowMap(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Take the rows from their places: `[N, ...]` -> `[M, ...]`. Differentiable."""
-        if compiling():  # it takes no Function with a forward-mode derivative
+        # torch.compile takes no Function with a forward-mode derivative.
+        if compiling() or not x.requires_grad:
             return x.index_select(0, self.slots)
         return call(_Gather, x, *self)  # type: ignore[no-any-return]
 
@@ -37,6 +38,8 @@ class RowMap(NamedTuple):
         """Put the rows to their places, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
+        if not x.requires_grad:
+            return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
         return call(_Spread, x, *self)  # type: ignore[no-any-return]
 
 

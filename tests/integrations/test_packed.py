@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, DynamicCache, EncoderDecoderCach
 
 import fastformer
 from fastformer.integrations.transformers import eligibility, padded, padding_free
-from fastformer.nn.padding_free import TOKEN_WISE
+from fastformer.nn.inspection import TOKEN_WISE
 from tests.integrations import survey
 from tests.integrations.tiny_transformers import (
     CAUSAL,
@@ -380,7 +380,7 @@ def test_a_part_that_is_declared_token_wise(monkeypatch, seen):
         def forward(self, x):
             return super().forward(x) * 2
 
-    monkeypatch.setattr("fastformer.nn.padding_free.TOKEN_WISE", {*TOKEN_WISE, Doubled})
+    monkeypatch.setattr("fastformer.nn.inspection.TOKEN_WISE", {*TOKEN_WISE, Doubled})
     found = []
     for model in both_ways("bert"):
         for layer in model.bert.encoder.layer:

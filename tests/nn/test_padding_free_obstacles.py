@@ -84,7 +84,7 @@ def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
     with pytest.raises(RuntimeError, match="src " + message):
         stack(nested)
     stack = fastformer.TransformerDecoder(OwnDecoderLayer(D, H, FF), 2)
-    with pytest.raises(RuntimeError, match="tgt " + message.replace("a Own ", "a OwnDecoderLayer ")):
+    with pytest.raises(RuntimeError, match="tgt and memory " + message.replace("a Own ", "a OwnDecoderLayer ")):
         stack(nested, nested)
     norm = nn.BatchNorm1d(T)
     stack = fastformer.TransformerEncoder(fastformer.TransformerEncoderLayer(D, H, FF), 2, norm)

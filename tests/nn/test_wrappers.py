@@ -1,10 +1,9 @@
-"""What others put around layers and their attention takes part, packed: adapters, checkpoints, sharded parameters.
+"""Adapters, checkpoint wrappers and sharded parameters take part: packed, or padded where they replace a part.
 
 Letters: B batch, L positions, S sources, D model width.
 """
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import fastformer
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
-from fastformer.nn.wrappers import unwrap
-from fastformer.packing import Layout
 from tests.support.closeness import assert_close, random
 from tests.support.processes import leave, run_two, two_of_gloo
 
@@ -60,15 +56,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each layer was given by itself, not in a padded batch."""
     seen: list[int] = []
     for cls in (TransformerEncoderLayer, TransformerDecoderLayer):
-        run = cls.packed
+        compose = cls.compose
 
-        def noted(self: Any, tokens: Tensor, *more: Any, run: Any = run, **rules: Any) -> Tensor:
-            seen.append(len(tokens))
-            return run(self, tokens, *more, **rules)  # type: ignore[no-any-return]
+        def composed(self: Any, x: Tensor, *attentions: Any, compose: Any = compose) -> Tensor:
+            if x.dim() == 2:
+                seen.append(len(x))
+            return compose(self, x, *attentions)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(cls, "packed", noted)
-    for stack in (TransformerEncoder, TransformerDecoder):
-        monkeypatch.setattr(stack, "_defers", lambda *_: False)
+        monkeypatch.setattr(cls, "compose", composed)
     return seen
 
 
@@ -93,103 +88,37 @@ def wrap_layers(model: Model, wrap: Callable[[nn.Module], nn.Module]) -> None:
     model.stack.layers = nn.ModuleList(wrap(layer) for layer in model.stack.layers)
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper])
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_wrapped_layers_run_packed_and_do_what_they_are_for(
-    kind: str, wrap: Callable[[nn.Module], nn.Module], packed: list[int]
-) -> None:
-    theirs, ours = Model(kind), Model(kind)
-    fastformer.convert(ours)
-    wrap_layers(ours, wrap)
-    assert ours.stack.obstacle() is None
-    assert_same(results(ours), results(theirs))
-    forwards = 4 if wrap is checkpoint_wrapper else 2  # backward computes each layer again
-    assert packed == [int((~HIDDEN).sum())] * forwards
-    ours.eval()
-    cached = ours.stack.new_cache(B) if kind == "encoder" else ours.stack.new_cache(random(B, S, D))
-    assert ours.stack.step(random(B, 2, D), cached).shape == (B, 2, D)
+def _wrap_attention(model: Model) -> None:
+    for layer in model.stack.layers:
+        layer.self_attn = checkpoint_wrapper(layer.self_attn)
 
 
-def test_layers_wrapped_before_conversion() -> None:
-    theirs, ours = Model(), Model()
-    wrap_layers(ours, checkpoint_wrapper)
-    fastformer.convert(ours)
-    assert ours.stack.obstacle() is None
-    assert_same(results(ours), results(theirs))
-
-
-def test_reentrant_checkpoints_would_lose_the_memorys_gradient() -> None:
-    """They see arguments alone; the padded way hands memory over as one."""
-    theirs, ours = Model(), Model()
-    fastformer.convert(ours)
-    wrap_layers(ours, lambda layer: checkpoint_wrapper(layer, CheckpointImpl.REENTRANT))
-    assert ours.stack.obstacle() == "layers.0 is a CheckpointWrapper"
-    assert_same(results(ours), results(theirs))
-
-
-def test_checkpoints_of_somebodys_own_run_padded() -> None:
-    """Nobody knows what they do with what is no argument."""
-    reentrant = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    for run in (reentrant, torch.utils.checkpoint.checkpoint):
-        ours = Model("encoder")
-        fastformer.convert(ours)
-        wrap_layers(ours, lambda layer, run=run: checkpoint_wrapper(layer, checkpoint_fn=run))  # type: ignore[misc]
-        assert ours.stack.obstacle() == "layers.0 is a CheckpointWrapper"
-
-
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_wrappers_of_wrappers_and_of_attention(kind: str, packed: list[int]) -> None:
-    theirs, ours = Model(kind), Model(kind)
-    fastformer.convert(ours)
-    wrap_layers(ours, lambda layer: checkpoint_wrapper(offload_wrapper(layer)))
-    for layer in ours.stack.layers:
-        inner = unwrap(layer)
-        inner.self_attn = checkpoint_wrapper(checkpoint_wrapper(inner.self_attn))
-    assert ours.stack.obstacle() is None
-    assert_same(results(ours), results(theirs))
-    assert packed
-
-
-HOOKED = {
-    "the wrapper of a layer": ("layers.0", lambda layer: layer),
-    "the layer in a wrapper": ("layers.0", unwrap),
-    "the wrapper of attention": ("layers.0.self_attn", lambda layer: unwrap(layer).self_attn),
-    "attention in a wrapper": ("layers.0.self_attn", lambda layer: unwrap(unwrap(layer).self_attn)),
-    "the last projection of attention": (
-        "layers.0.self_attn",
-        lambda layer: unwrap(unwrap(layer).self_attn).out_proj,
+WRAPPED: dict[str, tuple[str, Callable[[Model], None]]] = {
+    "checkpoints": ("layers.0 is a CheckpointWrapper", lambda model: wrap_layers(model, checkpoint_wrapper)),
+    "reentrant checkpoints": (
+        "layers.0 is a CheckpointWrapper",
+        lambda model: wrap_layers(model, lambda layer: checkpoint_wrapper(layer, CheckpointImpl.REENTRANT)),
     ),
-    "a linear layer in a wrapper": ("layers.0.linear1", lambda layer: unwrap(unwrap(layer).linear1)),
+    "offloading": ("layers.0 is a OffloadWrapper", lambda model: wrap_layers(model, offload_wrapper)),
+    "checkpoints of attention": ("layers.0.self_attn is a CheckpointWrapper", _wrap_attention),
 }
 
 
-@pytest.mark.parametrize("hooked", HOOKED)
-def test_hooks_around_and_inside_wrappers_see_batches(hooked: str) -> None:
-    """As everywhere: not tokens, and not what is passed through wrappers; and no step passes them by."""
-    name, find = HOOKED[hooked]
-    ours = Model("encoder")
-    fastformer.convert(ours)
-    wrap_layers(ours, checkpoint_wrapper)
-    first = ours.stack.layers[0]
-    for part in ("self_attn", "linear1"):
-        setattr(unwrap(first), part, checkpoint_wrapper(getattr(unwrap(first), part)))
-    assert ours.stack.obstacle() is None
-    cache = ours.stack.new_cache(B)
-    seen: list[Any] = []
-    find(first).register_forward_hook(lambda module, given, out: seen.append(given))
-    assert ours.stack.obstacle() == f"{name} has hooks"
-    ours(random(B, L, D), random(B, S, D))
-    tokens = random(int((~HIDDEN).sum()), D)
-    ours.stack.packed(tokens, Layout.from_mask(HIDDEN))
-    batches = seen if "projection" not in hooked and "linear" not in hooked else seen[:1]  # other parts may see tokens
-    assert batches
-    assert all(isinstance(x, Tensor) and x.shape[:2] == (B, L) for given in batches for x in given if x is not None)
-    if batches is seen:
-        for refused in (lambda: ours.stack.new_cache(B), lambda: ours.stack.step(random(B, 1, D), cache)):
-            with pytest.raises(RuntimeError, match=f"^{name} has hooks, which decoding with a cache does not call"):
-                refused()
-    else:
-        ours.stack.step(random(B, 1, D), cache)
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("order", ["wrapped, converted", "converted, wrapped"])
+def test_wrapped_layers_and_attention_run_padded_with_torchs_numbers(
+    kind: str, wrapper: str, order: str, packed: list[int]
+) -> None:
+    theirs, ours = Model(kind), Model(kind)
+    reason, wrap = WRAPPED[wrapper]
+    for step in order.split(", "):
+        wrap(ours) if step == "wrapped" else fastformer.convert(ours)
+    assert ours.stack.obstacle() == reason
+    assert_same(results(ours), results(theirs))
+    assert not packed
+    with pytest.raises(RuntimeError, match=f"^{reason}, which decoding with a cache does not call"):
+        ours.stack.new_cache(B) if kind == "encoder" else ours.stack.new_cache(random(B, S, D))
 
 
 def test_what_an_adapter_is_around_is_looked_at(packed: list[int]) -> None:
@@ -214,12 +143,12 @@ def test_what_an_adapter_is_around_is_looked_at(packed: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("targets", ["all-linear", "self_attn linear1"])
-def test_adapters_that_change_between_calls(targets: str) -> None:
+def test_adapters_that_change_between_calls() -> None:
     """Another adapter, two, none, merged: each time the steps are those of what is then the model."""
     peft = pytest.importorskip("peft")
-    wanted = targets if targets == "all-linear" else targets.split()
-    config = peft.LoraConfig(target_modules=wanted, r=2, init_lora_weights=False, use_rslora=True, lora_dropout=0.5)
+    config = peft.LoraConfig(
+        target_modules=["linear1", "out_proj"], r=2, init_lora_weights=False, use_rslora=True, lora_dropout=0.5
+    )
     model = Model()
     fastformer.convert(model)
     adapted = peft.get_peft_model(model, config)
@@ -258,7 +187,7 @@ TARGETS = ["linear1", "linear2", "out_proj", "self_attn", "multihead_attn", "all
 @pytest.mark.parametrize("order", ["adapted, converted", "converted, adapted"])
 @pytest.mark.parametrize("targets", TARGETS)
 def test_lora(targets: str, order: str, packed: list[int]) -> None:
-    """PEFT's adapters change the output, learn, and are what their merged weights are; none is an obstacle."""
+    """PEFT's adapters change the output, learn, and equal their merged weights; those of attention run padded."""
     peft = pytest.importorskip("peft")
     wanted = targets if targets == "all-linear" else targets.split()
     config = peft.LoraConfig(target_modules=wanted, r=2, init_lora_weights=False, lora_dropout=0.0)
@@ -272,9 +201,11 @@ def test_lora(targets: str, order: str, packed: list[int]) -> None:
             x.data = 0.1 * torch.randn(x.shape, dtype=torch.float64)
     if order == "adapted, converted":
         fastformer.convert(adapted)
-    assert adapted.base_model.model.stack.obstacle() is None
+    obstacle = adapted.base_model.model.stack.obstacle()
+    of_attention = obstacle is not None
+    assert of_attention == any(name in targets for name in ("attn", "all-linear"))
     found = results(adapted)
-    assert packed
+    assert bool(packed) != of_attention
     assert not torch.allclose(found[0], results(plain)[0], atol=1e-3)
     learned = {name: x for name, x in adapted.named_parameters() if "lora" in name}
     assert all(x.grad is not None and bool(x.grad.any()) for x in learned.values())
@@ -285,6 +216,10 @@ def test_lora(targets: str, order: str, packed: list[int]) -> None:
         with torch.no_grad():
             given = random(B, L, D), random(B, S, D)
             assert_close(adapted(*given)[~HIDDEN], merged(*given)[~HIDDEN], roundings=1e3)
+            if of_attention:
+                with pytest.raises(RuntimeError, match="attn is a MultiheadAttention, which decoding with a cache"):
+                    adapted.base_model.model.stack.new_cache(given[1])
+                continue
             caches = [each.new_cache(given[1]) for each in (adapted.base_model.model.stack, merged.stack)]
             steps = [
                 each.step(given[0], cache)
@@ -297,17 +232,14 @@ def test_lora(targets: str, order: str, packed: list[int]) -> None:
 @pytest.mark.parametrize("convert", [False, True], ids=["torch", "fastformer"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_merged_adapters_of_attention_learn(kind: str, convert: bool) -> None:
-    """PEFT detaches merged weights when the modules of its attention are listed: neither packing nor a cache may."""
+    """PEFT detaches merged weights when the modules of its attention are listed, which inspecting a stack does not."""
     peft = pytest.importorskip("peft")
     model = Model(kind)
     if convert:
         fastformer.convert(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["self_attn"], r=2, init_lora_weights=False))
     adapted.to(torch.float64).merge_adapter()
-    memory = random(B, S, D)
-    if convert:
-        adapted.base_model.model.stack.new_cache(*((B,) if kind == "encoder" else (memory,)))
-    adapted(random(B, L, D), memory)[~HIDDEN].pow(3).sum().backward()
+    adapted(random(B, L, D), random(B, S, D))[~HIDDEN].pow(3).sum().backward()
     learned = [x.grad for name, x in adapted.named_parameters() if "lora" in name]
     assert learned
     assert all(grad is not None and bool(grad.any()) for grad in learned)
@@ -329,17 +261,14 @@ def sharded(rank: int, folder: str) -> None:
 
     two_of_gloo(rank, folder)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for kind, checkpoints in itertools.product(("encoder", "decoder"), ("none", "inside", "outside")):
+    for kind, recomputed in itertools.product(("encoder", "decoder"), (False, True)):
         expected = results(Model(kind))
         model = Model(kind)
         fastformer.convert(model)
-        if checkpoints == "inside":
-            wrap_layers(model, checkpoint_wrapper)
+        model.stack.checkpoint_activations = recomputed
         for layer in model.stack.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        if checkpoints == "outside":
-            wrap_layers(model, checkpoint_wrapper)
         assert model.stack.obstacle() is None, model.stack.obstacle()
         found = [x.full_tensor() if isinstance(x, DTensor) else x for x in results(model)]
         assert_same(found, expected)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
-from fastformer.nn.hooks import plain
 from fastformer.nn.inference_weights import PackedWeight
+from fastformer.nn.inspection import plain
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout, pack, unpack
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.modes import compiling
-from fastformer.nn.hooks import plain
+from fastformer.nn.inspection import plain
 from fastformer.settings import check_value
 
 Positions = Literal["sinusoidal", "sinusoidal_halves", "learned", "none"]

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from fastformer.apps.train.processes import Processes
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.wrappers import unwrap
 
 
 def wrap(
@@ -65,7 +64,7 @@ def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | No
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(tensors[0].device.type, (world,))
     for layer in reversed(layers):  # what lies within another first
-        ours = isinstance(unwrap(layer), TransformerEncoderLayer | TransformerDecoderLayer)
+        ours = isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
         low = ours and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
         # Without casts of its inputs: sums of layers stay in fp32, as autocast has them.
         policy = (

@@ -23,7 +23,7 @@ from fastformer.apps.train.parallel import exchange, part_of, whole_norm, wrap
 from fastformer.apps.train.processes import Processes
 from fastformer.host.autocast import cast_together
 from fastformer.host.autograd_function import seeds_together
-from fastformer.nn.hooks import has_global_hooks, has_own_hooks
+from fastformer.nn.inspection import has_global_hooks, has_own_hooks
 from fastformer.nn.modules import cast_parameters
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}

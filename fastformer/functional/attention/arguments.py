@@ -119,15 +119,13 @@ def check_softcap(softcap: float | None) -> float | None:
     return float(softcap)
 
 
-def _effective_window(window: Window | None, causal: bool, length: int) -> Window | None:
+def _effective_window(window: Window, causal: bool, length: int) -> Window | None:
     """Return the window with causality in it, or None where it says no more than `causal` does.
 
     Args:
         length: of the longest sequence of queries or keys; a side that reaches as far limits nothing.
     """
     check_window(window)
-    if window is None:
-        return None
     # A program that is exported is for all lengths: none of them decides what is left to say.
     known = not exporting()
     left, right = (None if side is None or (known and side >= length) else side for side in window)
@@ -138,7 +136,8 @@ def _effective_window(window: Window | None, causal: bool, length: int) -> Windo
 
 def _alignment(rules: AttentionRules, window: Window | None, same: bool) -> Alignment:
     """Return the alignment, "top_left" where it makes no difference: `same` lengths, or no rule about positions."""
-    check_choice("alignment", rules.alignment, ALIGNMENTS)
+    if rules.alignment not in ALIGNMENTS:
+        check_choice("alignment", rules.alignment, ALIGNMENTS)
     positions = rules.causal or window is not None or rules.distance_bias is not None
     return rules.alignment if positions and not same else "top_left"
 
@@ -156,8 +155,10 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         raise ValueError(f"k and v must have the same length, not {k.shape[2]} and {v.shape[2]}")
     _check_heads(q, k, v)
     _check_masks(q, k, rules.mask, rules.key_mask)
-    _check_of_heads(q.shape[1], max(q.shape[2], k.shape[2]), rules)
-    check_probability("dropout_p", rules.dropout_p)
+    if rules.distance_bias is not None or rules.sinks is not None:
+        _check_of_heads(q.shape[1], max(q.shape[2], k.shape[2]), rules)
+    if not 0.0 <= rules.dropout_p <= 1.0:
+        check_probability("dropout_p", rules.dropout_p)
     mask, query_lengths, key_lengths = rules.mask, rules.query_lengths, rules.key_lengths
     if mask is not None:
         mask = _in_dtype_of_scores(mask, q)
@@ -166,7 +167,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> A
         query_lengths = _check_lengths("query_lengths", query_lengths, "q", q)
     if key_lengths is not None:
         key_lengths = _check_lengths("key_lengths", key_lengths, "k", k)
-    window = _effective_window(rules.window, rules.causal, max(q.shape[2], k.shape[2]))
+    longest = max(q.shape[2], k.shape[2])
+    window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
     same = query_lengths is None and key_lengths is None and q.shape[2] == k.shape[2]
     alignment, softcap = _alignment(rules, window, same), check_softcap(rules.softcap)
     if (
@@ -193,21 +195,27 @@ def check_packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, key_layout: Layout, rules: AttentionRules
 ) -> AttentionRules:
     """Check one call of `packed_attention` and return its rules, each said in one way only; they hold no mask."""
-    offsets = offsets_of("layout", layout), offsets_of("key_layout", key_layout)
-    names = ("q", "k", "v", "layout", "key_layout", "distance_bias", "sinks")
+    offsets = (offsets_of("layout", layout),)
+    if key_layout is not layout:
+        offsets += (offsets_of("key_layout", key_layout),)  # type: ignore[assignment]
+    names = ("q", "k", "v", *("layout", "key_layout")[: len(offsets)], "distance_bias", "sinks")
     check_tensors(names, q, (k, v, *offsets), (rules.distance_bias, rules.sinks))
-    for name, x, its in (("q", q, layout), ("k", k, key_layout), ("v", v, key_layout)):
-        if x.dim() != 3 or x.shape[0] != its.total:
-            raise ValueError(f"{name} must be of shape [{its.total}, heads, head size], not {list(x.shape)}")
-    if layout.batch != key_layout.batch:
+    total = layout.total
+    totals = total, total if key_layout is layout else key_layout.total
+    for name, x, total in (("q", q, totals[0]), ("k", k, totals[1]), ("v", v, totals[1])):
+        if x.dim() != 3 or x.shape[0] != total:
+            raise ValueError(f"{name} must be of shape [{total}, heads, head size], not {list(x.shape)}")
+    if layout is not key_layout and layout.batch != key_layout.batch:
         raise ValueError(f"layout has {layout.batch} sequences, key_layout {key_layout.batch}")
     _check_heads(q, k, v)
-    check_probability("dropout_p", rules.dropout_p)
+    if not 0.0 <= rules.dropout_p <= 1.0:
+        check_probability("dropout_p", rules.dropout_p)
     longest = max(layout.max_length, key_layout.max_length)
-    _check_of_heads(q.shape[1], longest, rules)
-    window = _effective_window(rules.window, rules.causal, longest)
+    if rules.distance_bias is not None or rules.sinks is not None:
+        _check_of_heads(q.shape[1], longest, rules)
+    window = None if rules.window is None else _effective_window(rules.window, rules.causal, longest)
     alignment = _alignment(rules, window, layout is key_layout)
-    softcap = check_softcap(rules.softcap)
+    softcap = None if rules.softcap is None else check_softcap(rules.softcap)
     if alignment == rules.alignment and window is rules.window and softcap == rules.softcap:
         return rules
     return replace(rules, alignment=alignment, window=window, softcap=softcap)

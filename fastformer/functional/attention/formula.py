@@ -12,6 +12,8 @@ from torch import Tensor
 from fastformer.host.devices import autocasts, product_dtype
 from fastformer.modes import compiling, dispatch_modes
 
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
 
 def scores_to_weights(
     q: Tensor,
@@ -49,7 +51,7 @@ def widens(x: Tensor) -> bool:
 
     SDPA keeps scores and sums in fp32. With scores and weights rounded to bf16, the error was 2 to 14 times SDPA's.
     """
-    return x.is_cpu and product_dtype(x) in (torch.float16, torch.bfloat16)
+    return x.is_cpu and product_dtype(x) in _SIXTEEN_BITS
 
 
 def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -58,7 +60,8 @@ def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     As SDPA has them: fp16 has no numbers beyond 65,504, neither for a score, nor for one below its lowest as a mask,
     nor for what is divided by a wide softcap.
     """
-    if widens(q) or product_dtype(q) == torch.float16:
+    dtype = product_dtype(q)
+    if dtype == torch.float16 or (q.is_cpu and dtype in _SIXTEEN_BITS):
         with _without_autocast(q):
             return products(q.float(), k.float(), scale)
     # With beta 0, its derivative in forward mode ends the process under a TorchDispatchMode (torch 2.13); of bf16 and

@@ -156,7 +156,7 @@ def packed_attention(
         of_group = parts[0].view(H, N, T, K), parts[1].view(Hkv, N, S, K), parts[2].view(Hkv, N, S, Kv)
         outs.append(_attend(*of_group, group, same, rules).flatten(0, 2))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return rows.gather(out).view(layout.total, H, Kv)
+    return rows.gather(out).view(-1, H, Kv)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: AttentionRules) -> Tensor:
@@ -172,7 +172,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = group.key_bias is None or (rules.causal and same)
     bias = rules.distance_bias
-    plain = by_start and Hkv == H and all(x is None for x in (rules.window, rules.softcap, rules.sinks))
+    plain = by_start and Hkv == H and (rules.window, rules.softcap, rules.sinks) == (None, None, None)
     if bias is not None:
         plain = plain and readable(bias) and bool(bias.isfinite().all())  # no query has all keys hidden
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
@@ -187,7 +187,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
         if group.key_bias is not None and not alone:
             scores = (scores.view(H, N, T, S) + group.key_bias.to(scores.dtype)).flatten(0, 1)
         weights = scores.softmax(-1)
-        weights = drop(weights if widens(v) else weights.to(v.dtype), rules.dropout_p)
+        weights = weights if weights.dtype == v.dtype or widens(v) else weights.to(v.dtype)
+        weights = drop(weights, rules.dropout_p) if rules.dropout_p else weights
         out = weighted_sum(weights, v.flatten(0, 1))
         return out.view(H, N, T, v.shape[3])
     padded = replace(

@@ -5,6 +5,7 @@ seed of the dropout mask; neither x nor the residual nor a mask.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,10 +57,7 @@ def dropout_add_layer_norm(
     Returns:
         (norm(s), s). Pre-norm layers carry on with both, post-norm layers with the first.
     """
-
-    def plain(s: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.layer_norm(s, shape, weight, bias, eps)
-
+    plain = partial(F.layer_norm, eps=eps)
     return _step(True, plain, eps, x, residual, normalized_shape, weight, bias, dropout_p, dtype)
 
 
@@ -112,8 +110,9 @@ def _step(
     op, parameters = _OPS[centred], (weight, bias)
     if dtype is None and is_torchs(x, weight, bias) and type(residual) is Tensor and residual.is_cpu:
         if x.shape == residual.shape and x.dtype is residual.dtype and 0.0 <= dropout_p <= 1.0:
-            s = residual + drop(x, dropout_p)
-            return plain(s, as_shape(normalized_shape), weight, bias), s
+            s = residual + (drop(x, dropout_p) if dropout_p else x)
+            shape = normalized_shape if isinstance(normalized_shape, tuple) else as_shape(normalized_shape)
+            return plain(s, shape, weight, bias), s
     check_tensors(("x", "residual", "weight", "bias"), x, (residual,), parameters)
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have the same shape, not {list(x.shape)} and {list(residual.shape)}")

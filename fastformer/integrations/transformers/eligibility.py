@@ -13,10 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fastformer.nn.hooks import HOOKS, has_global_hooks
-from fastformer.nn.padding_free import mixes
+from fastformer.nn.inspection import HOOKS, has_global_hooks, mixing_reason
 
-_TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixes` knows; Conv1D is GPT-2's linear map
+_TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixing_reason` knows; Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 _MIXING_LAYERS = {"conv", "linear_attention", "mamba", "recurrent"}
 # Libraries whose hooks and forwards inside a model do not look at the batch.
@@ -100,7 +99,7 @@ def reason_for_batches(model: nn.Module, check_hooks: bool = True) -> str | None
             if own is not None and not (_is_known(getattr(own, "func", own)) or _is_known(state.get("_hf_hook"))):
                 return f"{name} has a forward of its own"
         cls: Any = type(module)
-        if not _was_tested_inside(cls) and (mixing := mixes(module, _TOKEN_WISE)) is not None:
+        if not _was_tested_inside(cls) and (mixing := mixing_reason(module, _TOKEN_WISE)) is not None:
             return f"{name}{mixing}"
     return None
 

@@ -55,7 +55,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"layers\.1 has hooks": lambda x: x.layers[1].register_forward_pre_hook(lambda module, given: None),
     r"layers\.0\.self_attn has hooks": lambda x: x.layers[0].self_attn.register_forward_hook(lambda *given: None),
     r"layers\.1 is a OwnBlock": _replace_class("layers.1", OwnBlock),
-    r"attention in layers\.1 has add_bias_kv or add_zero_attn": _extra_keys,
+    r"layers\.1\.self_attn has add_bias_kv or add_zero_attn": _extra_keys,
     r"layers\.1\.linear1 is a Smoothed: it may look at several positions": _replace_class("layers.1.linear1", Smoothed),
     r"layers\.0\.activation is a function": lambda x: setattr(x.layers[0], "activation", lambda y: y),
     r"layers\.0\.self_attn\.out_proj is a Smoothed": _replace_class("layers.0.self_attn.out_proj", Smoothed),
@@ -203,7 +203,7 @@ def test_what_is_put_in_the_way_later_is_refused_by_the_step() -> None:
     _, ours = both("encoder")
     cache = ours.new_cache(2)
     ours.layers[0].__class__ = type("Mine", (type(ours.layers[0]),), {"forward": lambda self, x: x})
-    with pytest.raises(RuntimeError, match=r"^layers\.0 is a Mine, which decoding"):
+    with pytest.raises(RuntimeError, match=r"^layers\.0 is a Mine with a part of its own, which decoding"):
         ours.step(torch.zeros(2, 1, D, dtype=torch.float64), cache)
     model = fastformer.Transformer(D, HEADS, 1, 1, 24, batch_first=True)
     model.register_forward_hook(lambda *given: None)

@@ -83,6 +83,10 @@ def test_tables_of_a_graph_are_kept_from_others_and_those_it_reads_stay(monkeypa
         Rotary(theta).tables(8, 4, like)
     assert len(tables._KEPT) == 2
     assert [kept is before for kept in tables._READ_BY_GRAPHS.values()] == [True]
+    monkeypatch.setattr(tables, "capturing", lambda x: True)
+    for theta in (2.0, 3.0, 2.0, 3.0):  # one more than are kept: that graph makes its own
+        Rotary(theta).tables(8, 4, like)
+    assert len(tables._READ_BY_GRAPHS) == 2
 
 
 @pytest.mark.parametrize(

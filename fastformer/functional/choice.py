@@ -69,7 +69,7 @@ def unsupported(op: str, x: Tensor) -> str | None:
     if x.is_cpu:
         if not _INTERPRETED:
             return f"{op} needs a GPU, and the tensor is on the CPU (TRITON_INTERPRET=1 runs kernels there, slowly)"
-        if get_backend() != "triton":
+        if (thread.backend or process.backend) != "triton":
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
         if _FAULT_OF_INTERPRETER is not None:
             return f"{op} {_FAULT_OF_INTERPRETER}"

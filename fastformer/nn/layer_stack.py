@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.host.devices import check_types
+from fastformer.modes import has_values
 from fastformer.nn.cache import KVCache, check_apart
 from fastformer.nn.fast_path import has_fast_path, one_token, runs_fast_path
 from fastformer.nn.inspection import Inspection, has_own_hooks, inspect_stack, is_sharded, plain
@@ -62,8 +63,12 @@ class Stack(nn.Module):
 
     def skips(self, found: Inspection, padding_free: bool | None, *masks: Tensor | None) -> bool:
         """Return whether there is padding to skip, and nothing against skipping it."""
-        padded = masks[0] is not None or masks[-1] is not None
-        return padded and found.obstacle is None and self.zeroes(padding_free)
+        if found.obstacle is not None or not (self.padding_free if padding_free is None else padding_free):
+            return False
+        for mask in masks:
+            if mask is not None and not (isinstance(mask, Tensor) and has_values(mask)):
+                return False
+        return masks[0] is not None or masks[-1] is not None
 
     def run_layer(self, layer: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Call a layer as `checkpoint_activations` says."""

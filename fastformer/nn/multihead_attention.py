@@ -195,7 +195,8 @@ class MultiheadAttention(Projections):
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:
             raise ValueError("causal must be False with attn_mask, which says who attends to whom")
-        self._check_width(query)
+        if query.shape[-1] != self.embed_dim:
+            self._check_width(query)
         memory = query if memory is None else memory
         key_layout = layout if memory_layout is None else memory_layout
         if self.counts_positions:

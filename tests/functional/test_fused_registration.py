@@ -1,8 +1,5 @@
 """An op goes to its launcher by the shortest way, and by the dispatcher where anybody looks at it."""
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastformer
 from fastformer import functional
 from fastformer.functional import choice
-from fastformer.functional.attention import fused
-from fastformer.host.autograd_function import define
 from fastformer_kernels.attention.arguments import Arguments
 
 pytestmark = pytest.mark.skipif(not choice._TRITON, reason="needs Triton")
@@ -83,12 +78,6 @@ def test_a_subclass_sees_the_op(dispatched):
     assert dispatched
 
 
-def test_a_fake_may_name_only_what_the_schema_has():
-    with pytest.raises(ValueError, match="'z' is not in list"):
-        define("unknown(Tensor x) -> Tensor", "norms.layer_norm.forward", lambda z: z)
-    assert not hasattr(torch.ops.fastformer, "unknown")
-
-
 @pytest.mark.parametrize("op", ["forward", "decode", "weights", "backward", "mask_gradient"])
 def test_the_ops_of_attention_take_the_arguments_as_the_record_has_them(op):
     """A field is written once: in the record, of which kernels make their arguments."""
@@ -98,10 +87,3 @@ def test_the_ops_of_attention_take_the_arguments_as_the_record_has_them(op):
 
     assert issubclass(Problem, Arguments)
     assert Problem._fields == Arguments._fields
-
-
-def test_the_arguments_that_are_given_by_position_have_the_names_of_their_fields():
-    tree = ast.parse(Path(fused.__file__).read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arguments"]
-    given = [[ast.unparse(x) for x in node.args] for node in calls]
-    assert [names for names in given if not names[0].startswith("*")] == [list(Arguments._fields)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
@@ -23,8 +23,6 @@ from fastformer.functional import (
     packed_attention,
     rms_norm,
 )
-from fastformer.nn.layers import TransformerEncoderLayer
-from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout
 from tests.support.closeness import gradients
 from tests.support.fused_calls import CALLS, leaves, tensors
@@ -206,57 +204,6 @@ def test_a_packed_sequence_that_is_not_finite_stays_alone(value: float, causal: 
             assert length == 0 or 2 not in dirty or not found[0][own].isfinite().all()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("any_backend")
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_nan_in_padding_reaches_nothing(norm_first: bool) -> None:
-    """Outputs at real positions and gradients of all parameters and real inputs are bitwise those with zeros there."""
-    torch.manual_seed(0)
-    layer = TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
-    stack = TransformerEncoder(layer, 2, enable_nested_tensor=False).to(DEVICE)
-    lengths = torch.tensor([3, 0, 5, 1], device=DEVICE)
-    hidden = torch.arange(5, device=DEVICE) >= lengths[:, None]
-    x = torch.randn(4, 5, 16, device=DEVICE)
-    results = []
-    for filling in (0.0, math.nan, math.inf):
-        given = x.masked_fill(hidden[..., None], filling).requires_grad_()
-        out = stack(given, src_key_padding_mask=hidden)
-        results.append([out, *gradients(out, [given, *stack.parameters()])])
-    for clean, *dirty in zip(*results, strict=True):
-        assert clean.isfinite().all()
-        assert all(torch.equal(clean, found) for found in dirty)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("any_backend")
-def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), nn.Linear(16, 1)).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8)
-    x = torch.randn(3, 5, 16, device=DEVICE)
-
-    def step(factor: float) -> list[Tensor]:
-        with torch.autocast(DEVICE, torch.float16):
-            loss = (model(x).float() - 1).square().mean() * factor
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        assert all(bool(p.grad.isfinite().all()) == (factor == 1.0) for p in model.parameters())  # none hides it
-        scaler.step(optimizer)
-        scaler.update()
-        return [loss.detach(), *(p.detach().clone() for p in model.parameters())]
-
-    losses, before = [], [p.detach().clone() for p in model.parameters()]
-    after = step(1e8)[1:]  # fp16 ends at 65,504
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert scaler.get_scale() == 2.0**7
-    for _ in range(4):
-        losses.append(step(1.0)[0].item())
-    assert scaler.get_scale() == 2.0**7
-    assert losses[-1] < losses[0]
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
 def test_gradients_that_are_sums_of_a_million_rows() -> None:
     """Of norms' weights and of the loss's weight and bias: the error grows by the root of the rows at most."""
     rows = 1_000_000
@@ -354,20 +301,6 @@ def test_very_long_self_attention(given: dict[str, Any], packed: bool) -> None:
         for a, e in zip(compared, exact, strict=False):
             difference = (a[:, :, part].double() - e)[:, :, middle].abs().max()
             assert difference < 64 * EPS * e.abs().max()
-
-
-@pytest.mark.usefixtures("any_backend")
-def test_the_end_of_a_very_long_sequence() -> None:
-    """The last 40 queries of 65,531 real positions, each with 31 keys before it and 3 behind, if there are."""
-    q, k, v = on_device(1, 1, 40, 16), on_device(1, 1, LONG, 16), on_device(1, 1, LONG, 16)
-    lengths = torch.tensor([LONG - 5], device=DEVICE)
-    with torch.no_grad():
-        found = attention(q, k, v, alignment="bottom_right", window=(31, 3), key_lengths=lengths)
-    near = slice(LONG - 5 - 71, LONG - 5)
-    wide = [q.double(), k[:, :, near].double(), v[:, :, near].double()]
-    distance = torch.arange(40, device=DEVICE)[:, None] + 31 - torch.arange(71, device=DEVICE)
-    exact = F.scaled_dot_product_attention(*wide, (distance >= -3) & (distance <= 31))
-    assert max(errors([found], [exact])) < 64 * EPS
 
 
 @pytest.mark.usefixtures("any_backend")

@@ -16,6 +16,7 @@ from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+import fastformer
 from tests.support.closeness import assert_close, gradients
 from tests.support.protocol_cases import CASES, DROP_INS, Subject, leaves
 
@@ -253,3 +254,39 @@ def test_programs(name, how):
             program = functionalize(called) if how == "functionalize" else make_fx(called)(*args, *kwargs.values())
             found = case.run(program, ((*again, *masks.values()), {}))
         assert_close(found, case.run(module, (again, masks)))
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_it_is_torchs_own_method(name):
+    """Nothing of it is replaced, in any part: what tomorrow's torch says, ours will say."""
+    ours, torchs = DROP_INS[name].pair()
+    for one, other in zip(ours.modules(), torchs.modules(), strict=True):
+        for method in ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict"):
+            assert getattr(type(one), method) is getattr(type(other), method), (type(one), method)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_cast_or_assigned(name):
+    module, _ = CASES[name].pair()
+    wide = {key: value.double() for key, value in module.state_dict().items()}
+    before = dict(module.named_parameters())
+    module.load_state_dict(wide)
+    after = dict(module.named_parameters())
+    assert all(after[key] is p and p.dtype == torch.float32 for key, p in before.items())
+    module.load_state_dict(wide, assign=True)
+    after = dict(module.named_parameters())
+    assert after.keys() == before.keys()  # what was tied still is
+    assert all(p.dtype == torch.float64 and p.requires_grad for p in after.values())
+    assert all(torch.equal(p, wide[key]) for key, p in after.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_module_without_memory_is_filled_by_assigning(name):
+    """As large checkpoints are loaded: made on "meta", then values are assigned, and it computes the same."""
+    case = CASES[name]
+    module, _ = case.pair()
+    with torch.device("meta"):
+        filled = case.make(fastformer, 0.0)
+    filled.load_state_dict(module.state_dict(), assign=True)
+    given = case.inputs(3, 5, torch.float32)
+    assert torch.equal(case.run(case.function(filled), given), case.run(case.function(module), given))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fastformer
 from tests.support.torch_recorders import (
@@ -148,44 +147,6 @@ def test_hooks_of_all_modules(kind, norm_first):
         check(model, form, hooked_everywhere, least=20)
 
 
-def test_a_parametrised_projection_is_read_not_called():
-    """torch's attention multiplies with the weight of its last projection, whose own hooks nobody calls."""
-    theirs = nn.MultiheadAttention(D, H)
-    nn.utils.parametrizations.weight_norm(theirs.out_proj)
-    ours = copy.deepcopy(theirs)
-    fastformer.convert(ours)
-    assert isinstance(ours, fastformer.MultiheadAttention)
-    x = torch.randn(T, B, D)
-    handle = register_module_forward_pre_hook(
-        lambda module, args: (args[0] + 1.0, *args[1:]) if isinstance(module, nn.Linear) else None
-    )
-    found, expected = (model(x, x, x)[0] for model in (ours, theirs))
-    handle.remove()
-    torch.testing.assert_close(found, expected)
-
-
-def test_hooks_of_all_modules_of_a_sequential():
-    block = nn.Sequential(nn.Linear(D, F), nn.ReLU(), nn.Linear(F, D))
-    ours = copy.deepcopy(block)
-    assert fastformer.convert(ours).changed
-    x = torch.randn(3, D)
-
-    def shifted(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        calls.append(type(module))
-        return (args[0] + 1.0,) if isinstance(module, nn.Linear) else None
-
-    outs, orders = [], []
-    for model in (block, ours):
-        calls: list[type] = []
-        handle = register_module_forward_pre_hook(shifted)
-        outs.append(model(x))
-        handle.remove()
-        orders.append(calls)
-    torch.testing.assert_close(outs[1], outs[0])
-    assert len(orders[0]) == 4
-    assert [t.__name__ for t in orders[1][1:]] == [t.__name__ for t in orders[0][1:]]
-
-
 @pytest.mark.parametrize("form", FORMS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("subclass_of", ["torch", "ours"])
@@ -236,28 +197,6 @@ def test_bool_masks_are_additive_where_a_layer_adds_them(way, mask):
     torch.testing.assert_close(ours(x, mask, hidden)[~hidden], expected[~hidden])
 
 
-@pytest.mark.parametrize("way", ["converted", "built"])
-def test_a_layer_by_itself_gives_a_replaced_attention_torchs_masks(way):
-    theirs = nn.TransformerEncoderLayer(D, H, **layer_options())
-    ours = copy.deepcopy(theirs) if way == "converted" else fastformer.TransformerEncoderLayer(D, H, **layer_options())
-    ours.load_state_dict(theirs.state_dict())
-    calls = []
-    for layer in (theirs, ours):
-        layer.self_attn = Attention(H)
-    if way == "converted":
-        assert fastformer.convert(ours).changed
-    x, hidden = torch.randn(B, S, D), torch.arange(S) >= torch.tensor([[S], [3], [2]])
-    outs = []
-    for layer in (theirs, ours):
-        found = Calls(widths=(D, F))
-        with collected(Attention, found):
-            outs.append(layer(x, ahead(S), hidden))
-        calls.append(found)
-    assert calls[1] == calls[0]
-    assert calls[0]
-    torch.testing.assert_close(outs[1], outs[0])
-
-
 class OnlyTheHint(nn.TransformerEncoderLayer):
     """As rotary variants do: a mask of its own making, from the hint alone."""
 
@@ -301,35 +240,3 @@ def test_layers_that_differ_in_the_order_of_dimensions():
     hidden = hidden & hidden.any(-1, keepdim=True)
     torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), model(x, src_key_padding_mask=hidden))
     assert ours.obstacle() == "the layers differ in batch_first"
-
-
-class Pooled(nn.Module):
-    """An attention that returns one row, which broadcasts to all."""
-
-    batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, True
-
-    def forward(self, q, k, v, **masks):
-        return v.mean(1, keepdim=True), None
-
-
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
-@pytest.mark.parametrize(("kind", "at"), [("encoder", "self_attn"), ("decoder", "multihead_attn")])
-def test_an_attention_whose_output_broadcasts(kind, at, norm_first):
-    model = MODELS[kind](norm_first=norm_first)
-    setattr(model.layers[1], at, Pooled())
-    check(model, FORMS[0], lambda model, calls: hooked(model, ["layers.1"], calls))
-
-
-class BlindToPadding(nn.TransformerEncoderLayer):
-    """A layer that takes a padding mask and does not look at it."""
-
-    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
-        return super().forward(src, src_mask)
-
-
-def test_a_padding_mask_that_does_not_fit_is_nobodys_business_where_no_layer_looks():
-    model = nn.TransformerEncoder(BlindToPadding(D, H, **layer_options()), 1, enable_nested_tensor=False)
-    ours = copy.deepcopy(model)
-    assert fastformer.convert(ours).changed
-    x, hidden = torch.randn(B, S, D), torch.ones(B, S + 1).bool()
-    torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), model(x, src_key_padding_mask=hidden))

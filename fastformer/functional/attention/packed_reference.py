@@ -134,7 +134,7 @@ def packed_attention(
     """
     if compiling() or not layout.known:
         return _in_one_group(q, k, v, layout, key_layout, rules)
-    (_, H, K), Hkv, Kv = q.shape, k.shape[1], v.shape[2]
+    (tokens, H, K), Hkv, Kv = q.shape, k.shape[1], v.shape[2]
     plan = layout.once(("plan", H, Hkv), lambda: _plan(layout, key_layout, H, Hkv), key_layout)
     same = layout is key_layout
     if plan.rows is None:
@@ -156,7 +156,7 @@ def packed_attention(
         of_group = parts[0].view(H, N, T, K), parts[1].view(Hkv, N, S, K), parts[2].view(Hkv, N, S, Kv)
         outs.append(_attend(*of_group, group, same, rules).flatten(0, 2))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return rows.gather(out).view(-1, H, Kv)
+    return rows.gather(out).view(tokens, H, Kv)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: AttentionRules) -> Tensor:

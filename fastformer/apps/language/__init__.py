@@ -1,18 +1,16 @@
 """Language models: the model, sampling with a cache, the generator around it, perplexity, and runs that train one."""
 
 from fastformer.apps.language.attention_maps import attend_text
+from fastformer.apps.language.data import LanguageDataConfig, build_tokenizer, read_text_corpora
 from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
 from fastformer.apps.language.run import (
-    LanguageDataConfig,
     LanguageRun,
     LanguageTrainConfig,
-    build_tokenizer,
     complete_run,
     evaluate_text,
     load_generator,
     load_language_model,
-    read_text_corpora,
 )
 from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
 from fastformer.apps.language.text_generator import TextGenerator

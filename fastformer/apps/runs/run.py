@@ -1,16 +1,11 @@
-"""Runs: what the applications share, from a new folder to a trained model; the folder is in `runs.folder`.
-
-What could only fail late is refused before any data is read and before a folder is made: a metric that this kind of
-run never computes, a backend that cannot run here, a model whose heads do not fit.
-"""
+"""Runs: what the applications share, from a new folder to a trained model; the folder is in `runs.folder`."""
 
 import hashlib
-import importlib.util
 import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,29 +13,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import PRETRAINED, Application
 from fastformer.apps.runs.automatic_settings import Choice, Task, choose, targets_per_second, vocabulary_size
+from fastformer.apps.runs.checks import check_resumable, check_settings
 from fastformer.apps.runs.folder import CONFIG, DATA, check_new, new_run_folder, read_kind, stated
 from fastformer.apps.settings import Given, refuse_fixed
 from fastformer.apps.system.files import write_file
 from fastformer.apps.system.run_lock import lock_run, locked
 from fastformer.apps.text import Tokenizer, read_json
-from fastformer.apps.train import (
-    BatchSource,
-    Checkpoint,
-    CheckpointError,
-    CheckpointFolder,
-    Processes,
-    Result,
-    TrainConfig,
-    Trainer,
-    Validation,
-    read_metrics,
-)
-from fastformer.apps.train.compilation import check_compiler
-from fastformer.apps.train.thread_choice import check_threads
+from fastformer.apps.train import BatchSource, Processes, Result, TrainConfig, Trainer, Validation
 
 
 class Run(ABC):
@@ -179,45 +161,8 @@ class Run(ABC):
 
     @classmethod
     def check(cls, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu") -> None:
-        """Refuse settings that could only fail after the data was read.
-
-        Args:
-            data, train: settings.
-            model: settings of the model, without those that follow from the tokenizers.
-            device: of the model.
-
-        Raises:
-            ValueError: naming the setting, what it was, and what is allowed.
-            FileNotFoundError: a file of the data is not there.
-            ImportError: a package that will be needed is not installed.
-            fastformer.backend.BackendError: the backend that was asked for cannot run here.
-        """
-        config = cls.application.planned(model, data)
-        check_memory(config)
-        check_threads(train.threads)
-        try:
-            x = torch.empty(1, 1, 1, config.d_model // config.heads, device=device)
-        except (RuntimeError, AssertionError, ImportError) as error:  # the latter without CUDA
-            raise ValueError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
-        if x.is_meta:
-            raise ValueError(f"device={str(device)!r} cannot be used: nothing is computed there")
-        functional.check_backend(x)
-        check_compiler(train.compile, device)
-        known, computed = cls.application.metrics, cls.computed(data)
-        if train.metric not in known:
-            raise ValueError(f"metric={train.metric!r} is no value of this validation; choose {', '.join(known)}")
-        if train.metric not in computed:
-            raise ValueError(f"metric={train.metric!r} is not computed here; it needs {known[train.metric]}")
-        world = Processes.current().world
-        if train.cuda_graphs and world > 1:
-            raise ValueError(f"cuda_graphs=True is for one process, not for {world}")
-        for package, wanted in (("sacrebleu", "bleu" in computed), ("tensorboard", train.tensorboard)):
-            if wanted and importlib.util.find_spec(package) is None:
-                extra = "tensorboard" if package == "tensorboard" else "apps"
-                raise ImportError(f"this run needs {package}: pip install 'fastformer[{extra}]'")
-        for path in (value for value in vars(data).values() if isinstance(value, Path)):
-            if not path.exists():
-                raise FileNotFoundError(f"{path}: no such file")
+        """Refuse settings that could only fail after the data was read; raises as `check_settings`."""
+        check_settings(cls.application, cls.computed(data), data, model, train, device)
 
     @classmethod
     def create(
@@ -379,23 +324,9 @@ class Run(ABC):
             self._unlock()
             del self._unlock
 
-    def _check_last(self, fallback: bool) -> None:
-        """Read the metrics, and compare the settings with the last checkpoint, before a model of them is built."""
-        with suppress(FileNotFoundError):
-            read_metrics(self.folder)
-        last = CheckpointFolder(self.folder / "checkpoints").last()
-        try:
-            found = None if last is None else Checkpoint.open(last)
-        except CheckpointError:  # resuming says so, or takes an earlier one
-            return
-        if found is not None:
-            found.check_architecture(self.model_config)
-            if not fallback:
-                found.check_size(self.model_config.matrix_numbers)
-
     def _fit(self, resume: bool, fallback: bool, show: bool) -> Result:
         if resume:
-            self._check_last(fallback)
+            check_resumable(self.folder, self.model_config, fallback)
         torch.manual_seed(self.train_config.seed)
         trainer = Trainer(
             self.new_model().to(self.device),

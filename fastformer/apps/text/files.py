@@ -14,7 +14,6 @@ import importlib
 import itertools
 import json
 import lzma
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +31,6 @@ _GZIP, _BZIP2, _XZ, _ZSTANDARD = "gzip", "bzip2", "xz", "Zstandard"
 _MAGIC = {b"\x1f\x8b": _GZIP, b"BZh": _BZIP2, b"\xfd7zXZ\0": _XZ, b"\x28\xb5\x2f\xfd": _ZSTANDARD}
 _BY_SUFFIX = {".gz": _GZIP, ".bz2": _BZIP2, ".xz": _XZ, ".zst": _ZSTANDARD}
 COMPRESSED = tuple(_BY_SUFFIX)
-_PART = 1 << 20  # bytes of whole lines that are decoded at a time
-LARGEST = 1 << 28  # bytes of a line
-# Text is a few times its archive, an archive made to fill the memory a thousand times; short lines take 20 times more.
-_UNPACKED, _SMALL = 200, 1 << 26
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -58,8 +53,7 @@ def iterate_lines(path: str | Path) -> Iterator[str]:
         with path.open("rb") as file:
             compression = _compression(file.peek(10), path.suffix)
             source = _unpacked(file, compression, path)
-            size = os.fstat(file.fileno()).st_size  # 0 of a pipe
-            for line in lines_of(source, str(path), max(_UNPACKED * size, _SMALL) if compression and size else None):
+            for line in lines_of(source, str(path)):
                 empty = False
                 yield line
     except FileNotFoundError:
@@ -99,28 +93,31 @@ def _unpacked(file: BufferedReader, compression: str | None, path: Path) -> Buff
     return file
 
 
-def lines_of(source: BufferedIOBase, name: str, most: int | None = None) -> Iterator[str]:
-    """The lines of a stream of UTF-8 bytes, as `decode_lines` has them.
+def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
+    """Yield the lines of a stream of UTF-8 bytes without their ends.
 
-    name, most: of the stream, for errors, and how many bytes an archive may hold.
+    Args:
+        source: a binary file, or lines that end with a newline.
+        name: of the stream, for errors.
 
-    Raises ``TextError`` as that does, and for a line of more than `LARGEST` bytes, which is no text: a hole on a disk,
-    a device behind a pipe, an archive made to fill the memory.
+    Raises:
+        TextError: a line is not UTF-8 or holds a NUL, or all lines end with CR alone.
     """
-    number = read = 0
-    read_part = source.read if source.seekable() else source.read1  # of a pipe, as much as is there
-    while part := read_part(_PART):
-        if not part.endswith(b"\n"):
-            part += source.readline(LARGEST)
-            if len(part) > LARGEST and not part.endswith(b"\n"):
-                last = number + part.count(b"\n") + 1
-                raise TextError(f"{name}:{last}: a line of more than {LARGEST:,} bytes, not text")
-        read += len(part)
-        if most is not None and read > most:
-            raise TextError(f"{name}: unpacks to more than {most:,} bytes, as no text does; if it is one, unpack it")
-        lines = decode_lines(part, name, number + 1)
-        number += len(lines)
-        yield from lines
+    for number, data in enumerate(source, start=1):
+        if number == 1:
+            data = data.removeprefix(_BYTE_ORDER_MARK)
+            if not data.endswith(b"\n") and b"\r" in data.rstrip(b"\r"):
+                raise TextError(
+                    f"{name}: its lines end with CR alone; convert it, for example with: tr '\\r' '\\n' <OLD >NEW"
+                )
+        try:
+            line = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            byte = data[error.start]
+            raise TextError(f"{name}:{number}: not valid UTF-8 (byte 0x{byte:02x}); save the file as UTF-8") from None
+        if "\0" in line:
+            raise TextError(f"{name}:{number}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
+        yield line.removesuffix("\n").removesuffix("\r")
 
 
 def checked_lines(path: Path) -> Iterator[str]:
@@ -142,31 +139,6 @@ def read_lines(path: str | Path) -> list[str]:
     archive, and a line that is not UTF-8 or holds a NUL (the sign of UTF-16).
     """
     return list(iterate_lines(path))
-
-
-def decode_lines(data: bytes, name: str, first: int = 1) -> list[str]:
-    """The lines of UTF-8 bytes as `read_lines` has them, none of no bytes.
-
-    name, first: for errors, where they are from, and the number of the first line there.
-
-    Raises ``TextError`` for a line that is not UTF-8 or holds a NUL, and where all lines end with CR alone.
-    """
-    data = data.removeprefix(_BYTE_ORDER_MARK) if first == 1 else data
-    if not data:
-        return []
-    if first == 1 and b"\n" not in data and b"\r" in data.rstrip(b"\r"):
-        raise TextError(f"{name}: its lines end with CR alone; convert it, for example with: tr '\\r' '\\n' <OLD >NEW")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + first
-        raise TextError(
-            f"{name}:{line}: not valid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
-        ) from None
-    if (nul := text.find("\0")) >= 0:
-        line = text.count("\n", 0, nul) + first
-        raise TextError(f"{name}:{line}: a NUL character, not text; if the file is UTF-16, save it as UTF-8")
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def check_texts(name: str, texts: object) -> None:

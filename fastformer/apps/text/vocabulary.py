@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,8 +25,6 @@ SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
 
 # A number with separators, an elided word with its apostrophe (l', don', man'), a word with inner hyphens, or one sign.
 _WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+['’](?=\w)|\w+(?:-\w+)*|[^\w\s]")
-# What may be a long run of combining marks; none of them is a letter.
-_MARKS = re.compile(r"[^\w\s\x00-\x7f]{64,}")
 _NO_SPACE_BEFORE = frozenset(".,!?;:)]}%…”»’")
 _NO_SPACE_AFTER = frozenset("([{“„«¿¡$£")
 
@@ -38,14 +35,7 @@ def split_words(text: str) -> list[str]:
     >>> split_words("L'homme (45 ans) dit: «oui», don't you?")
     ["L'", 'homme', '(', '45', 'ans', ')', 'dit', ':', '«', 'oui', '»', ',', "don'", 't', 'you', '?']
     """
-    return _WORD.findall(unicodedata.normalize("NFC", _MARKS.sub(_in_order, text)))
-
-
-def _in_order(marks: re.Match[str]) -> str:
-    """A run of marks, decomposed and in canonical order; NFC of it is the same, but Python would sort it in n^2."""
-    decomposed = "".join(unicodedata.normalize("NFD", mark) for mark in marks[0])
-    runs = (list(run) for _, run in groupby(decomposed, lambda mark: unicodedata.combining(mark) == 0))
-    return "".join(mark for run in runs for mark in sorted(run, key=unicodedata.combining))
+    return _WORD.findall(unicodedata.normalize("NFC", text))
 
 
 def join_words(words: Sequence[str]) -> str:

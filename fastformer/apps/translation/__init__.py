@@ -1,17 +1,9 @@
 """Translation: the model, its search with a cache, the translator around it, and runs that train one."""
 
 from fastformer.apps.translation.attention_maps import SentenceAttention, attend
+from fastformer.apps.translation.data import DataConfig, build_tokenizers, read_corpora
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
-from fastformer.apps.translation.run import (
-    DataConfig,
-    TranslationRun,
-    build_tokenizers,
-    complete_run,
-    corpus_loss,
-    evaluate,
-    load_translator,
-    read_corpora,
-)
+from fastformer.apps.translation.run import TranslationRun, complete_run, corpus_loss, evaluate, load_translator
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
 from fastformer.apps.translation.state import DecoderState
 from fastformer.apps.translation.translator import Translation, Translator

@@ -30,14 +30,8 @@ from fastformer.apps.text import read_parallel
 from fastformer.apps.text.files import iterate_lines
 from fastformer.apps.text.scores import check_bleu_tokenizer
 from fastformer.apps.translation.attention_maps import attend
-from fastformer.apps.translation.run import (
-    APPLICATION,
-    DataConfig,
-    TranslationRun,
-    evaluate,
-    load_translator,
-    read_corpora,
-)
+from fastformer.apps.translation.data import DataConfig, read_corpora
+from fastformer.apps.translation.run import APPLICATION, TranslationRun, evaluate, load_translator
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translation
 from fastformer.nn import pack_weights

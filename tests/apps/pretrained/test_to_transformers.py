@@ -98,15 +98,7 @@ def test_what_they_have_not_is_refused_by_name(model: Any, message: str) -> None
         to_transformers(model)
 
 
-def test_what_somebody_changed_is_not_passed_over() -> None:
-    model = language_model()
-    model.decoder.layers[0].linear1.register_forward_hook(lambda module, args, out: out * 2)
-    with pytest.raises(ValueError, match=r"decoder\.layers\.0\.linear1 has hooks, and only settings and weights"):
-        to_transformers(model)
-    model = translation_model()
-    model.decoder.layers[1].norm1.eps = 0.1
-    with pytest.raises(ValueError, match=r"decoder\.layers\.1\.norm1 has eps=0\.1, not 1e-05"):
-        to_transformers(model)
+def test_weights_that_are_no_usual_numbers_are_refused() -> None:
     model = language_model()
     model.decoder.layers[1].to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"must be of torch\.float32, as the model is, not torch\.bfloat16"):

@@ -1,7 +1,5 @@
 """Encoding, collating and batching: eos everywhere, nothing lost, nothing twice, resumable."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -268,15 +266,3 @@ def test_bad_arguments_of_batches():
     assert Batches(pairs, tokens=31).batches_in(0) == 2
     with pytest.raises(ValueError, match="no pairs"):
         Batches(make_pairs([]), tokens=20)
-
-
-def test_collating_is_no_bottleneck():
-    """A training step of 4,000 tokens takes tens of milliseconds at best; the bound leaves room for a busy machine."""
-    pairs = numbered_pairs(5000, longest=30)
-    indices = np.arange(250)
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        collate(pairs.take(indices), packed=False)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 2e-3

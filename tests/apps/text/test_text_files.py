@@ -103,35 +103,6 @@ def test_bad_files_are_one_line_errors(tmp_path, name):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_an_endless_line_is_named_and_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LARGEST", 1 << 21)
-    (tmp_path / "long").write_text("a line\n" + "x" * (5 << 19) + "\n")
-    assert len(read_lines(tmp_path / "long")[1]) == 5 << 19  # a part and what ends its last line
-    with (tmp_path / "hole").open("wb") as hole:
-        hole.write(b"a line\n")
-        hole.truncate(1 << 40)
-    with pytest.raises(TextError, match=r"hole:2: a line of more than 2,097,152 bytes"):
-        read_lines(tmp_path / "hole")
-
-
-def test_an_archive_that_was_made_to_fill_the_memory_is_not_read_to_its_end(tmp_path, monkeypatch):
-    """300 KB of two letters a line took 20 GB; text of any size, plain or behind a pipe, has no such limit."""
-    monkeypatch.setattr("fastformer.apps.text.files._SMALL", 1 << 21)
-    packed = gzip.compress(b"ab\n" * (1 << 20), mtime=0)
-    (tmp_path / "file").write_bytes(packed)
-    with pytest.raises(TextError, match=r"file: unpacks to more than 2,097,152 bytes, as no text does"):
-        read_lines(tmp_path / "file")
-    (tmp_path / "file").write_bytes(gzip.compress((b"a" * (1 << 22) + b"\n") * 2, mtime=0))  # whatever its lines
-    with pytest.raises(TextError, match=r"file: unpacks to more than 2,097,152 bytes, as no text does"):
-        next(files.iterate_lines(tmp_path / "file"))
-    (tmp_path / "file").write_bytes(b"ab\n" * (1 << 20))
-    assert len(read_lines(tmp_path / "file")) == 1 << 20
-    noise = "".join(f"{i}\n" for i in range(1 << 19)).encode()
-    assert len(noise) > 1 << 21
-    (tmp_path / "file").write_bytes(gzip.compress(noise, mtime=0))
-    assert len(read_lines(tmp_path / "file")) == 1 << 19
-
-
 @pytest.mark.parametrize("beyond_a_part", [False, True])
 def test_a_stream_of_lines_that_end_with_cr_is_named(beyond_a_part):
     data = b"a line\r" * ((1 << 18) if beyond_a_part else 3)

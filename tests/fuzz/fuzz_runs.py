@@ -10,14 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 
-from fastformer.apps.train import Checkpoint, write_weights
-from fastformer.apps.train.checkpoint import META, STATE, WEIGHTS, file_facts
+from fastformer.apps.train import Checkpoint, read_weights, write_weights
+from fastformer.apps.train.checkpoint import META, OPTIMIZER, STATE, WEIGHTS, file_facts
 from tests.fuzz import fuzz
-from tests.support import foreign_states
 
 LAST = "checkpoints/step-2"
 # Names that a run folder may have and these do not.
@@ -45,11 +43,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Stranger:
-    """A copy of a run with faults: its folder, the run that it was, and that one's state."""
+    """A copy of a run with faults: its folder, and the run that it was."""
 
     run: Path
     original: Path
-    state: dict[str, Any]
 
     def faults(self, random: Random, count: int) -> list[Fault]:
         """Put some in, and say which of them a later one has not put away."""
@@ -114,11 +111,24 @@ class Stranger:
         return True
 
     def _state(self, random: Random) -> Fault:
-        if not self._untouched(f"{LAST}/{STATE}", f"{LAST}/{META}"):
+        name = random.choice((STATE, OPTIMIZER))
+        path = self.run / LAST / name
+        if not self._untouched(f"{LAST}/{name}", f"{LAST}/{META}"):
             return Fault(LAST, "hidden", False)
-        content, certain = foreign_states.drawn(random, self.state)
-        foreign_states.put(self.run / LAST, content)
-        return Fault(f"{LAST}/{STATE}", "foreign state", certain)
+        if name == STATE:
+            path.write_bytes(fuzz.changed_json(random, json.loads(path.read_bytes())))
+        else:
+            tensors = read_weights(path)
+            changed = random.choice(sorted(tensors))
+            x = tensors.pop(changed)
+            found = {"dtype": x.to(random.choice(FOREIGN_DTYPES)), "shape": torch.stack([x, x]), "name": x}
+            kind = random.choice(("missing", *found))
+            if kind != "missing":
+                tensors[changed if kind != "name" else "99." + changed] = found[kind]
+            path.unlink()
+            write_weights(path, tensors)
+        self._rehash(name)
+        return Fault(f"{LAST}/{name}", "foreign state", name == OPTIMIZER)
 
     def _weights(self, random: Random) -> Fault:
         path = self.run / LAST / WEIGHTS

@@ -1,14 +1,15 @@
-"""Checkpoints that survive kill -9 and a full disk: one folder a step, written aside and renamed when complete.
+"""Which checkpoints a run keeps: the last `keep`, the best, an average and an interim one; how each becomes complete.
 
-    checkpoints/index.json            {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": […], …}
-    checkpoints/step-200/     model.safetensors, state.pt, meta.json: see `checkpoint.py`
+    checkpoints/index.json    {"last": "step-200", "best": {"name": "step-100", "value": 2.1}, "kept": [...], ...}
+    checkpoints/step-200/     one checkpoint: see `checkpoint.py`
     checkpoints/interim/      the same, written because time has passed; the next checkpoint replaces it
+    checkpoints/average/      the mean of the weights of the last ones
 
-A folder named step-N is complete because only a rename gives it that name, after its files and it are synchronised to
-the disk. The index adds what the names do not tell (which is best, the order of writing); a folder that a crash left
-out of it is found by its name. The price is one extra copy of the model on the disk while saving. Hidden folders are
-left by an interrupted save, and the next save removes them: .new-NAME is being written, .old-NAME is being removed, and
-.swap-NAME is being replaced, so it gets its name back if NAME is missing. One process writes.
+A folder is written under a hidden name, flushed to the disk and renamed, so a folder named step-N is complete; then the
+index is replaced, and checkpoints that are no longer kept are removed. The index says which is best and the order of
+writing; a folder that a crash left out of it is found by its name. The next save repairs what an interrupted one left:
+.new-NAME was being written, .old-NAME removed, .swap-NAME replaced; the last gets its name back if NAME is missing. One
+process writes.
 """
 
 import json
@@ -23,16 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.apps.system.files import synchronise, write_file
-from fastformer.apps.train.checkpoint import (
-    META,
-    STATE,
-    WEIGHTS,
-    Checkpoint,
-    file_facts,
-    write_meta,
-    write_state,
-)
-from fastformer.apps.train.weights import CheckpointError, write_weights
+from fastformer.apps.train.checkpoint import META, Checkpoint, write_checkpoint
+from fastformer.apps.train.weights import CheckpointError
 from fastformer.settings import check_value
 
 INDEX = "index.json"
@@ -91,29 +84,25 @@ class CheckpointFolder:
         best: float | None = None,
         name: str | None = None,
     ) -> Path:
-        """Write a checkpoint, and mark it as the best with the metric value `best`.
+        """Write a checkpoint of one process, and mark it as the best with the metric value `best`.
 
         Args:
-            step: of the run.
-            weights: of the model.
-            state: see `fastformer.apps.train.saving`; None: the checkpoint is an average.
-            config: of the model.
-            metrics: of its validation.
+            step, weights, state, config, metrics: see `write_checkpoint`.
             best: see above.
             name: of its folder; None: "average" or that of its step.
 
         Raises:
             OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. The earlier
-                ones stay loadable, whatever goes wrong.
+                ones stay loadable.
         """
         name = name or (AVERAGE if state is None else name_of(step))
         with self.explained(name):
             new = self.begin(name)
-            write_weights(new / WEIGHTS, weights)
-            return self.complete(new, step, state, config, metrics, best)
+            write_checkpoint(new, step, weights, state, config, metrics)
+            return self.complete(new, best)
 
     def begin(self, name: str) -> Path:
-        """A hidden folder for the weights of a new checkpoint, which `complete` makes one."""
+        """Return a hidden folder for the files of a new checkpoint, which `complete` makes one."""
         self.recover()
         if name in self._index()["removed"]:  # else the new one would be removed, too
             self._update_index()
@@ -121,44 +110,23 @@ class CheckpointFolder:
         new.mkdir()
         return new
 
-    def complete(
-        self,
-        new: Path,
-        step: int,
-        state: Mapping[str, Any] | None,
-        config: Any = None,
-        metrics: Mapping[str, float] | None = None,
-        best: float | None = None,
-        shards: Mapping[str, Mapping[str, Any]] | None = None,
-        copies: Mapping[str, str] | None = None,
-    ) -> Path:
-        """Add the other files to the folder from `begin`, have all on the disk, and give it its name.
-
-        shards: {name: facts} of files below it that are on the disk already; copies: see `Checkpoint`.
-        """
-        if state is not None:
-            write_state(new / STATE, state)
-        inside = sorted(new.iterdir())
-        files = {path.name: file_facts(path) for path in inside if path.is_file()}
-        write_meta(new, step, config, metrics or {}, {**files, **(shards or {})}, copies or {})
-        for path in [*inside, new / META, new]:
-            synchronise(path)
-        name = _original(new.name)
-        target = self.folder / name
+    def complete(self, new: Path, best: float | None = None) -> Path:
+        """Give the folder from `begin` its name, once `write_checkpoint` has ended, and update the index."""
+        target = self.folder / _original(new.name)
         if target.exists():
-            target.rename(self.folder / f".swap-{name}")
+            target.rename(self.folder / f".swap-{target.name}")
         new.rename(target)
         synchronise(self.folder)
         self._update_index(
-            last=name if state is not None else None,
-            best=None if best is None else {"name": name, "value": best},
+            last=target.name if target.name != AVERAGE else None,
+            best=None if best is None else {"name": target.name, "value": best},
         )
         self.recover()
         return target
 
     @contextmanager
     def explained(self, name: str) -> Iterator[None]:
-        """Clean up after an OSError in the block, and say what could not be written and what there is instead."""
+        """After an OSError in the block, clean up, and say what could not be written and what is there instead."""
         try:
             yield
         except OSError as error:

@@ -135,7 +135,7 @@ class GraphedUpdate(Update):
             if "capturable" in group:
                 group["capturable"] = False
 
-    def load_state_dict(self, optimizer: dict[str, Any], scaler: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: dict[int, dict[str, Any]], scaler: dict[str, Any]) -> None:
         """Continue from saved states, as in `Update`."""
         super().load_state_dict(optimizer, scaler)
         self._forget()

@@ -9,6 +9,7 @@ a record brings a new column. A resumed run cuts both where its checkpoint was m
 import csv
 import io
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,22 +150,29 @@ class RunningSums:
 
     def state_dict(self, now: float) -> dict[str, Any]:
         """What a resumed run needs to write the same next record."""
-        sums = {"loss": self._loss.cpu(), "norm": self._norm.cpu()}
-        epoch = {"epoch_loss": self._epoch_loss.cpu(), "epoch_tokens": self._epoch_tokens}
+        sums = {"loss": self._loss.item(), "norm": self._norm.item()}
+        epoch = {"epoch_loss": self._epoch_loss.item(), "epoch_tokens": self._epoch_tokens}
         if self._skips is not None:
-            sums["skips"] = self._skips.cpu()
+            sums["skips"] = self._skips.item()
         return {**sums, **epoch, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self._loss.copy_(state["loss"])
-        self._norm.copy_(state["norm"])
+        self._loss.fill_(float(state["loss"]))
+        self._norm.fill_(float(state["norm"]))
         if self._skips is not None and "skips" in state:  # a run may go on in another precision
-            self._skips.copy_(state["skips"])
+            self._skips.fill_(float(state["skips"]))
         if "epoch_loss" in state:  # else the mean is of the rest of the epoch
-            self._epoch_loss.copy_(state["epoch_loss"])
+            self._epoch_loss.fill_(float(state["epoch_loss"]))
             self._epoch_tokens = state["epoch_tokens"]
         self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
+
+
+def is_better(metric: str, value: float, best: float | None) -> bool:
+    """Return whether a value of a metric is better than the best so far (None: there is none); NaN never is."""
+    if math.isnan(value):
+        return False
+    return best is None or (value < best if metric in LOWER_IS_BETTER else value > best)
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The state of all random generators of training, as plain values that `torch.load(weights_only=True)` accepts."""
+"""The state of all random generators of training, as values that JSON can hold."""
 
 import random
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def seed_everything(seed: int) -> None:
@@ -17,24 +18,43 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The generators' states: tuples, numbers and tensors only."""
+    """Return the generators' states; those of torch as hexadecimal digits."""
     name, keys, position, has_gauss, cached = np.random.get_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
-        "python": random.getstate(),
-        "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": list(random.getstate()),
+        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _digits(torch.get_rng_state()),
+        "cuda": [_digits(state) for state in on_gpus],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue from `random_state()`. States of GPUs that this machine lacks are left out."""
-    random.setstate(state["python"])
+    """Continue from `random_state()`. States of GPUs that this machine lacks are left out.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: these are no states of generators.
+    """
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
+    if not 0 <= position <= len(keys) == 624:  # NumPy does not check where it reads
+        raise ValueError("NumPy's generator has 624 words")
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(_tensor(state["torch"]))
     for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(cuda_state, device)
+        torch.cuda.set_rng_state(_tensor(cuda_state), device)
+
+
+def _digits(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _tensor(digits: str | Tensor) -> Tensor:
+    """Return the state that `_digits` wrote; earlier versions saved the tensor itself."""
+    if isinstance(digits, Tensor):
+        return digits
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
 
 @contextmanager

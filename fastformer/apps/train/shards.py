@@ -6,7 +6,7 @@ library's other format has its table of contents as a pickle, which a stranger's
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ class Shards:
         if claimed > stored:
             raise CheckpointError(f"{folder}: is damaged (tensors of {claimed:,} bytes in {stored:,} bytes of files)")
         for name, each in found.items():
-            if not _tile(each.size, [(tuple(part.offsets), tuple(part.sizes)) for part in each.chunks]):
-                raise CheckpointError(f"{folder}: is damaged (the parts of {name} are not the whole of it, each once)")
+            if sum(math.prod(part.sizes) for part in each.chunks) != math.prod(each.size):
+                raise CheckpointError(f"{folder}: is damaged (the parts of {name} are not the whole of it)")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors, on the CPU."""
@@ -111,21 +111,6 @@ class Shards:
             raise CheckpointError(f"{self.folder}: is damaged ({' '.join(causes[0].split())})") from None
         except (SafetensorError, *_DAMAGED) as error:
             raise CheckpointError(f"{self.folder}: is damaged ({type(error).__name__}: {error})") from None
-
-
-def _tile(shape: Sequence[int], parts: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether parts, (where each begins, its shape), make a grid that fills the shape; numbers in a gap are anybody's.
-
-    Those without a number do not count.
-    """
-    parts = [part for part in parts if math.prod(part[1])]
-    if not parts or any(len(each) != len(shape) for part in parts for each in part):
-        return not parts and 0 in shape
-    cuts = [sorted({begin[axis] for begin, _ in parts}) for axis in range(len(shape))]
-    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, shape, strict=True)]
-    whole = all(ends[axis][at] == at + size[axis] for begin, size in parts for axis, at in enumerate(begin))
-    once = len({begin for begin, _ in parts}) == len(parts) == math.prod(map(len, cuts))
-    return whole and once and all(cut[0] == 0 for cut in cuts)
 
 
 @contextmanager

@@ -133,13 +133,13 @@ class Update:
         """The loss scale and its history; empty without one."""
         return self._scaler.state_dict()
 
-    def load_state_dict(self, optimizer: dict[str, Any], scaler: dict[str, Any]) -> None:
-        """Continue from saved states: whole tensors, of which a process takes its part, or parts.
+    def load_state_dict(self, optimizer: dict[int, dict[str, Any]], scaler: dict[str, Any]) -> None:
+        """Continue from `Checkpoint.optimizer_state` and `scaler_state`; of whole tensors, a process takes its part.
 
         Learning rate, weight decay and the like are what the configuration says now, not what it said then.
         """
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": self._parts(optimizer["state"]), "param_groups": groups})
+        self.optimizer.load_state_dict({"state": self._parts(optimizer), "param_groups": groups})
         if scaler and self._scaler.is_enabled():
             self._scaler.load_state_dict(scaler)
 

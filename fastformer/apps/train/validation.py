@@ -10,10 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fastformer.apps.train.metrics import LOWER_IS_BETTER, OF_RECORD
+from fastformer.apps.train.metrics import OF_RECORD
 from fastformer.apps.train.parallel import gathered
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.randomness import preserved_randomness
+from fastformer.apps.train.records import Records
+from fastformer.apps.train.run_state import RunState
+from fastformer.apps.train.time_budget import TimeBudget
 from fastformer.apps.train.update import Update
 
 _SMALLEST_TRIAL = 8  # examples: one alone takes as long as several, where each token has a step of its own
@@ -58,7 +61,7 @@ class Validator:
         processes: Processes,
         metric: str,
     ) -> None:
-        self._validate, self._model, self._metric = validate, model, metric
+        self._validate, self._model, self.metric = validate, model, metric
         self._update, self._processes = update, processes
 
     @property
@@ -69,7 +72,7 @@ class Validator:
     def values(self, share: float) -> dict[str, Any]:
         """Validate on a share of the examples; raises ValueError as `check_values`."""
         with gathered(self._update.module, self._processes):
-            return self._processes.on_main(lambda: check_values(self._values(share), self._metric))
+            return self._processes.on_main(lambda: check_values(self._values(share), self.metric))
 
     def trial(self, seconds: float, clock: Callable[[], float]) -> tuple[float, float]:
         """Validate on more and more examples until that takes `seconds`; only if `reducible`.
@@ -102,6 +105,51 @@ class Validator:
         return values
 
 
+class Evaluation:
+    """Validates a run and records the values; with a budget in minutes, on the share of the data that has time.
+
+    Args:
+        validator: of the run.
+        state: of the run; its `metrics` become the values.
+        records: of the run.
+        budget: of the run.
+        clock: of the budget.
+    """
+
+    def __init__(
+        self,
+        validator: Validator,
+        state: RunState,
+        records: Records,
+        budget: TimeBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._validator, self._state, self._records = validator, state, records
+        self._budget, self._clock = budget, clock
+
+    def run(self, kind: str) -> tuple[float, dict[str, Any] | None]:
+        """Validate, write a record of this kind, and return the value that decides and the record to show."""
+        self.measure()
+        share, started = self._state.at.share, self._clock()
+        metrics = self._state.metrics = self._validator.values(share)
+        self._budget.validation_took(self._clock() - started, share)
+        shared = {} if share == 1 else {"validated_share": share}
+        return metrics[self._validator.metric], self._records.write(kind, {**metrics, **shared})
+
+    def measure(self) -> None:
+        """With a budget in minutes, find out once in a run what share of the held-out data can be validated."""
+        seconds, held_out, at = self._budget.trial_seconds, self._validator.reducible, self._state.at
+        if self._budget.knows_validation or seconds is None or not held_out:
+            return
+        self._budget.validation_took(*self._validator.trial(seconds, self._clock))
+        if at.best_value is None and (share := self._budget.share()) < at.share:
+            at.share = share
+            self._records.progress.line(
+                f"validation: on {held_out.count(share):,} of {held_out.size:,}, because all would take more than a "
+                "tenth of --minutes; `fastformer evaluate` scores them all"
+            )
+
+
 def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
     """Return the values, numbers and texts that explain them, with "perplexity", from "loss", where it is absent.
 
@@ -117,10 +165,3 @@ def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
             f"metric={metric!r} is not among the validation's values: {', '.join(values)}; what was trained is saved"
         )
     return values
-
-
-def is_better(metric: str, value: float, best: float | None) -> bool:
-    """Whether a value of a metric is better than the best so far, None for none; NaN never is."""
-    if math.isnan(value):
-        return False
-    return best is None or (value < best if metric in LOWER_IS_BETTER else value > best)

@@ -219,7 +219,7 @@ def shards(rank: int, folder: Path) -> Any:
     for number in range(8):  # buffers of which each process has its own values
         replicated.model.register_buffer(f"own-{number}", torch.full((100,), float(rank)))
     with locked(folder / "shards-ddp") if rank == 0 else nullcontext():
-        replicated._writer.save(20, None, {}, sharded=True)
+        replicated._state._writer.save(20, None, {}, sharded=True)
     resume(double_trainer(folder / "shards-parts", parallel="fsdp", steps=13, seed=50 + rank, **changes)).fit()
     made = double_trainer(folder / "shards-full", steps=8, **changes)
     path_open, opened = Path.open, []
@@ -238,7 +238,7 @@ def shards(rank: int, folder: Path) -> Any:
         except (OSError, ProcessError) as error:
             said = [type(error).__name__, str(error)]
     parameters = sharded_run._update.parameters
-    moments = sharded_run.checkpoints.open().state(parameters)["optimizer"]["state"]
+    moments = sharded_run.checkpoints.open().optimizer_state(parameters, "adamw")
     held = sum(moments[index]["exp_avg"].to_local().numel() for index in moments)
     return {"said": said, "kept": [path.name for path in made.checkpoints.paths()], "held": held}
 

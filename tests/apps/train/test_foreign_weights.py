@@ -12,7 +12,7 @@ from fastformer.apps.export import export_safetensors, load_safetensors
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointError, CheckpointFolder, average_checkpoints, put_weights, write_weights
-from fastformer.apps.train.checkpoint import META, MODEL, SHARDS, WEIGHTS, file_facts
+from fastformer.apps.train.checkpoint import IN_MODEL, META, SHARDS, WEIGHTS, file_facts, write_checkpoint
 from fastformer.apps.train.shards import write_shards
 from fastformer.apps.train.weights import read_weights, stored_shapes
 from tests.support import train_task
@@ -36,9 +36,10 @@ def saved(folder: Path, weights: dict[str, Tensor], sharded: bool) -> Checkpoint
         checkpoints.save(1, weights, {})
         return checkpoints
     new = checkpoints.begin("step-1")
-    write_shards(new / SHARDS, {MODEL + name: x for name, x in weights.items()})
+    write_shards(new / SHARDS, {IN_MODEL + name: x for name, x in weights.items()})
     shards = {f"{SHARDS}/{path.name}": file_facts(path) for path in (new / SHARDS).glob("*.safetensors")}
-    checkpoints.complete(new, 1, {}, shards=shards)
+    write_checkpoint(new, 1, None, {}, shards=shards)
+    checkpoints.complete(new)
     return checkpoints
 
 

@@ -225,7 +225,7 @@ def test_what_could_not_be_saved_is_saved_when_training_goes_on(tmp_path, monkey
     """A full disk at the end of the budget: `fit` again said that all was done, and wrote nothing."""
     full = trainer(tmp_path, config(steps=3), validate=None if value is None else lambda model: {"loss": value})
     with monkeypatch.context() as patch:
-        patch.setattr("fastformer.apps.train.checkpoint_folder.write_weights", _no_space)
+        patch.setattr("fastformer.apps.train.checkpoint.write_weights", _no_space)
         with pytest.raises(OSError, match="No space left"):
             full.fit()
     assert full.fit().step == 3
@@ -327,8 +327,9 @@ def test_a_line_says_when_a_validation_was_the_best_and_is_saved(tmp_path, capsy
     losses = iter([3.0, 2.0, 2.5, 1.0, 1.5])
     checkpoints = tmp_path / "checkpoints"
     made = trainer(tmp_path, config(average=2), validate=lambda model: {"loss": next(losses)}, show=True)
-    show, best = made._progress.line, []
-    made._progress.line = lambda text: (best.append(made.checkpoints.best()), show(text))
+    progress, best = made._records.progress, []
+    show = progress.line
+    progress.line = lambda text: (best.append(made.checkpoints.best()), show(text))
     made.fit()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("validation", "average"))]
     assert ["best so far, saved" in line for line in lines] == [True, True, False, True, False]

@@ -1,0 +1,274 @@
+"""`RunState`: all that a run saves, and how a resumed run goes on from it, bit for bit on a CPU; how a run ended.
+
+That is the model, the optimizer, the schedule, the loss scale, the position in the data, the sums since the last
+record, and the random generators of each process.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fastformer.apps.system.run_lock import locked
+from fastformer.apps.train.batch_source import BatchSource
+from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
+from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
+from fastformer.apps.train.config import TrainConfig
+from fastformer.apps.train.metrics import JSONL, RunningSums, is_better, read_metrics
+from fastformer.apps.train.processes import ProcessError, Processes
+from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
+from fastformer.apps.train.saving import CheckpointWriter
+from fastformer.apps.train.schedules import Schedule
+from fastformer.apps.train.update import Update
+from fastformer.apps.train.weights import CheckpointError, put_weights
+
+# Gradients that overflow in fp16 with a smaller scale than this have diverged.
+_LOWEST_SCALE = 1.0
+
+
+class DivergedError(FloatingPointError):
+    """The loss or the gradient is not finite; the last good checkpoint is untouched."""
+
+
+@dataclass
+class Position:
+    """The progress of a run, saved with each checkpoint.
+
+    batch: of the epoch under way. validation_due: the checkpoint was written just before a validation. share: of the
+    held-out data that is validated. reserve: seconds that the end of the run will take.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_value: float | None = None
+    worse: int = 0
+    records: int = 0
+    validation_due: bool = False
+    share: float = 1.0
+    reserve: float = 0.0
+
+    @property
+    def shown_epoch(self) -> int:
+        """The epoch for people: counted from 1; between two epochs the former."""
+        return self.epoch + (self.batch > 0)
+
+    def end(self, config: TrainConfig) -> str | None:
+        """Name the budget that is used up; None where the run goes on."""
+        if config.steps is not None and self.step >= config.steps:
+            return "steps"
+        if config.minutes is not None and self.seconds + self.reserve >= 60 * config.minutes:
+            return "minutes"
+        return "epochs" if config.epochs is not None and self.epoch >= config.epochs else None
+
+    def spent(self, config: TrainConfig, batches: BatchSource) -> float:
+        """The part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
+        parts = [0.0]
+        if config.steps is not None:
+            parts.append(self.step / config.steps)
+        if config.minutes is not None:
+            parts.append(self.seconds / max(60 * config.minutes - self.reserve, 1e-9))
+        if config.epochs is not None:
+            within = self.batch / max(batches.batches_in(self.epoch), 1) if self.batch else 0.0
+            parts.append((self.epoch + within) / config.epochs)
+        return min(max(parts), 1.0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: `reason` is "steps", "epochs", "minutes", "patience" or "interrupted"; seconds in all.
+
+    signal: the one that interrupted this process, such as `signal.SIGTERM`; None where none did.
+    """
+
+    reason: str
+    step: int
+    epoch: int
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]
+    best_value: float | None
+    best: Path | None
+    signal: int | None = None
+
+
+class RunState:
+    """Saves and restores a run of `model`; all processes call the same methods.
+
+    Attributes:
+        at: where the run stands.
+        sums: since the last record.
+        metrics: of the last validation; empty if the weights were trained since.
+        saved_step: step of the last checkpoint; -1 before the first.
+        saved_interim: whether the last checkpoint was one by time, which has no name of its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        model: nn.Module,
+        update: Update,
+        schedule: Schedule,
+        sums: RunningSums,
+        processes: Processes,
+        architecture: Any,
+    ) -> None:
+        self.checkpoints = CheckpointFolder(folder / "checkpoints", config.keep)
+        self.at, self.metrics = Position(), dict[str, Any]()
+        self.saved_step, self.saved_interim = -1, False
+        self._folder, self._config, self._model, self._update = folder, config, model, update
+        self.sums, self._schedule, self._processes, self._architecture = sums, schedule, processes, architecture
+        self._writer = CheckpointWriter(self.checkpoints, model, update, processes, architecture)
+
+    def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
+        """Write a checkpoint.
+
+        Args:
+            now: by the clock of the sums.
+            best: value of the metric, if it is the best so far.
+            name: of the folder; None: that of the step.
+        """
+        generators = self._processes.gather(random_state())
+        state = {
+            "optimizer_name": self._config.optimizer,
+            "schedule_name": self._config.schedule,
+            "metric": self._config.metric,
+            "scaler": self._update.scaler_state(),
+            "schedule": self._schedule.state_dict(),
+            "sums": self.sums.state_dict(now),
+            "position": dict(vars(self.at)),
+            "random": generators,
+        }
+        self._write(state, best, name)
+        self.saved_step, self.saved_interim = self.at.step, name == INTERIM
+
+    def save_average(self, best: float | None) -> None:
+        """Write the model's weights as the average."""
+        self._write(None, best, None)
+
+    def _write(self, state: dict[str, Any] | None, best: float | None, name: str | None) -> None:
+        self._writer.save(self.at.step, state, self.metrics, best, name, self._config.sharded_checkpoints)
+
+    def restore(self, path: Path | str | None, fallback: bool) -> Checkpoint:
+        """Continue from a checkpoint, the last one by default; see `Trainer.resume`."""
+        checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
+        checkpoint.check_architecture(self._architecture)
+        state = checkpoint.state()
+        try:
+            self._check_form(state)
+            self._check_settings(state, checkpoint)
+            optimizer = checkpoint.optimizer_state(self._update.parameters, self._config.optimizer, checked=True)
+            at = Position(**state["position"])
+            checkpoint.load_into(self._model, self._architecture, checked=True)
+            self._update.load_state_dict(optimizer, state.get("scaler", {}))
+            self._schedule.load_state_dict(state["schedule"])
+            self.sums.load_state_dict(state["sums"])
+            self._restore_generators(state, checkpoint.step)
+        except (CheckpointError, ProcessError):
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+            what = " ".join(str(error).split())[:120]
+            raise CheckpointError(
+                f"{checkpoint.path}: not a state of this run ({type(error).__name__}: {what})"
+            ) from None
+        self.at, self.metrics = at, dict(checkpoint.metrics)
+        self.saved_step, self.saved_interim = checkpoint.step, checkpoint.path.name == INTERIM
+        self._processes.on_main(lambda: self._mark_again(checkpoint.path))
+        return checkpoint
+
+    def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
+        with locked(self._folder):
+            self.checkpoints.recover()
+            return self.checkpoints.open(path, fallback).path
+
+    def _check_form(self, state: dict[str, Any]) -> None:
+        """Refuse a state that holds other kinds of values than this run would write."""
+        scaler = self._update.scaler_state() if state.get("scaler") else {}
+        examples = {"scaler": scaler, "schedule": self._schedule.state_dict(), "sums": self.sums.state_dict(0.0)}
+        for section, example in {**examples, "position": vars(Position())}.items():
+            for name, value in dict(state.get(section, {})).items():
+                if not _has_form(value, example.get(name)):
+                    raise ValueError(f"{section}.{name} is {str(value)[:40]!r}")
+
+    def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
+        """Refuse settings that a resumed run cannot change."""
+        names = ("optimizer", state["optimizer_name"]), ("schedule", state["schedule_name"])
+        rated = state["position"]["best_value"] is not None
+        for name, saved in (*names, *([("metric", state.get("metric", self._config.metric))] if rated else [])):
+            if saved != getattr(self._config, name):
+                raise CheckpointError(
+                    f"{checkpoint.path}: was trained with {name}={saved}, not {getattr(self._config, name)}"
+                )
+        if state["position"]["step"] != checkpoint.step:
+            raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
+
+    def _restore_generators(self, state: dict[str, Any], step: int) -> None:
+        generators = state["random"]
+        if isinstance(generators, dict):  # of an earlier version
+            generators = [generators, *state.get("random_of_others", [])]
+        if self._processes.rank < len(generators):
+            set_random_state(generators[self._processes.rank])
+        else:  # a process that the run did not have before
+            seed_everything(self._processes.seed(self._config.seed, step))
+
+    def _mark_again(self, path: Path) -> None:
+        """Mark a checkpoint that was the best: the process may have been killed before it wrote that into the index."""
+        value = self.at.best_value
+        if value is not None and self.metrics.get(self._config.metric) == value:
+            if path.parent == self.checkpoints.folder:
+                with locked(self._folder):
+                    self.mark_if_best(path, value)
+
+    def mark_if_best(self, path: Path | None, value: float) -> bool:
+        """Mark a checkpoint as the best if its value is, and return whether it is; only process 0 calls it."""
+        if path is None or not is_better(self._config.metric, value, self.checkpoints.best_value()):
+            return False
+        self.checkpoints.mark_best(path, value)
+        return True
+
+    def load_average(self) -> None:
+        """Put the mean of the last checkpoints' weights into the model."""
+        averaged = average_checkpoints(self.checkpoints.paths()[-self._config.average :])
+        put_weights(self._model, averaged, self.checkpoints.folder)
+
+    def check_finite(self, step: int) -> None:
+        """Raise DivergedError if the loss or the gradient of a step so far was not finite; waits for the device."""
+        scale = self._update.loss_scale
+        if self.sums.finite() and (scale is None or scale >= _LOWEST_SCALE):
+            return
+        last = self.checkpoints.last()
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+        scaled = "" if scale is None else f", loss scale {scale:g}"
+        raise DivergedError(
+            f"loss or gradient is not finite at step {step} (lr {self.sums.rate:.2e}{scaled}); {kept}; "
+            "try a lower lr, more warmup_steps or a lower clip_norm"
+        )
+
+    def is_complete(self, validates: bool) -> bool:
+        """Return whether the end of the run is saved, recorded (if it `validates`), and marked if it is the best."""
+        kinds = ({"validation"} if validates else set()) | ({"average"} if self._config.average > 1 else set())
+        if self.saved_step != self.at.step or self.saved_interim or not (self._folder / JSONL).is_file():
+            return False
+        found = [each for each in read_metrics(self._folder) if each["step"] == self.at.step]
+        metric, best = self._config.metric, self.checkpoints.best_value()
+        values = [each.get(metric) for each in found if each.get("kind") in kinds]
+        marked = not any(isinstance(value, float) and is_better(metric, value, best) for value in values)
+        return marked and kinds <= {each.get("kind") for each in found}
+
+    def result(self, reason: str, signal: int | None) -> Result:
+        """Return how the run ended."""
+        best, value, at = self.checkpoints.best(), self.checkpoints.best_value(), self.at
+        return Result(reason, at.step, at.epoch, at.tokens, at.seconds, self.metrics, value, best, signal)
+
+
+def _has_form(value: Any, example: Any) -> bool:
+    """Return whether a value is of an example's kind: a flag, a count, another number; None: unset or a number."""
+    if isinstance(example, bool):
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value is None and example is None
+    return not isinstance(example, int) or (isinstance(value, int) and 0 <= value < 2**63)

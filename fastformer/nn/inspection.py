@@ -1,7 +1,7 @@
 """Predicates about stacks and their parts: hooks, replaced parts, sharded parameters, parts that mix tokens.
 
-A stack runs packed unless something may look at the whole batch: a hook registered through torch's API, a `forward` in
-an instance, a subclass or a replaced part that is not declared `token_wise`. It asks once in each call.
+A stack asks once in each call. It runs packed unless a hook, a replaced `forward`, a subclass, or a part that is not
+declared `token_wise` may look at the whole batch.
 """
 
 import sys
@@ -62,20 +62,19 @@ def plain_parts(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ..
         if type(part) in types.get(name, ()):
             state = part.__dict__  # as `has_own_hooks`, without a call for each part
             hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")
-            if not (hooks or state.get("_backward_pre_hooks") or "forward" in state):
-                if len(state.get("normalized_shape", ())) < 2:
-                    found.add(name)
+            changed = hooks or state.get("_backward_pre_hooks") or "forward" in state
+            if not changed and len(state.get("normalized_shape", ())) < 2:
+                found.add(name)
     return found
 
 
 def mixing_reason(part: Any, known: Collection[Any] = ()) -> str | None:
     """Return why a part may look at several tokens; None if its class is in TOKEN_WISE or `known`."""
     kind = type(part).__bases__[0] if is_parametrized(part) else type(part)
-    if not (kind in TOKEN_WISE or kind in known):
+    if kind not in TOKEN_WISE and kind not in known:
         if f"{kind.__module__}.{kind.__qualname__}" not in _ADAPTERS:
             return f" is a {type(part).__name__}"
-        reason = mixing_reason(part.base_layer, known)
-        return None if reason is None else f".base_layer{reason}"
+        return (reason := mixing_reason(part.base_layer, known)) and f".base_layer{reason}"
     shape = getattr(part, "normalized_shape", ())
     return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None
 
@@ -93,8 +92,7 @@ class Inspection(NamedTuple):
 def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
     """Inspect the layers of a stack, and its norm; everywhere: whether hooks that torch calls for all modules count."""
     reasons = {"called": "layers.0 has hooks"} if everywhere and has_global_hooks() else {}
-    orders: set[bool] = set()
-    counting: set[str] = set()
+    orders, counting = set[bool](), set[str]()
     for index, layer in enumerate(stack.layers):
         own, where = layer._modules, f"layers.{index}"
         foreign = not getattr(type(layer), "runs_packed", False)
@@ -103,8 +101,8 @@ def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
             if hasattr(attention, "batch_first"):
                 orders.add(attention.batch_first)  # type: ignore[union-attr]
         if foreign:
-            part_of_own = " with a part of its own" if hasattr(type(layer), "runs_packed") else ""
-            reasons.setdefault("called", f"{where} is a {type(layer).__name__}{part_of_own}")
+            own_part = " with a part of its own" if hasattr(type(layer), "runs_packed") else ""
+            reasons.setdefault("called", f"{where} is a {type(layer).__name__}{own_part}")
             continue
         if has_own_hooks(layer) and not is_sharded(layer):
             reasons.setdefault("called", f"{where} has hooks")
@@ -122,21 +120,22 @@ def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
                     counting.add(name)
                 if part.bias_k is not None or part.add_zero_attn:
                     reasons.setdefault("mixing", f"{where}.{name} has add_bias_kv or add_zero_attn")
-                for child in part._modules.keys() - plain_parts(part, part.part_types):
-                    path = None if child == "position_bias" else f"{where}.{name}.{child}"  # which sees no tokens
-                    _inspect(part._modules[child], f"{where}.{name}", path, reasons)
-        if not isinstance(layer.activation, nn.Module):
-            if not isinstance(layer.activation, Hashable) or layer.activation not in TOKEN_WISE:
-                reasons.setdefault("mixing", f"{where}.activation is a function of your own")
+                unmodified_inside = plain_parts(part, part.part_types)
+                for child, module in part._modules.items():
+                    if child not in unmodified_inside:  # a position bias sees no tokens
+                        path = None if child == "position_bias" else f"{where}.{name}.{child}"
+                        _inspect(module, f"{where}.{name}", path, reasons)
+        function = None if isinstance(layer.activation, nn.Module) else layer.activation
+        if function is not None and not (isinstance(function, Hashable) and function in TOKEN_WISE):
+            reasons.setdefault("mixing", f"{where}.activation is a function of your own")
     if len(orders) > 1:
         reasons.setdefault("mixing", "the layers differ in batch_first")
-    if isinstance(stack.norm, nn.Module):
-        _inspect(stack.norm, "norm", "norm", reasons)
-    found = [reasons.get(kind) for kind in ("called", "hooked", "mixing")]
+    _inspect(stack.norm if isinstance(stack.norm, nn.Module) else None, "norm", "norm", reasons)
     if not len(stack.layers):
-        found.append("it has no layers, which say where the batch is")
-    order = orders.pop() if len(orders) == 1 else None
-    return Inspection(next(filter(None, found), None), found[0], found[2], counting, order)
+        reasons["hooked"] = "it has no layers, which say where the batch is"
+    found = [reasons.get(kind) for kind in ("called", "hooked", "mixing")]
+    obstacle, order = next(filter(None, found), None), orders.pop() if len(orders) == 1 else None
+    return Inspection(obstacle, found[0], found[2], counting, order)
 
 
 def _inspect(part: nn.Module | None, name: str, path: str | None, reasons: dict[str, str]) -> None:
@@ -147,6 +146,5 @@ def _inspect(part: nn.Module | None, name: str, path: str | None, reasons: dict[
         reasons.setdefault("hooked", f"{name} has hooks")
     if path is not None and (reason := mixing_reason(part)) is not None:
         reasons.setdefault("mixing", f"{path}{reason}")
-    # Not `modules()`: PEFT's attention detaches merged weights from its adapters in `named_modules`.
-    for child in part._modules.values():
+    for child in part._modules.values():  # in `modules()`, PEFT's attention detaches merged weights from adapters
         _inspect(child, name, None, reasons)

@@ -1,4 +1,4 @@
-"""What encoder and decoder share: packed runs, recomputed activations, attention weights and cached steps.
+"""The base class of encoder and decoder stacks: packed runs, recomputed activations, attention weights, cached steps.
 
 Letters: R rows of a cache, t new tokens a row, T packed tokens, D model width.
 """
@@ -23,7 +23,7 @@ _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
 
 
 class Stack(nn.Module):
-    """What encoder and decoder share.
+    """The base class of encoder and decoder stacks.
 
     Attributes:
         padding_free: whether batches with a key padding mask run without their padding, whose rows come out as 0. Set

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer import functional
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
 from fastformer.nn.inspection import plain, plain_parts
-from fastformer.nn.modules import activation_name, drop_in, make_norm, run_feed_forward, runs_as_torch, take_over
+from fastformer.nn.modules import activation_name, drop_in, make_norm, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
 from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, packed_call, padded_call, product_dtype
@@ -37,7 +38,7 @@ PARTS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share.
+    """The base class of encoder and decoder layers.
 
     Attributes:
         own_blocks: whether a subclass has another `_sa_block`, `_mha_block` or `_ff_block`.
@@ -158,9 +159,13 @@ class _Layer(nn.Module):
         return plain_parts(self, PARTS)
 
     def _feed_forward(self, x: Tensor, parts: set[str]) -> Tensor:
-        own = self._modules
+        own: Any = self._modules
+        first, dropout, second = own["linear1"], own["dropout"], own["linear2"]
         name = activation_name(self.activation) if parts.issuperset(("linear1", "dropout", "linear2")) else None
-        return run_feed_forward(x, own["linear1"], own["dropout"], own["linear2"], name, self.activation)
+        if name is None:
+            return second(dropout(self.activation(first(x))))  # type: ignore[no-any-return]
+        weights = first.weight, first.bias, second.weight, second.bias
+        return functional.feed_forward(x, *weights, activation=name, dropout_p=dropout.p if dropout.training else 0.0)
 
 
 @drop_in

@@ -8,7 +8,6 @@ Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed
 """
 
 from collections.abc import Callable
-from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -109,35 +108,6 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None
     return "relu"
 
 
-def run_feed_forward(
-    x: Tensor,
-    first: Any,
-    dropout: Any,
-    second: Any,
-    name: Activation | None,
-    activation: Callable[[Tensor], Tensor],
-    recompute: bool = False,
-) -> Tensor:
-    """Return second(dropout(activation(first(x)))), by one op or by calling the parts in turn.
-
-    Args:
-        name: what the op calls the activation; None: the parts are to be called.
-        recompute: as the op takes it.
-    """
-    if name is None:
-        return second(dropout(activation(first(x))))  # type: ignore[no-any-return]
-    return functional.feed_forward(
-        x,
-        first.weight,
-        first.bias,
-        second.weight,
-        second.bias,
-        activation=name,
-        dropout_p=float(dropout.p) if dropout.training else 0.0,
-        recompute=recompute,
-    )
-
-
 def cast_parameters(model: nn.Module) -> list[Tensor]:
     """Return the fp32 parameters that our modules cast to the dtype of autocast; none where a model has none of ours.
 
@@ -219,10 +189,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D]`; parts that were replaced, or have hooks, are called."""
-        unmodified = len(plain_parts(self, _FEED_FORWARD)) == len(_FEED_FORWARD)
-        apply = partial(activate, activation=self.activation)
-        parts = self.linear1, self.dropout, self.linear2
-        return run_feed_forward(x, *parts, self.activation if unmodified else None, apply, self.recompute)
+        first, dropout, second = self.linear1, self.dropout, self.linear2
+        if len(plain_parts(self, _FEED_FORWARD)) < len(_FEED_FORWARD):
+            return second(dropout(activate(first(x), self.activation)))  # type: ignore[no-any-return]
+        weights, dropout_p = (first.weight, first.bias, second.weight, second.bias), _rate(dropout)
+        options = {"dropout_p": dropout_p, "recompute": self.recompute}
+        return functional.feed_forward(x, *weights, activation=self.activation, **options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show the activation, and whether anything is recomputed."""

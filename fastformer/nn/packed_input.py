@@ -132,6 +132,15 @@ def ahead(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1)
 
 
+def mask_of_packed(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:
+    """Return the mask of the padded batch that packed tokens came from."""
+    if not causal:
+        return mask
+    if mask is not None:
+        raise ValueError("causal must be False with attn_mask, which says who attends to whom")
+    return ahead(layout.columns, layout.columns, layout.offsets.device)
+
+
 def is_causal_mask(mask: Tensor | None, stated: bool, length: int) -> bool:
     """Return whether an attn_mask `[L, L]` hides the later keys and nothing else: as stated, or by its values.
 

@@ -17,11 +17,11 @@ from fastformer.nn.layer_stack import Stack
 from fastformer.nn.modules import drop_in, twin
 from fastformer.nn.packed_input import (
     PackedInput,
-    ahead,
     causal_hint,
     encoder_masks,
     finite_padding,
     is_causal_mask,
+    mask_of_packed,
     read_side,
     zero_padding,
 )
@@ -79,7 +79,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             The output, of src's shape; with need_weights a pair, of it and the weights `[layers, B, H, S, S]`.
 
         Raises:
-            RuntimeError: need_weights, and a layer or its attention has hooks or is somebody's own.
+            RuntimeError: need_weights, and a layer or its attention has hooks or another class.
         """
         check_types(("src",), src)
         check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
@@ -120,13 +120,12 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
             causal: whether a token attends to itself and earlier ones of its sequence only.
             mask: as in forward, over layout.columns.
 
-        Hooks on the stack, its layers and their attention, and layers and attention of somebody's own, are called by
-        `forward` with a padded batch. Other parts see tokens.
+        Stacks, layers and attention with hooks or of another class are called with a padded batch.
         """
         batch_first = self._called_padded
         if batch_first is None:
             return self._run_packed(tokens, layout, causal, mask)
-        mask = _mask_of(causal, mask, layout)
+        mask = mask_of_packed(causal, mask, layout)
         padded = unpack(tokens, layout, batch_first)
         return pack(self(padded, mask, ~layout.mask(), causal or None), layout, batch_first)
 
@@ -141,8 +140,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
 
         Raises:
             ValueError: a number is out of range, or both longest and capacity are given.
-            RuntimeError: a layer, or attention in it, has hooks or is somebody's own, or a part of it may look at
-                several positions.
+            RuntimeError: a layer or attention has hooks or another class, or a part may look at several positions.
         """
         return make_cache(self, rows, None, 1, longest, capacity)
 
@@ -151,8 +149,7 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
 class TransformerDecoder(Stack, nn.TransformerDecoder):
     """torch.nn.TransformerDecoder on our layers; a layer of torch's becomes one of ours.
 
-    A batch with a tgt_key_padding_mask or a memory_key_padding_mask runs without that padding (`padding_free`), and
-    its padded rows are 0. Numbers of real tokens are torch's.
+    A batch with a key padding mask runs without that padding (`padding_free`); its padded rows are 0.
     """
 
     def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
@@ -281,14 +278,12 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             memory_layout: where they lie.
             causal: whether a target attends to itself and earlier ones of its sequence only.
             tgt_mask, memory_mask: as in forward, over the columns of the layouts.
-
-        Hooks and parts of somebody's own: as in the encoder.
         """
         batch_first = self._called_padded
         if batch_first is None:
             return self._run_packed(tokens, layout, memory, memory_layout, causal, tgt_mask, memory_mask)
         masks: dict[str, Any] = {
-            "tgt_mask": _mask_of(causal, tgt_mask, layout),
+            "tgt_mask": mask_of_packed(causal, tgt_mask, layout),
             "memory_mask": memory_mask,
             "tgt_key_padding_mask": ~layout.mask(),
             "memory_key_padding_mask": ~memory_layout.mask(),
@@ -337,15 +332,6 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             raise ValueError("memory_key_padding_mask must be None with memory_layout, which says where memories lie")
         kept = memory, without_gaps(memory_layout, memory.device)
         return make_cache(self, memory_layout.batch * hypotheses, kept, hypotheses, longest, capacity)
-
-
-def _mask_of(causal: bool, mask: Tensor | None, layout: Layout) -> Tensor | None:
-    """The mask of the padded batch that packed tokens came from."""
-    if not causal:
-        return mask
-    if mask is not None:
-        raise ValueError("causal must be False with attn_mask, which says who attends to whom")
-    return ahead(layout.columns, layout.columns, layout.offsets.device)
 
 
 def _refuse(name: str, obstacle: str | None, *masks: Tensor | None) -> None:

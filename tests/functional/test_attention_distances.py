@@ -10,7 +10,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.functional import attention, attention_with_weights, packed_attention
 from fastformer.functional.attention import packed_reference
-from fastformer.functional.attention.rules import open_dead_rows
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, by_distance, cast, naive, sinks
 from tests.support.closeness import assert_close, gradients, random
@@ -143,16 +142,6 @@ PACKED = [
     {"sinks": True},
     {"distance_bias": True, "sinks": True, "window": (2, 1), "softcap": 0.9, "alignment": "bottom_right"},
 ]
-
-
-def test_an_additive_mask_is_copied_only_for_rows_that_may_attend_to_nothing():
-    mask = torch.tensor([[0.0, -INF], [-INF, 1.0]], requires_grad=True)
-    assert open_dead_rows(mask, None)[0] is mask
-    assert open_dead_rows(mask, None)[1] is None
-    merged, dead = open_dead_rows(mask, torch.tensor([[False, True], [True, True]]))
-    assert dead.tolist() == [[True], [False]]
-    assert merged.tolist() == [[0.0, 0.0], [-INF, 1.0]]
-    assert open_dead_rows(torch.zeros(2, 0), None)[1].tolist() == [[True], [True]]
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,6 @@ def test_the_profiler_names_the_op(dispatched):
     assert dispatched
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_trace_keeps_the_op():
-    traced = torch.jit.trace(normalise, (ARGUMENTS[0],), check_trace=False)
-    assert "fastformer::layer_norm" in str(traced.graph)
-
-
 def test_a_subclass_sees_the_op(dispatched):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(ARGUMENTS[0])

@@ -127,11 +127,6 @@ def test_nothing_to_count():
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="none").shape == (0,)
 
 
-def test_large_logits_do_not_overflow():
-    x, weight = torch.full((1, 1), 1e3), torch.tensor([[1.0], [-1.0]])
-    assert linear_cross_entropy(x, weight, torch.tensor([1])) == 2e3
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 1e-4, 0.5])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("trained", [True, False])

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastformer.functional import attention, packed_attention
-from fastformer.functional.attention import packed_reference, reference
+from fastformer.functional.attention import packed_reference
 from fastformer.packing import Layout
-from fastformer.packing.row_map import RowMap
 from tests.support.closeness import assert_close, gradients, random
 
 # Ragged; with empty sequences; all equal; beyond the length that is computed without SDPA; none.
@@ -78,55 +77,6 @@ def test_equals_each_sequence_alone(name, kv_heads, rules, kind):
             assert_close(actual, gradient.to(dtype))
 
 
-def test_groups_hold_every_sequence_once_and_little_padding():
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(0, 60, (200,), generator=generator)
-    others = (lengths + torch.randint(-3, 4, (200,), generator=generator)).clamp(0)
-    layouts = [Layout.from_lengths(x) for x in (lengths, others)]
-    plan = packed_reference._plan(*layouts, 4, 2)
-    for side, heads, rows in ((0, 4, plan.rows[0]), (1, 2, plan.rows[1])):
-        found = torch.cat([(g.query_lengths, g.key_lengths)[side] for g in plan.groups])
-        assert sorted(found.tolist()) == sorted((lengths, others)[side].tolist())
-        assert rows.slots.numel() == len(rows.slots.unique()) == heads * layouts[side].total
-        assert rows.inverse.numel() == sum(heads * g.sequences * (g.queries, g.keys)[side] for g in plan.groups)
-    used = int((lengths * others).sum())
-    padded = sum(g.sequences * g.queries * g.keys for g in plan.groups)
-    assert len(plan.groups) > 4
-    assert padded < 1.5 * used < 0.6 * 200 * 60 * 60
-    few = [Layout.from_lengths(x[:3] % 10) for x in (lengths, others)]
-    assert len(packed_reference._plan(*few, 4, 2).groups) == 1
-
-
-@pytest.mark.parametrize(("lengths", "others"), [([4], [3]), ([4, 4], [3, 3])])
-def test_rows_of_equal_lengths_stay_where_they_are(lengths, others, monkeypatch):
-    """A sentence alone needs no copy of queries, keys and values."""
-    moved, spread = [], RowMap.spread
-    monkeypatch.setattr(RowMap, "spread", lambda *x: (moved.append(1), spread(*x))[1])
-    for queries, keys, expected in ((lengths, others, 0), ([*lengths, 5], [*others, 3], 3), ([0, 0], [0, 0], 3)):
-        layouts = [Layout.from_lengths(x) for x in (queries, keys)]
-        moved.clear()
-        packed_attention(*(torch.randn(x.total, 2, 3) for x in (layouts[0], layouts[1], layouts[1])), *layouts)
-        assert len(moved) == expected
-
-
-def test_groups_follow_whichever_side_varies():
-    one_long_memory = [Layout.from_lengths(x) for x in ([1] + [50] * 20, [100] + [50] * 20)]
-    groups = packed_reference._plan(*one_long_memory, 8, 8).groups
-    assert [(g.sequences, g.queries, g.keys) for g in groups] == [(1, 1, 100), (20, 50, 50)]
-    memories = [Layout.from_lengths(x) for x in ([20] * 100, range(1, 101))]
-    groups = packed_reference._plan(*memories, 8, 8).groups
-    assert sum(g.sequences * g.queries * g.keys for g in groups) < 1.3 * 20 * sum(range(1, 101))
-
-
-def test_the_same_layouts_are_planned_once(monkeypatch):
-    layout, calls, plan = Layout.from_lengths([2, 5]), [], packed_reference._plan
-    monkeypatch.setattr(packed_reference, "_plan", lambda *x: (calls.append(1), plan(*x))[1])
-    for heads, kv_heads in ((2, 2), (2, 2), (4, 4), (4, 2)):
-        q, k = torch.randn(7, heads, 3), torch.randn(7, kv_heads, 3)
-        packed_attention(q, k, k, layout)
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize(("longest", "trained", "hidden", "plain"), [
     (60, False, False, True), (60, True, False, True), (70, False, False, False), (70, True, False, True),
     (60, True, True, False), (257, True, False, False),
@@ -147,17 +97,6 @@ def test_short_sequences_with_a_bias_take_matrix_products(longest, trained, hidd
     assert_close(out, wanted)
     for actual, gradient in zip(gradients(out, leaves), gradients(wanted, leaves), strict=True):
         assert_close(actual, gradient)
-
-
-def test_what_is_padded_with_zeros_is_not_looked_at(monkeypatch):
-    """Whether the padding of each group is finite: 3.8 of the 215 ms that two layers of T5 take (short-cpu)."""
-    monkeypatch.setattr(reference, "blank_padding", None)
-    layout = Layout.from_lengths([3, 0, 70])
-    q, k, v = torch.randn(3, layout.total, 4, 8)
-    v[0] = torch.nan  # of the first sequence
-    out = packed_attention(q, k, v, layout, distance_bias=torch.linspace(-1, 1, 141).expand(4, -1))
-    assert out[:3].isnan().all()
-    assert out[3:].isfinite().all()
 
 
 def test_a_graph_attends_in_one_group():

@@ -129,23 +129,6 @@ def test_weights_that_a_hook_writes_to_are_those_that_are_computed_with(hook, pl
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-def test_weights_that_an_activation_writes_to_are_those_that_are_computed_with():
-    torch.manual_seed(0)
-    model = random_model().train().to(DEVICE)
-    found = []
-    for together in (True, False):
-        copied = copy.deepcopy(model)
-        first, second = copied.decoder.layers
-        called = first.activation
-        first.activation = lambda x, second=second, called=called: (clamp(second, ()), called(x))[1]
-        update = Update(copied, LOSS, TrainConfig(steps=1, precision="bf16"), Processes.current())
-        update._cast = update._cast if together else []
-        torch.manual_seed(0)
-        update.gradients(BATCHES[:1])
-        found.append([p.grad for p in update.parameters])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-
-
 def clamps_before(model, batch):
     clamp(model, ())
     return LOSS(model, batch)

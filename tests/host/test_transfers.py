@@ -5,7 +5,6 @@ Here "meta" is the device: the transfers are counted as the operations that have
 
 import copy
 import pickle
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,10 +20,8 @@ from fastformer.apps.classification.model import (
     token_classification_loss,
 )
 from fastformer.apps.language.model import language_model_loss
-from fastformer.apps.language.sampling import SamplingOptions, choose_ids
 from fastformer.apps.text import LabelledBatch
 from fastformer.apps.translation.model import translation_loss
-from fastformer.apps.translation.search import SearchOptions, _forbid
 from fastformer.functional.attention import packed_reference
 from fastformer.host.devices import send
 from fastformer.packing import Layout
@@ -136,18 +133,6 @@ def test_the_loss_and_its_gradients_are_the_same_after_the_transfer(case, staged
         assert torch.equal(a, b)
 
 
-def test_the_layouts_are_those_of_the_lengths(staged):
-    batch = translation()
-    moved = batch.to("meta")
-    for layout, lengths in zip(moved.layouts, (batch.source_lengths, batch.target_lengths), strict=True):
-        expected = Layout.from_lengths(lengths)
-        for a, b in zip(layout.tensors, expected.tensors, strict=True):
-            assert torch.equal(a, b)
-        assert layout.slots is layout.origin  # one of them travels
-        assert layout.lengths.is_cpu
-        assert torch.equal(layout.lengths, lengths)
-
-
 def test_values_shapes_and_dtypes_arrive(staged):
     a, b = torch.arange(6).view(2, 3), torch.tensor([1.5, -2.0], dtype=torch.float64)
     c, d, e = torch.tensor([True, False, True]), torch.tensor(7, dtype=torch.int32), torch.empty(0, 4)
@@ -171,24 +156,6 @@ def test_what_travels_is_a_copy():
     assert source.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr()
 
 
-class Indexed(TorchDispatchMode):
-    """Counts the writes to a list of indices, which is copied from the CPU, as is the number that is written."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten.index_put_.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_is_sent_to_rule_out_tokens():
-    """At each step of a search: the host would wait for the copies."""
-    with Indexed() as indexed:
-        _forbid(torch.zeros(3, 17), torch.zeros(3, 4, dtype=torch.int64), random_model().config, SearchOptions())
-        choose_ids(torch.zeros(3, 17), SamplingOptions(), torch.zeros(3, dtype=torch.float64), forbidden=[1, 2])
-    assert not indexed.count
-
-
 def test_on_a_cpu_nothing_changes(case):
     _, batch, _ = case
     moved = batch.to("cpu")
@@ -206,12 +173,6 @@ def test_a_batch_comes_back(case, staged):
     assert torch.equal(loss(model, back), loss(model, batch))
     for other in (copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
         assert torch.equal(loss(model, other), loss(model, batch))
-
-
-def test_other_lengths_have_other_layouts(staged):
-    batch = language_task.random_batch([5, 3])
-    moved = replace(batch.to("meta"), lengths=torch.tensor([4, 4]))
-    assert moved.layouts == ()
 
 
 class TestOnAGpu:

@@ -3,9 +3,7 @@
 Kernels have their own tests, option by option; layers have theirs, on the reference. Here is what lies between.
 """
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.func import functional_call
 import fastformer
 from fastformer.host import autograd_function
 from fastformer.packing import Layout, pack, unpack
-from tests.support.closeness import assert_close
 from tests.support.fused_module import FF, B, D, H, S, T, ahead, check, padding, pairs, random, right_padding
 from tests.support.fused_op import DEVICE, needs_kernels
 
@@ -226,25 +223,6 @@ def test_transformer():
     check(transformer(fastformer), expected, torch.float32, inputs, tgt_is_causal=True)
 
 
-def test_inference_agrees_with_torch():
-    """Other kernels: few queries on many keys decode, and the stack takes the padding of its batch away."""
-    first = layer(fastformer, "TransformerEncoderLayer")
-    stack, memory = fastformer.TransformerEncoder(first, 1).to(DEVICE), torch.randn(B, S, D, device=DEVICE)
-    query, hidden = torch.randn(B, 2, D, device=DEVICE), MEMORY_PADDING.to(DEVICE)
-    attn = stack.layers[0].self_attn
-    expected_attn, expected_layer = nn.MultiheadAttention(D, H, batch_first=True), layer(nn, "TransformerEncoderLayer")
-    expected_attn.load_state_dict(attn.state_dict(), strict=True)
-    expected_layer.load_state_dict(stack.layers[0].state_dict(), strict=True)
-    with torch.no_grad():
-        with fastformer.backend("triton"):
-            decoded = attn.eval()(query, memory, memory, key_padding_mask=hidden, need_weights=False)[0]
-            encoded = stack.eval()(memory, src_key_padding_mask=hidden)
-        expected = expected_attn.to(DEVICE)(query, memory, memory, key_padding_mask=hidden)[0]
-        assert_close(decoded, expected)
-        expected = expected_layer.to(DEVICE)(memory, src_key_padding_mask=hidden)
-        assert_close(encoded, expected.masked_fill(hidden[:, :, None], 0.0))
-
-
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_modules_run_kernels(norm, monkeypatch):
     """The tests above would pass as well if a module went past its op."""
@@ -261,27 +239,3 @@ def test_modules_run_kernels(norm, monkeypatch):
         "norms.dropout_add_norm",
         "feed_forward.kernels",
     }
-
-
-@pytest.mark.slow
-def test_copies_and_checkpoints():
-    """A module that has run is still a torch.nn module: copied, pickled, and its state is torch's both ways."""
-    ours = transformer(fastformer, 0.1).to(DEVICE)
-    inputs = torch.randn(1, S, D, device=DEVICE), torch.randn(1, 1, D, device=DEVICE)
-
-    def output(module: nn.Module) -> Tensor:
-        torch.manual_seed(1)
-        out: Tensor = module(*inputs)
-        return out
-
-    with fastformer.backend("triton"):
-        expected = output(ours)
-        expected.sum().backward()
-        torchs = transformer(nn, 0.1).to(DEVICE)
-        torchs.load_state_dict(ours.state_dict(), strict=True)
-        fresh = transformer(fastformer, 0.1).to(DEVICE)
-        fresh.load_state_dict(torchs.state_dict(), strict=True)
-        for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), fresh):
-            assert type(twin) is type(ours)
-            assert not {id(x) for x in twin.parameters()} & {id(x) for x in ours.parameters()}
-            assert torch.equal(output(twin), expected)

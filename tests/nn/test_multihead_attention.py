@@ -1,7 +1,6 @@
 """MultiheadAttention against torch.nn's, option by option and mask by mask."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -254,19 +253,6 @@ def test_packed_refuses_the_extra_keys():
             twins(**settings)[0].packed(random(2, D), layout)
 
 
-def test_the_three_steps_are_forward():
-    """`queries`, `keys_values` and `attend`, of decoders that keep keys and values."""
-    ours, _ = twins(batch_first=True)
-    x, memory = random(B, T, D), random(B, S, D)
-    k, v = ours.keys_values(memory)
-    lengths = torch.tensor([7, 3])
-    out = ours.attend(ours.queries(x), k.transpose(1, 2), v.transpose(1, 2), key_lengths=lengths)
-    expected, _ = ours(x, memory, memory, key_padding_mask=torch.arange(S) >= lengths[:, None])
-    assert_close(out, expected)
-    for a, w in zip(ours.queries_keys_values(x), (ours.queries(x), *ours.keys_values(x)), strict=True):
-        assert_close(a, w)
-
-
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=list(OPTIONS))
 def test_constructor_initial_values_and_checkpoints_are_torchs(settings):
     torch.manual_seed(3)
@@ -278,30 +264,6 @@ def test_constructor_initial_values_and_checkpoints_are_torchs(settings):
     assert repr(ours) == repr(torchs)
     ours.load_state_dict(torchs.state_dict(), strict=True)
     torchs.load_state_dict(ours.state_dict(), strict=True)
-
-
-def test_copies_and_pickles_compute_the_same():
-    ours, _ = twins(torch.float32, batch_first=True)
-    x = random(B, T, D, dtype=torch.float32)
-    expected = ours(x, x, x)[0]
-    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(other) is fastformer.MultiheadAttention
-        assert_close(other(x, x, x)[0], expected)
-    wide = copy.deepcopy(ours).to(torch.float64)
-    assert_close(wide(x.double(), x.double(), x.double())[0].float(), expected)
-
-
-def test_autocast_gives_torchs_dtypes():
-    ours, torchs = twins(torch.float32)
-    x = random(T, B, D, dtype=torch.float32)
-    for arguments in ({}, {"attn_mask": torch.zeros(T, T)}, {"attn_mask": torch.eye(T).bool()}):
-        for need_weights in (True, False):
-            with torch.autocast("cpu", torch.bfloat16):
-                out, weights = ours(x, x, x, need_weights=need_weights, **arguments)
-                expected, expected_weights = torchs(x, x, x, need_weights=need_weights, **arguments)
-            assert_close(out, expected, roundings=8)
-            if need_weights:
-                assert_close(weights, expected_weights, roundings=2**17)  # of bf16 scores
 
 
 def test_dropout_is_of_the_weights_and_the_weights_returned_are_those_applied():

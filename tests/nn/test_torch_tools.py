@@ -3,18 +3,16 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer import functional
 from fastformer.nn.modules import OURS
-from fastformer.packing import Layout, from_nested
 
 
 @pytest.mark.parametrize("ours", OURS.values())
@@ -24,36 +22,6 @@ def test_forward_takes_torchs_arguments_in_torchs_order_and_every_argument_by_po
     assert [*given][: len(expected)] == [*expected]
     assert all(given[name].default is its.default for name, its in expected.items())
     assert {its.kind for its in given.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-
-
-@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
-@pytest.mark.parametrize("length", [100, 20_000])
-def test_dropout_is_traced(length: int) -> None:
-    traced = torch.jit.trace(lambda x: fastformer.functional.dropout(x, 0.5), torch.ones(length), check_trace=False)
-    for other in (100, 20_000):
-        out = traced(torch.ones(other))
-        assert set(out.tolist()) == {0.0, 2.0}
-        assert out.shape == (other,)
-
-
-def _read_nested(x: Tensor) -> Tensor:
-    return from_nested(torch.nested.nested_tensor([x[0], x[1, :2]]))[0]
-
-
-# What takes sizes or compares shapes by other means than ==.
-SIZES: dict[str, Callable[[Tensor], Tensor]] = {
-    "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1]),
-    "rms_norm": lambda x: functional.rms_norm(x, x.shape[-1]),
-    "dropout_add_layer_norm": lambda x: functional.dropout_add_layer_norm(x, x, x.shape[-1])[0],
-    "from_nested": _read_nested,
-}
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:The PyTorch API of nested", "ignore:.*torch.jit")
-@pytest.mark.parametrize("name", SIZES)
-def test_sizes_of_a_trace_which_are_tensors_pass_the_checks_of_shapes(name: str) -> None:
-    x = torch.randn(2, 3, 4)
-    torch.testing.assert_close(torch.jit.trace(SIZES[name], x, check_trace=False)(x), SIZES[name](x))
 
 
 @pytest.mark.parametrize("length", [100, 20_000])
@@ -66,33 +34,6 @@ def test_dropout_under_vmap_is_torchs(randomness: str, length: int) -> None:
         found.append(torch.vmap(lambda row, dropout=dropout: dropout(row, 0.5), randomness=randomness)(x))
     assert torch.equal(*found)
     assert (found[0][0] == found[0][1]).all() == (randomness == "same")
-
-
-class Marked(Tensor):
-    """A user's own class of tensors."""
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("marked", ["x", "weight", "bias"])
-def test_the_loss_keeps_the_class_of_tensors(marked: str, reduction: str) -> None:
-    torch.manual_seed(0)
-    plain = {"x": torch.randn(6, 4), "weight": torch.randn(5, 4), "bias": torch.randn(5)}
-    target = torch.tensor([0, 1, 2, 3, 4, 4])
-    given = {**plain, marked: plain[marked].as_subclass(Marked)}  # type: ignore[arg-type]
-    loss = functional.linear_cross_entropy(**given, target=target, reduction=reduction)  # type: ignore[arg-type]
-    expected = functional.linear_cross_entropy(**plain, target=target, reduction=reduction)  # type: ignore[arg-type]
-    assert type(loss) is Marked
-    torch.testing.assert_close(loss.as_subclass(Tensor), expected)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int32])
-def test_lengths_are_of_any_integers(dtype: torch.dtype) -> None:
-    q, lengths = torch.randn(2, 2, 3, 4), torch.tensor([1, 3])
-    expected = functional.attention(q, q, q, key_lengths=lengths)
-    assert torch.equal(functional.attention(q, q, q, key_lengths=lengths.to(dtype)), expected)
-    assert torch.equal(Layout.from_lengths(lengths.to(dtype)).lengths, lengths)
-    with pytest.raises(ValueError, match=r"key_lengths must be between 0 and 3|key_lengths .*4"):
-        functional.attention(q, q, q, key_lengths=torch.tensor([1, 4]).to(dtype))
 
 
 class Own(torch.Tensor):

@@ -38,26 +38,15 @@ FORMS = {
     "a list": list,
     "a tuple": tuple,
     "tensors": lambda x: [torch.tensor(each) for each in x],
-    "a read-only array": lambda x: np.frombuffer(np.array(x).tobytes(), np.int64),
-    "a reversed array": lambda x: np.array(x[::-1])[::-1],
-    "an array of another order of bytes": lambda x: np.array(x, ">i4"),
-    **{f"an array of {x}": partial(np.array, dtype=x) for x in ("int8", "uint16", "uint32", "uint64", "int64")},
-    **{
-        f"a tensor of {x}": partial(torch.tensor, dtype=x)
-        for x in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
-    },
+    **{f"an array of {x}": partial(np.array, dtype=x) for x in ("int8", "uint32", "int64")},
+    **{f"a tensor of {x}": partial(torch.tensor, dtype=x) for x in (torch.uint8, torch.int32, torch.uint64)},
 }
 WRONG = {
     "negative": ([2, -1], ValueError, "must not be negative: -1"),
-    "a negative tensor": (torch.tensor([2, -1]), ValueError, "must not be negative: -1"),
     "floating point": ([2.0, 1.0], TypeError, "must be integers, not torch.float32"),
     "bool": (np.array([True]), TypeError, "must be integers, not torch.bool"),
-    "complex": (torch.tensor([2j]), TypeError, "must be integers, not torch.complex64"),
     "nothing": ([None, 1], TypeError, r"must be integers \[B\], not \[None, 1\]: "),
     "None": (None, TypeError, r"must be integers \[B\], not None: "),
-    "words": (["2", "1"], ValueError, r"must be integers \[B\], not \['2', '1'\]: "),
-    "objects": (np.array([2, 1], object), TypeError, r"must be integers \[B\], not \[2 1\]: "),
-    "of several lengths": ([[1], [1, 2]], ValueError, r"must be integers \[B\], not \[\[1\], \[1, 2\]\]: "),
     "one number": (3, ValueError, r"must be one-dimensional \[B\], not of shape \[\]"),
     "a table": (
         torch.ones(1, 2, dtype=torch.int64),
@@ -65,12 +54,6 @@ WRONG = {
         r"must be one-dimensional \[B\], not of shape \[1, 2\]",
     ),
     "beyond counting": ([2, 2**31], ValueError, "must be at most 2147483647, not 2147483648"),
-    "beyond int64": ([2, 2**63 + 5], ValueError, r"must be integers \[B\], not \[2, 9223372036854775813\]: "),
-    "beyond int64, unsigned": (
-        np.array([2**63 + 5], np.uint64),
-        ValueError,
-        "must be at most .*, not 9223372036854775813",
-    ),
 }
 
 
@@ -326,23 +309,6 @@ def test_half_precision_is_kept():
     layout = Layout.from_lengths([2, 1])
     padded = random(2, 2, 3, dtype=torch.bfloat16, grad=False)
     assert_close(unpack(pack(padded, layout), layout)[0], padded[0])
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error", "message"),
-    [
-        ([1.0, 2.0], TypeError, "lengths must be integers, not torch.float32"),
-        ([True], TypeError, "lengths must be integers, not torch.bool"),
-        ([[1, 2]], ValueError, r"lengths must be one-dimensional \[B\], not of shape \[1, 2\]"),
-        ([2, -1], ValueError, "lengths must not be negative: -1"),
-        (None, TypeError, r"lengths must be integers \[B\], not None"),
-        ("ab", TypeError, r"lengths must be integers \[B\], not ab"),
-        ([2**70], ValueError, r"lengths must be integers \[B\], not \[1180591620717411303424\]"),
-    ],
-)
-def test_bad_lengths(lengths, error, message):
-    with pytest.raises(error, match=message):
-        Layout.from_lengths(lengths)
 
 
 def test_tensors_that_do_not_fit_the_layout():

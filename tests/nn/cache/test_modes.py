@@ -3,18 +3,12 @@
 Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a row, S sources, D model width.
 """
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from fastformer.nn.cache import KVCache
-from fastformer.nn.kv_write import LayerCache
 from fastformer.packing import Layout
 from tests.nn.cache.cache_cases import Uncached, assert_reads, both, caches, drawn
 
@@ -66,70 +60,6 @@ def test_inference_mode_may_come_and_go(inside: tuple[bool, ...], kind: str, cap
             uncached.choose([1, 1])
             cache = copy.deepcopy(cache)
             assert capacity or before.tolist() == read  # which may be looked at
-
-
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("capacity", [None, 80])
-def test_a_step_that_failed_can_be_repeated(kind: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second layer, behind keys that the first has kept; or where memory does not suffice for a larger cache."""
-
-    def fail(x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-    def fail_second(self: LayerCache, capacity: int) -> None:
-        if self is cache.layers[1]:
-            raise MemoryError
-        grow(self, capacity)
-
-    grow = LayerCache.grow
-    for stack, cache, uncached in caches(kind, [3, 3], capacity=capacity):
-        for lengths, how in (((1, 1), "equal"), ((30, 2), "padded"), ((1, 1), "equal"), ((40, 0), "packed")):
-            new, before = drawn(*lengths), list(uncached.rows)
-            for patched in ((LayerCache, "grow", fail_second), (stack.layers[1], "activation", fail)):
-                with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt, MemoryError):
-                    patch.setattr(*patched)
-                    assert_reads(stack, cache, uncached, new, how)
-                uncached.rows = list(before)
-                cache.crop(torch.tensor([len(x) for x in before]))  # where nothing had to grow
-            assert_reads(stack, cache, uncached, new, how)
-
-
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("capacity", [None, 80])
-def test_rows_move_all_or_none(kind: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory may not suffice for any one of the copies that it takes; the call may then be repeated."""
-    take = Tensor.index_select
-    for stack, cache, uncached in caches(kind, [3, 2], capacity=capacity):
-        assert_reads(stack, cache, uncached, drawn(3, 2), "padded")
-        for move, chosen in (("reorder", [1, 0]), ("keep", [1, 1])):
-            for enough in itertools.count():
-                left = itertools.count(enough, -1)
-
-                def short(x: Tensor, *given: Any, left: Iterator[int] = left) -> Tensor:
-                    if next(left) == 0:
-                        raise MemoryError
-                    return take(x, *given)
-
-                before = copy.deepcopy(cache)
-                with monkeypatch.context() as patch, contextlib.suppress(MemoryError):
-                    patch.setattr(Tensor, "index_select", short)
-                    getattr(cache, move)(torch.tensor(chosen))
-                    break
-                assert_same_cache(cache, before)
-            assert enough >= 4  # keys and values of two layers
-            uncached.choose(chosen)
-            assert_reads(stack, cache, uncached, drawn(1, 1), "equal")
-
-
-def assert_same_cache(cache: KVCache, other: KVCache) -> None:
-    assert torch.equal(cache.lengths, other.lengths)
-    lengths = [each.memory_lengths for each in (cache, other) if each.memory_lengths is not None]
-    assert not lengths or torch.equal(*lengths)
-    for one, two in zip(cache.layers, other.layers, strict=True):
-        for x, y in zip(
-            (one.keys, one.values, *(one.memory or ())), (two.keys, two.values, *(two.memory or ())), strict=True
-        ):
-            assert torch.equal(x, y)
 
 
 def test_a_step_under_a_compiler() -> None:

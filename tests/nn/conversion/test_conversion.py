@@ -192,24 +192,6 @@ def test_stacks_skip_padding_or_say_why_not():
     assert "works on padding  one  fastformer.TransformerEncoder : layers.0.linear1 has hooks" in str(report)
 
 
-def test_a_compiled_model_is_compiled_again():
-    model = nn.Sequential(nn.Linear(D, D), nn.TransformerEncoderLayer(D, H, FF, dropout=0.0))
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    x = random(S, B, D, dtype=torch.float32)
-    expected = compiled(x)
-    assert len(graphs) == 1
-    fastformer.convert(compiled)
-    assert type(model[1]) is fastformer.TransformerEncoderLayer
-    assert_close(compiled(x), expected)
-    assert len(graphs) == 2
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_inside_distributed_data_parallel(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -243,29 +225,6 @@ def test_nested_tensors_of_torchs_fast_path_reach_a_converted_attention():
         report = fastformer.convert(model)
         assert [e.name for e in report.left] == ["0.layers.0"]
         assert_close(model[0](x, src_key_padding_mask=hidden), expected)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_torchs_fast_path_reach_a_converted_layer():
-    """A stack of a class of its own stays, and hands its layers nested tensors in inference."""
-    torch.backends.mha.set_fastpath_enabled(True)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF, batch_first=True), 2).eval()
-    model.__class__ = type("Own", (nn.TransformerEncoder,), {})
-    x = torch.randn(B, S, D)
-    hidden = torch.arange(S) >= torch.arange(S, S - B, -1)[:, None]
-    with torch.no_grad():
-        expected = model(x, src_key_padding_mask=hidden)
-        assert [e.name for e in fastformer.convert(model).left] == [""]
-        assert_close(model(x, src_key_padding_mask=hidden), expected)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_converted_feed_forward_block_takes_nested_tensors():
-    block = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D))
-    x = torch.nested.nested_tensor([torch.randn(3, D), torch.randn(5, D)])
-    expected = block(x)
-    fastformer.convert(block)
-    assert all(map(torch.equal, block(x).unbind(), expected.unbind()))
 
 
 def test_the_report_reads_well():

@@ -124,23 +124,6 @@ def test_steps_equal_the_whole(name, capacity):
 
 
 @each
-def test_parameters_may_be_views_of_one(name):
-    """As FullyShardedDataParallel has them: no module holds a parameter."""
-    stack, x = encoder(name), batch()
-    padding = torch.arange(L) >= LENGTHS[:, None]
-    expected = stack(x, ahead(), padding, is_causal=True), stack(x, ahead(), is_causal=True)
-    places = [(part, key, p) for part in stack.modules() for key, p in part._parameters.items() if p is not None]
-    views = nn.Parameter(torch.cat([p.detach().flatten() for *_, p in places])).split([p.numel() for *_, p in places])
-    for (part, key, p), view in zip(places, views, strict=True):
-        delattr(part, key)
-        setattr(part, key, view.view(p.shape))
-    close(stack(x, ahead(), padding, is_causal=True), expected[0])
-    close(stack(x, ahead(), is_causal=True), expected[1])
-    cache = stack.new_cache(B)
-    close(torch.cat([stack.step(part, cache) for part in x.split(1, 1)], 1), expected[1])
-
-
-@each
 def test_a_decoder_reads_its_memory_packed_and_in_steps(name):
     stack, x, memory = decoder(name), batch(), batch(7).flip(0)
     padding = torch.arange(7) >= torch.tensor([[5], [7], [2]])

@@ -1,7 +1,5 @@
 """What is set on an attention after it was made, pruned or put elsewhere counts, and counts where padding is."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -77,16 +75,6 @@ def test_an_option_is_not_lost_to_torchs_layer(name):
             layer(x)
         fastformer.convert(layer)
         torch.testing.assert_close(layer(x), expected.detach())
-
-
-def test_norms_taken_away_are_none():
-    x, one = tokens(), attention(qk_norm=True, rotary=Rotary())
-    one.k_norm.weight.data.fill_(2.0)
-    one.q_norm = None
-    with_one = one(x, x, x)[0]
-    one.k_norm = None
-    assert (one(x, x, x)[0] - with_one).abs().max() > 1e-4
-    torch.testing.assert_close(one(x, x, x)[0], attention(rotary=Rotary())(x, x, x)[0])
 
 
 def test_a_function_in_place_of_a_bias_is_called():
@@ -186,29 +174,3 @@ def test_a_module_that_was_made_on_meta_and_filled_later_is_the_same(name):
         buffer.fill_(7.0)  # what happens to be in memory
     made.load_state_dict(given.state_dict())
     torch.testing.assert_close(made(x, x, x), given(x, x, x))
-
-
-@pytest.mark.parametrize("name", ["rotary", "position_bias", "window"])
-@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of sizes that it writes down
-def test_a_trace_is_the_module(name):
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = attention(**{name: LATER[name]})
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.attention(x, x, x, need_weights=False)[0]
-
-    module = Attention().eval()
-    traced = torch.jit.trace(module, (tokens(),), check_trace=False)
-    torch.testing.assert_close(traced(tokens().flip(1)), module(tokens().flip(1)))
-
-
-@pytest.mark.parametrize("name", ["rotary", "position_bias", "window", "softcap"])
-def test_weights_may_be_assigned_to_what_was_built_on_meta(name):
-    option = ALiBi(H) if name == "position_bias" else LATER[name]
-    made, x = attention(**{name: option}), tokens()
-    expected = made(x, x, x)[0]
-    other = copy.deepcopy(made).to("meta")
-    other.load_state_dict(made.state_dict(), assign=True)
-    torch.testing.assert_close(other(x, x, x)[0], expected, rtol=0, atol=0)

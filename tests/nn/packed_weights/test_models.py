@@ -163,14 +163,6 @@ def test_other_dtypes_and_devices_stay_as_they_are_in_fp32() -> None:
     assert all(type(x) is nn.Parameter for x in model.parameters())
 
 
-def test_what_modules_share_they_share_packed() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    pack_weights(model)
-    assert model[2].weight is model[0].weight
-    assert model[1].weight is not model[0].weight
-
-
 class Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * super().forward(input)
@@ -239,20 +231,3 @@ def test_another_dtype_or_device_is_refused(kind: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"model must be in fp32 on a CPU for int8, and 1\.weight is torch"):
         pack_weights(model, "int8")
     assert not isinstance(model[0].weight, PackedWeight)
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_trace_is_right_or_refused(precision: str) -> None:
-    """torch.jit has no constants for oneDNN's blocks and int8's packed memory."""
-    torch.manual_seed(0)
-    model = fastformer.FeedForward(8, 16).eval()
-    pack_weights(model, precision)
-    x = torch.randn(5, 8)
-    if precision != "bf16" and isinstance(model.linear1.weight, PackedWeight):
-        with pytest.raises(TypeError, match=r"cannot be traced by torch\.jit\.trace: do so before pack_weights"):
-            torch.jit.trace(model, x)
-    else:
-        traced = torch.jit.trace(model, x)
-        torch.testing.assert_close(traced(x[:3]), model(x[:3]))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastformer.nn import inference_weights, pack_weights
 from fastformer.nn.inference_weights import PRECISIONS, PackedWeight
@@ -165,20 +164,6 @@ def test_every_bias_that_broadcasts(precision: str, M: int, D: int, K: int) -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("first", [0, 1, 5])
-@pytest.mark.parametrize("M", [1, 3])
-def test_each_of_many_has_its_own_bias(first: int, M: int) -> None:
-    """Those of vmap may be columns of one tensor; `first` rows were multiplied before."""
-    torch.manual_seed(0)
-    values, x, bias = torch.randn(8, 4), torch.randn(5, M, 4), torch.randn(8, 5)
-    weight = packed(values, "fp32")
-    if first:
-        F.linear(torch.randn(first, 4), weight)
-    many = torch.func.vmap(weight.linear, (0, 1))
-    torch.testing.assert_close(many(x, bias), x @ values.t() + bias.t()[:, None])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("M", [1, 5])
 def test_autocast_rounds_no_products(precision: str, M: int) -> None:
@@ -188,13 +173,6 @@ def test_autocast_rounds_no_products(precision: str, M: int) -> None:
         found = F.linear(x, weight)
     assert found.dtype == torch.float32
     assert torch.equal(found, F.linear(x, weight))
-
-
-@torch.no_grad()
-def test_parts_without_rows() -> None:
-    """Whose blocks oneDNN refuses to make."""
-    for M in (0, 1, 5):
-        assert F.linear(torch.randn(M, 4), packed(torch.randn(6, 4), "fp32")[2:2]).shape == (M, 0)
 
 
 @torch.no_grad()
@@ -209,34 +187,3 @@ def test_what_was_packed_changes_no_more(precision: str) -> None:
     given.zero_()
     assert torch.equal(F.linear(x, linear.weight), F.linear(x, other))
     assert torch.equal(F.linear(x, part), F.linear(x, other[:3]))
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("first", [0, 1, 5])
-@pytest.mark.parametrize("M", [1, 5])
-def test_a_products_watcher_leaves_nothing_behind(first: int, M: int) -> None:
-    """Forms made of a fake mode's tensors would stay, and the weight be lost."""
-    torch.manual_seed(0)
-    values, x = torch.randn(8, 4), torch.randn(M, 4)
-    weight = packed(values, "fp32")
-    if first:
-        F.linear(torch.randn(first, 4), weight)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert F.linear(mode.from_tensor(x), weight).shape == (M, 8)
-    if weight.by_columns is not None:  # of what is in blocks alone, torch.jit makes no constant
-        traced = torch.jit.trace(lambda x: F.linear(x, weight), x)
-        torch.testing.assert_close(traced(x.repeat(3, 1)), (x @ values.t()).repeat(3, 1))
-    assert type(F.linear(x, weight)) is Tensor
-    torch.testing.assert_close(F.linear(x, weight), x @ values.t())
-
-
-def test_a_part_that_was_made_under_a_fake_mode_is_its_own():
-    values, x = torch.randn(8, 4), torch.randn(3, 4)
-    weight = packed(values, "bf16")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert F.linear(mode.from_tensor(x), weight[:5]).shape == (3, 5)
-    found = F.linear(x, weight[:5])
-    assert type(found) is Tensor
-    torch.testing.assert_close(found, x @ values[:5].t(), rtol=0.05, atol=0.05)
-    assert weight[:5] is weight[:5]

@@ -250,18 +250,18 @@ def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> d
     takes registers. Chosen from what the compiler reports
     (`python -m benchmarks.codegen`); `benchmarks/NOTES.md` has what was tried. Not measured on a GPU.
     """
-    K, generation = head_width(wide), device_of(wide).capability // 10
+    K, generation = head_width(wide), device_of(wide).generation
     tf32 = wide.dtype == torch.float32  # what is not exact, below
     if is_exact(wide):
         low = K == 128 or (K == 64 and heavy and (generation < 9 or problem.distance_bias is not None))
-        narrow = K > 128 and generation == 9 and not heavy
-        tile = (
-            (16, 32, 8 if heavy and generation > 9 else 4, 1)
-            if low
-            else (32, 32, 4, 1)
-            if K <= 64
-            else (16, 16 if narrow else 32, 8, 1)
-        )
+        if low:
+            tile = (16, 32, 8 if heavy and generation > 9 else 4, 1)
+        elif K <= 64:
+            tile = (32, 32, 4, 1)
+        elif has_small_memory(wide):
+            tile = (16, 16, 8 if heavy or problem.seed is not None else 4, 1)
+        else:
+            tile = (16, 16 if generation == 9 and not heavy else 32, 8, 1)
     elif K <= 32:
         tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
     elif K == 128 and tf32 and generation < 9:
@@ -297,7 +297,7 @@ def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> d
 
 def _tiles_of_queries(wide: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
     """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
-    K, generation = head_width(wide), device_of(wide).capability // 10
+    K, generation = head_width(wide), device_of(wide).generation
     tf32, crowded = wide.dtype == torch.float32, heavy and problem.key_mask is not None
     if is_exact(wide):
         tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)

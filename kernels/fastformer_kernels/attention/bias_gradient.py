@@ -176,7 +176,7 @@ def bias_gradient(
     dweights = None if dweights is None else lined_up(dweights.float())
     wide = wider(q, v)
     tile = score_tile(wide)
-    if is_exact(wide) and device_of(wide).capability >= 100:
+    if is_exact(wide) and device_of(wide).generation >= 10:
         tile["BLOCK_S"] = 16  # 32 spill 8 bytes at head size 64
     BLOCK_T, BLOCK_S = tile["BLOCK_T"], tile["BLOCK_S"]
     # A column counts from the first row of its tile: BLOCK_T - 1 further than from its own row, at most.

@@ -140,7 +140,7 @@ def _tile(wide: Tensor, problem: Problem) -> dict[str, int]:
         block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
     else:
         block, warps, stages = (64, 4, 2) if K <= 128 else (32, 4, 2 if wide.dtype == torch.float32 else 1)
-        if K > 128 and problem.distance_bias is not None and device_of(wide).capability >= 100:
+        if K > 128 and problem.distance_bias is not None and device_of(wide).generation >= 10:
             block, warps = 16, 2  # 32 keys and 4 warps spill 8 bytes
     return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
 

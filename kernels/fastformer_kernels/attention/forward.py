@@ -183,9 +183,9 @@ def _tiles(wide: Tensor, values: Tensor, problem: Problem) -> dict[str, Any]:
     what the compiler reports (`python -m benchmarks.codegen`, and benchmarks/NOTES.md); not measured on a GPU.
     """
     K, T = head_width(wide), problem.queries
-    small, capability = has_small_memory(wide), device_of(wide).capability
-    ampere, blackwell, halves = capability < 90, capability >= 100, wide.element_size() == 2
-    hopper = capability == 90 and halves
+    small, generation = has_small_memory(wide), device_of(wide).generation
+    ampere, blackwell, halves = generation < 9, generation > 9, wide.element_size() == 2
+    hopper = generation == 9 and halves
     heavy = problem.looked_up or problem.softcap > 0.0
     if is_exact(wide):
         tile = (32, 32, 4 if K == 64 and not heavy else 8, 1) if K <= 128 else (16, 32, 8, 1)
@@ -215,7 +215,7 @@ def _tiles(wide: Tensor, values: Tensor, problem: Problem) -> dict[str, Any]:
     else:
         tile = (32, 64, 8, 1) if heavy else (128, 32, 8, 2)
     slow_products = K == 128 and tile[0] == 128
-    ahead = not is_exact(wide) and (blackwell or not halves or (capability == 90 and slow_products))
+    ahead = not is_exact(wide) and (blackwell or not halves or (generation == 9 and slow_products))
     return {**dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True)), "AHEAD": ahead}
 
 

@@ -266,9 +266,9 @@ def score_tile(wide: Tensor) -> dict[str, int]:
     and of those Triton lays all warps along the rows, so that 8 warps computed 32 rows four times. Chosen from what the
     compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
     """
-    width, generation = head_width(wide), device_of(wide).capability // 10
+    width, generation = head_width(wide), device_of(wide).generation
     if is_exact(wide):
-        tile = (32, 32, 8, 1) if width <= 128 else (16, 16, 8, 1)
+        tile = (32, 32, 8, 2 if width == 128 and has_small_memory(wide) else 1) if width <= 128 else (16, 16, 8, 1)
     elif generation < 9:
         tile = (64, 32, 4, 1) if width <= 64 else (64, 16, 4, 2)
         if width > 128 and wide.dtype == torch.float32:  # 64 rows of 4 warps spill 144 bytes

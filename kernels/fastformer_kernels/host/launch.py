@@ -55,6 +55,14 @@ class Device(NamedTuple):
     shared_memory: int  # bytes that one block can get
     cache: int = 50 << 20  # bytes of L2
 
+    @property
+    def generation(self) -> int:
+        """Return the generation of the matrix units: 8 (mma.sync), 9 (wgmma), 10 and up (tcgen05).
+
+        sm_120 and newer, desktop GPUs, have mma.sync.
+        """
+        return 8 if self.capability >= 120 else self.capability // 10
+
 
 # Where no GPU is asked: the interpreter, and meta tensors; `benchmarks.codegen` puts other GPUs here. It is an H200's.
 assumed = Device(90, 132, 227 << 10)

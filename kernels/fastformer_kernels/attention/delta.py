@@ -42,7 +42,8 @@ def launch_delta(
 ) -> None:
     """Fill delta, fp32 `[B, H, T]` or packed `[H, T]`; arguments as in `backward`."""
     B, H, T, _ = problem.sizes(q)
-    tile = {"BLOCK_T": 64, "num_warps": 4}
+    wide_rows = out.data.shape[-1] * out.data.element_size() > 512  # 64 of them spill 32 bytes on sm_86
+    tile = {"BLOCK_T": 32 if wide_rows else 64, "num_warps": 4}
     tiles = -(-T // tile["BLOCK_T"])
     rows = (delta, delta if added is None else added.contiguous())
     tensors = (out.data, dout.data, *rows, q if problem.bounds is None else problem.bounds)

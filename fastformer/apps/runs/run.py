@@ -41,7 +41,7 @@ class Run(ABC):
     initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
     choice: Choice | None = None  # of the settings that the user of a new run left out
     chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
-    _unlock: Callable[[], Any]  # while this object has the lock
+    _unlock: Callable[[], Any] | None = None  # gives back the lock of this object
 
     def __init__(
         self,
@@ -316,30 +316,23 @@ class Run(ABC):
             show: progress on the terminal.
         """
         with self.writing():
-            Processes.current().on_main(self._give_back)
-            return self._fit(resume, fallback, show)
-
-    def _give_back(self) -> None:
-        if "_unlock" in vars(self):
-            self._unlock()
-            del self._unlock
-
-    def _fit(self, resume: bool, fallback: bool, show: bool) -> Result:
-        if resume:
-            check_resumable(self.folder, self.model_config, fallback)
-        torch.manual_seed(self.train_config.seed)
-        trainer = Trainer(
-            self.new_model().to(self.device),
-            self.loss,
-            self.batches,
-            self.train_config,
-            self.folder,
-            validate=self.validation(),
-            architecture=self.model_config,
-            show=show,
-        )
-        if resume:
-            trainer.resume(fallback=fallback)
-            if trainer.ended is None:  # a run that trains nothing keeps its settings
-                Processes.current().on_main(self._save_settings)
-        return trainer.fit()
+            if self._unlock is not None:
+                self._unlock()
+            if resume:
+                check_resumable(self.folder, self.model_config, fallback)
+            torch.manual_seed(self.train_config.seed)
+            trainer = Trainer(
+                self.new_model().to(self.device),
+                self.loss,
+                self.batches,
+                self.train_config,
+                self.folder,
+                validate=self.validation(),
+                architecture=self.model_config,
+                show=show,
+            )
+            if resume:
+                trainer.resume(fallback=fallback)
+                if trainer.ended is None:  # a run that trains nothing keeps its settings
+                    Processes.current().on_main(self._save_settings)
+            return trainer.fit()

@@ -41,7 +41,7 @@ class CheckpointFolder:
         self.folder, self.keep = Path(folder), keep
 
     def paths(self) -> list[Path]:
-        """Complete checkpoints with a training state, in the order of writing."""
+        """Return the complete checkpoints with a training state, in the order of writing."""
         found = {name for name in self._names() if name == INTERIM or _STEP.fullmatch(name)}
         index = self._index()
         listed = [name for name in index["kept"] if name in found]
@@ -49,18 +49,18 @@ class CheckpointFolder:
         return [self.folder / name for name in [*listed, *unlisted]]
 
     def last(self) -> Path | None:
-        """The checkpoint written last."""
+        """Return the checkpoint that was written last."""
         return next(reversed(self.paths()), None)
 
     def best(self) -> Path | None:
-        """The checkpoint with the best validation metric, possibly the average; None before the first validation."""
+        """Return the checkpoint with the best metric, which may be the average; None before the first validation."""
         best = self._index()["best"]
         return self.folder / best["name"] if best and best["name"] in self._names() else None
 
     def best_or_last(self) -> Path | None:
-        """The best checkpoint; before the first validation the last.
+        """Return the best checkpoint, or the last one before the first validation.
 
-        Raises CheckpointError where the best is gone: the last is another model.
+        Raises CheckpointError if the best is gone, because the last is another model.
         """
         named, best, last = self._index()["best"], self.best(), self.last()
         if named and best is None and last is not None:
@@ -70,7 +70,7 @@ class CheckpointFolder:
         return best or last
 
     def best_value(self) -> float | None:
-        """The metric of `best()`."""
+        """Return the metric of `best()`."""
         best = self._index()["best"]
         return float(best["value"]) if best and self.best() else None
 
@@ -142,7 +142,7 @@ class CheckpointFolder:
         self._update_index(best={"name": path.name, "value": value})
 
     def open(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
-        """The checkpoint at `path`, or the last one, with all its files checked.
+        """Open the checkpoint at `path`, or the last one, after all its files were checked.
 
         A damaged one raises CheckpointError naming the file and the previous good checkpoint; with `fallback` that
         one is opened instead.
@@ -169,7 +169,7 @@ class CheckpointFolder:
         return None
 
     def average(self) -> Path | None:
-        """The average of the last checkpoints."""
+        """Return the average of the last checkpoints; None if there is none."""
         return self.folder / AVERAGE if AVERAGE in self._names() else None
 
     def _names(self) -> set[str]:
@@ -223,7 +223,7 @@ class CheckpointFolder:
 
 
 def _is_index(index: Mapping[str, Any]) -> bool:
-    """Whether it names checkpoints alone, and none as both kept and removed: what it lists as removed is deleted."""
+    """Return whether an index names only checkpoints, none both as kept and as removed; removed ones are deleted."""
     best = index["best"]
     there, removed = [*index["kept"], *([] if best is None else [best["name"]])], index["removed"]
     ours = all(name in (AVERAGE, INTERIM) or _STEP.fullmatch(name) for name in (*there, *removed))
@@ -231,9 +231,9 @@ def _is_index(index: Mapping[str, Any]) -> bool:
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:
-    """The checkpoint folder meant by `path`: a run folder, its checkpoints folder, or a checkpoint itself.
+    """Return the checkpoint in `path`, which is a run folder, its checkpoints folder, or a checkpoint itself.
 
-    which: "best" (the last one while none was validated), "last" or "average". Raises CheckpointError.
+    which: "best" (the last one before the first validation), "last" or "average". Raises CheckpointError.
     """
     path = Path(path)
     check_value("which", which, str, choices=("best", "last", "average"))
@@ -247,7 +247,7 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
 
 
 def name_of(step: int) -> str:
-    """The name of the folder of a checkpoint that is kept."""
+    """Return the folder's name of the checkpoint of a step."""
     return f"step-{step}"
 
 

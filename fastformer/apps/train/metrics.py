@@ -132,7 +132,7 @@ class RunningSums:
         return values if self._skips is None else {**values, "skipped_steps": skips}
 
     def take(self, now: float) -> dict[str, float]:
-        """The values of a record, and begin anew."""
+        """Return the values of a record, and begin a new one."""
         values = self.values(now)
         self._loss.zero_()
         self._norm.zero_()
@@ -142,14 +142,14 @@ class RunningSums:
         return values
 
     def take_epoch(self) -> dict[str, float]:
-        """The mean loss per token of an epoch, and begin the next one."""
+        """Return the mean loss per token of an epoch, and begin the next one."""
         values = {"loss": self._epoch_loss.item() / max(self._epoch_tokens, 1)}
         self._epoch_loss.zero_()
         self._epoch_tokens = 0
         return values
 
     def state_dict(self, now: float) -> dict[str, Any]:
-        """What a resumed run needs to write the same next record."""
+        """Return what a resumed run needs to write the same next record."""
         sums = {"loss": self._loss.item(), "norm": self._norm.item()}
         epoch = {"epoch_loss": self._epoch_loss.item(), "epoch_tokens": self._epoch_tokens}
         if self._skips is not None:
@@ -176,7 +176,7 @@ def is_better(metric: str, value: float, best: float | None) -> bool:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a run folder or of a metrics.jsonl file; a last line that a crash cut off is left out."""
+    """Return the records of a run folder or a metrics.jsonl file; a last line that a crash cut off is left out."""
     path = Path(path)
     path = path / JSONL if path.is_dir() else path
     try:

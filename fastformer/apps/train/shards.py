@@ -1,7 +1,7 @@
-"""Tensors in parts: each process writes those that it holds, and any number of processes reads them again.
+"""Tensors in parts: each process writes the parts that it holds, and any number of processes reads them again.
 
 torch.distributed.checkpoint with safetensors files as its storage; each tells which part of which tensor it holds. The
-library's other format has its table of contents as a pickle, which a stranger's checkpoint could use to run code.
+library's other format has its table of contents as a pickle, which an untrusted checkpoint could use to run code.
 """
 
 import math
@@ -85,7 +85,7 @@ class Shards:
                 raise CheckpointError(f"{folder}: is damaged (the parts of {name} are not the whole of it)")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors, on the CPU."""
+        """Return whole tensors, on the CPU."""
         found = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
         self.read_into(found)
         return found
@@ -115,7 +115,7 @@ class Shards:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that one process is one process."""
+    """Suppress the warning of torch.distributed.checkpoint that it runs in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -87,7 +87,7 @@ def check_storable(tensors: Mapping[str, Any]) -> None:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors without memory in common, as safetensors demands: copies where they are not that already."""
+    """Return contiguous tensors that share no memory, as safetensors demands; others are copied."""
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -100,7 +100,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU, tied ones under each of their names."""
+    """Return the tensors of a safetensors file, on the CPU, tied ones under each of their names."""
     from safetensors import safe_open
 
     if not path.is_file():
@@ -130,7 +130,7 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that a model has under several."""
+    """Return the names of each parameter that a model has under several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -138,7 +138,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def check_ties(ties: Iterable[Sequence[str]], weights: Mapping[str, Tensor], origin: Path | str) -> None:
-    """Raise CheckpointError where what a model has under several names (`tied_names`) is not the same under all."""
+    """Raise CheckpointError if a parameter of several names (`tied_names`) is not stored the same under all of them."""
     for first, *others in ties:
         for name in others:
             if weights[name] is not weights[first] and not torch.equal(weights[name], weights[first]):
@@ -146,7 +146,7 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Mapping[str, Tensor], ori
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor."""
+    """Return shape and dtype of each tensor."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -179,12 +179,12 @@ def check_tensors_fit(
 
 
 def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
-    """Whether numbers of one dtype mean the same in the other: equal ones, and floating ones of any usual width."""
+    """Return whether a dtype may be loaded into another: equal ones, and floating ones of any usual width."""
     return saved == expected or {saved, expected} <= _FLOATING
 
 
 def check_size(numbers: int, stored: int, origin: Path | str) -> None:
-    """Refuse to build a model that stored weights cannot fill; the settings of a stranger may ask for any.
+    """Refuse to build a model that is larger than its stored weights, because untrusted settings may name any size.
 
     Args:
         numbers: that the model has at least.
@@ -219,9 +219,9 @@ def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], or
 
 
 def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The mean of several weights, each with where it is from; summed in fp64; integers are taken from the last.
+    """Return the mean of several models' weights, summed in fp64; integers are those of the last.
 
-    Tied weights may be one tensor under several names; no tensor of the sources is changed.
+    sources: (origin for messages, weights) each. Tied weights may be one tensor; no tensor is changed.
     """
     expected: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}
@@ -241,7 +241,7 @@ def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) 
 
 
 def stored_shapes(path: Path) -> dict[str, torch.Size]:
-    """The shapes in a safetensors file, tied tensors once, without reading the tensors; raises CheckpointError."""
+    """Return the shapes in the header of a safetensors file, tied tensors once; raises CheckpointError."""
     from safetensors import safe_open
 
     with _readable(path), safe_open(path, framework="pt") as file:
@@ -250,7 +250,7 @@ def stored_shapes(path: Path) -> dict[str, torch.Size]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn whatever reading a safetensors file of anybody's raises, torch for sizes near 2^63 too, into one line."""
+    """Turn every error of reading a safetensors file into a CheckpointError of one line."""
     try:
         yield
     except Exception as error:  # MemoryError of a hole on the disk

@@ -90,16 +90,6 @@ def test_equal_weights_give_equal_files(tmp_path):
     assert all(torch.equal(found[name], x) for name, x in weights.items())
 
 
-@pytest.mark.parametrize("names", [("pt",), ("pt", "format"), ("format", "pt"), ("a", "format"), ("format", "a")])
-def test_weights_may_be_called_as_the_header_of_their_file_is(tmp_path, names):
-    """It says {"format": "pt"}, which is no copy of a weight called pt."""
-    tied = torch.randn(3)
-    write_weights(tmp_path / "file", dict.fromkeys(names, tied))
-    found = read_weights(tmp_path / "file")
-    assert found.keys() == set(names)
-    assert all(torch.equal(x, tied) for x in found.values())
-
-
 def test_the_weights_file_is_what_safetensors_itself_reads(tmp_path):
     from safetensors.torch import load_model
 

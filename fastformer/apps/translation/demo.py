@@ -79,9 +79,9 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
     with locked(folder):  # to the end: pictures and translations are of this demo, not of another that follows
         _check_folder(folder)  # another process may have written to it meanwhile
         write_file(folder / DEMO, _MARK)
-        for name in (*FILES, *PICTURES):
-            if name != LOCK and (folder / name).exists():
-                remove(folder / name)
+        for path in folder.iterdir():
+            if path.name not in (LOCK, DEMO):
+                remove(path)
         run = TranslationRun.create(folder, data, MODEL, TRAIN, device)
         result = run.fit()
         if result.signal is not None and result.signal != signal.SIGINT:
@@ -114,9 +114,10 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder that is neither new, nor empty, nor an earlier demo's."""
-    mark = folder / DEMO
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {LOCK, f".{DEMO}.tmp"}:
+    """Refuse a folder that is neither new, nor empty, nor an earlier demo's, which may have been killed."""
+    own = {name for each in (*FILES, *PICTURES, DEMO) for name in (each, f".{each}.tmp")}
+    names, mark = {path.name for path in folder.iterdir()} if folder.exists() else set(), folder / DEMO
+    if names <= {LOCK, f".{DEMO}.tmp"}:
         return
-    if not mark.is_file() or mark.read_bytes() != _MARK:
+    if not names <= own or not mark.is_file() or mark.read_bytes() != _MARK:
         raise FileExistsError(f"{folder} is not empty and not an earlier demo; choose another --run")

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from fastformer.apps.translation import demo
 from fastformer.apps.translation.commands import demo as demo_command
 from fastformer.apps.translation.demo import run_demo
 from fastformer.apps.translation.run import DataConfig, TranslationRun
-from tests.apps.runs.test_run_lock import ENVIRONMENT, command, wait_for
+from tests.apps.runs.test_run_lock import ENVIRONMENT, command
 from tests.support.train_task import config, trainer
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, /dev/full and closed pipes")
@@ -30,6 +31,13 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i} the quick brown fox {i * 7 % 11} jumps over {i * 3 % 5}\n" for i in range(300)))
     return path
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
 
 
 def last_step(run):
@@ -287,5 +295,6 @@ def test_a_demo_that_was_killed_is_followed_by_the_next(tmp_path, monkeypatch, s
     (tmp_path / "new" / ".demo.txt.tmp").write_bytes(b"made by")
     begins("new")
     (tmp_path / "new" / "notes").write_text("mine")
-    begins("new")
+    with pytest.raises(FileExistsError, match="not an earlier demo"):
+        run_demo(tmp_path / "new", "fr", "cpu", Console(quiet=True))
     assert (tmp_path / "new" / "notes").read_text() == "mine"

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from fastformer.apps.text import prepare
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, TrainConfig
 from fastformer.apps.translation import demo
 from fastformer.apps.translation.demo import run_demo
-from tests.apps.runs.test_run_lock import ENVIRONMENT, train, words
+from tests.apps.runs.test_run_lock import ENVIRONMENT, command, train, words
 from tests.support.command_line import fastformer
 from tests.support.train_task import config, trainer
 
@@ -97,9 +96,8 @@ def test_the_configuration_that_is_read_is_not_rewritten(tmp_path: Path, text: P
 
 @pytest.mark.slow
 def test_of_two_commands_on_a_new_folder_one_trains(tmp_path: Path, text: Path) -> None:
-    command = [sys.executable, "-m", "fastformer", *words(tmp_path / "run", text, "--steps", "50")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    two = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    two = [subprocess.Popen(command(tmp_path / "run", text, "--steps", "50"), **pipes) for _ in range(2)]
     ended = [(process.communicate(timeout=600), process.returncode) for process in two]
     assert sorted(code for _, code in ended) == [0, 2], ended
     output, error = next(said for said, code in ended if code == 2)

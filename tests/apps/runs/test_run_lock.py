@@ -32,6 +32,10 @@ def words(run, text, *more):
     return ["train", "lm", "--run", str(run), *([] if "--resume" in more else given), *more]
 
 
+def command(run, text, *more):
+    return [sys.executable, "-m", "fastformer", *words(run, text, *more)]
+
+
 def train(run, text, *more):
     return fastformer(*words(run, text, *more), cwd=text.parent)
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -87,19 +86,6 @@ def test_a_sharded_run_equals_the_other_and_either_goes_on_from_the_other(tmp_pa
             assert all(torch.equal(found[key], expected[key]) for key in expected), (name, step)
 
 
-def test_a_run_of_another_model_is_not_resumed(tmp_path: Path) -> None:
-    trainer(tmp_path, config(steps=5, sharded_checkpoints=True)).fit()
-    few, narrow = nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    for small, architecture, message in (
-        (few, {"width": 8}, r"it has width=16, this model 8"),
-        (few, None, r"holds 0.exp_avg of shape \[16, 6\], but this model's is \[4, 6\]"),
-        (narrow, None, r"holds 0.exp_avg of shape \[16, 6\], but this model's is \[8, 6\]"),
-    ):
-        again = trainer(tmp_path, config(steps=10), model=small, architecture=architecture)
-        with pytest.raises(CheckpointError, match=message):
-            again.resume()
-
-
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing", "extra", "header", "offsets", "copies"])
 def test_damage_is_named_and_the_previous_checkpoint_loads(tmp_path: Path, damage: str) -> None:
     folder = saved(tmp_path, Tied(), 1, 2)
@@ -166,30 +152,6 @@ def test_parts_are_of_one_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
         save_file({"x": part}, tmp_path / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
     with pytest.raises(CheckpointError, match=rf"parts of x are of .*{str(dtype).removeprefix('torch.')}"):
         Shards(tmp_path)
-
-
-def test_parts_may_be_a_grid_and_some_of_them_empty(tmp_path: Path) -> None:
-    whole = torch.arange(12.0).view(4, 3)
-    rows, columns = (slice(0, 3), slice(3, 4), slice(4, 4)), (slice(0, 2), slice(2, 3))
-    for number, part in enumerate(product(rows, columns)):
-        places = json.dumps({"x": {"saved_offsets": [each.start for each in part]}})
-        save_file({"x": whole[part].clone()}, tmp_path / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
-    assert torch.equal(Shards(tmp_path).read(["x"])["x"], whole)
-
-
-def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, Tied(), 1, architecture={"width": 4}).open()
-    wide, small = Tied(width=8), nn.Linear(4, 6)
-    before = wide.embedding.weight.clone()
-    with pytest.raises(CheckpointError, match=r"it has width=4, this model 8"):
-        checkpoint.load_into(wide, {"width": 8})
-    with pytest.raises(
-        CheckpointError, match=r"holds embedding.weight of shape \[6, 4\], but this model's is \[6, 8\]"
-    ):
-        checkpoint.load_into(wide)
-    assert torch.equal(wide.embedding.weight, before)
-    with pytest.raises(CheckpointError, match=r"does not hold weight, which this model has"):
-        checkpoint.load_into(small)
 
 
 def test_tensors_of_all_kinds_come_back_and_are_converted_on_loading(tmp_path: Path) -> None:

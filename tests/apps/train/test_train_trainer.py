@@ -191,11 +191,6 @@ def test_a_validation_that_fails_loses_nothing_that_was_trained(tmp_path, values
     assert again.fit().step == 20
 
 
-def test_values_of_a_validation_may_be_called_self(tmp_path):
-    result = trainer(tmp_path, config(), validate=lambda model: {"loss": 1.0, "self": 2.0}).fit()
-    assert result.metrics["self"] == read_metrics(tmp_path)[-1]["self"] == 2.0
-
-
 def test_a_model_that_no_checkpoint_holds_is_refused_before_it_is_trained(tmp_path):
     class Noted(nn.Linear):
         def get_extra_state(self):

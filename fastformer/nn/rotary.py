@@ -17,6 +17,7 @@ from fastformer.packing.layout import MOST_TOKENS
 from fastformer.settings import check_value
 
 _SHORTEST = 128  # tables grow by doubling from here
+_WITHOUT_FP64 = "mps"  # a type of device
 _MOST = 64  # tables that are kept; the oldest go
 _KEPT: dict[Any, tuple[Tensor, Tensor]] = {}
 _READ_BY_GRAPHS: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -128,11 +129,11 @@ class Rotary:
 
     def _tables(self, head_size: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         turned = self.turned(head_size)
-        exact = {"dtype": torch.float64, "device": device}
+        exact = {"dtype": torch.float64, "device": "cpu" if device.type == _WITHOUT_FP64 else device}
         frequencies = self.theta ** -(torch.arange(0, turned, 2, **exact) / turned)  # type: ignore[call-overload]
         if isinstance(self.scaling, Llama3Scaling):
             frequencies = self.scaling.scale(frequencies)
         elif self.scaling is not None:
             frequencies = frequencies / self.scaling
         angles = torch.outer(torch.arange(length, **exact), frequencies)  # type: ignore[call-overload]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)

@@ -42,9 +42,12 @@ def demo_console() -> Console:
     return Console(file=cast("IO[str]", Terminal(sys.stdout)), **_PLAIN)
 
 
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 RunFolder = Annotated[Path, typer.Option("--run", help="run folder, of any kind")]
 MAIN_RUN = Path("runs") / MAIN
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one")]
+Device = Annotated[
+    str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; auto takes a CUDA GPU where there is one")
+]
 Weights = Annotated[
     str, typer.Option(help="fp32, or on a CPU bf16 or int8: fewer bits, faster, and as good up to rounding")
 ]
@@ -175,12 +178,14 @@ def choose_device(name: str, weights: str = "fp32") -> str:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
-    if device.type == "cuda" and weights != "fp32":
+    if device.type not in _DEVICES:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:N, mps or xpu, not {name!r}")
+    if device.type == "cpu":
+        return name
+    if weights != "fp32":
         raise ValueError(f"weights must be fp32 on device {name!r}, not {weights}, which is for a CPU")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator and accelerator.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise ValueError(f"device {name!r} was asked for, but torch sees {count or 'no'} {device.type.upper()} devices")
     return name

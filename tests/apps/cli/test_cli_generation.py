@@ -130,7 +130,7 @@ WRONG = [
     (["the", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
     (["the", "a", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
     (["the", "--seed", "-1"], "seed must be at least 0, not -1"),
-    (["the", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+    (["the", "--device", "tpu"], "device must be auto, cpu, cuda, cuda:N, mps or xpu, not 'tpu'"),
     (["the", "--prompt-file", "prompts.txt"], "give prompts or --prompt-file, not both"),
     (["--prompt-file", "no.txt"], "no.txt"),
     (["--prompt-file", "empty.txt"], "empty.txt"),

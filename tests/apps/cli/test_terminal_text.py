@@ -64,7 +64,10 @@ def test_devices_that_cannot_train_are_named(evil: Path, device: str) -> None:
     with pytest.raises(ValueError, match=f"device='{device}' cannot be used"):
         TranslationRun.check(DataConfig(), {"d_model": 8, "heads": 2}, TrainConfig(steps=1), device)
     done = fastformer("translate", "--run", "run", "--device", device, "a", cwd=evil)
-    assert (done.returncode, done.stderr) == (2, f"error: device must be auto, cpu, cuda or cuda:N, not {device!r}\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: device must be auto, cpu, cuda, cuda:N, mps or xpu, not {device!r}\n",
+    )
 
 
 @pytest.mark.parametrize("name", [".new-x", ".old-x", ".swap-x", ".new-step-9", ".old-step-9", ".swap-step-9"])

@@ -41,7 +41,7 @@ EARLY = [
     (f"{TRAIN_TRANSLATION} --eos-id 60", "eos_id must be at least 0 and below vocabulary (60), not 60"),
     (f"{TRAIN_TRANSLATION} --character-coverage 1.5", "coverage must be at least 0.98 and at most 1, not 1.5"),
     (f"{TRAIN_TRANSLATION} --character-coverage 0.5", "coverage must be at least 0.98 and at most 1, not 0.5"),
-    (f"{TRAIN_TRANSLATION} --device meta", "device must be auto, cpu, cuda or cuda:N, not 'meta'"),
+    (f"{TRAIN_TRANSLATION} --device meta", "device must be auto, cpu, cuda, cuda:N, mps or xpu, not 'meta'"),
     (f"{TRAIN_TRANSLATION} --cuda-graphs", "cuda_graphs has an effect only with a CUDA device, not with a CPU"),
     (f"{TRAIN_TRANSLATION} --parallel fsdp", "parallel has an effect only with several processes"),
     (f"{TRAIN_TRANSLATION} --fallback", "--fallback is for a run that goes on"),

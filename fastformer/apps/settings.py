@@ -172,10 +172,10 @@ def nearest(unknown: str, known: Mapping[str, str]) -> list[str]:
         share = (len(in_name) + 0.8 * len(in_both - in_name)) / max(len(words), 1)
         if len(in_both) == len(set(words)):  # a shorter text says less else
             share += 0.2 * len(words) / max(len(_words(name if in_name == in_both else known[name])), 1)
-        return max(difflib.SequenceMatcher(None, unknown, name).ratio(), share)
+        return max(difflib.SequenceMatcher(None, unknown.strip("-"), name.strip("-")).ratio(), share)
 
     rates = {name: rate(name) for name in known}
-    least = max(0.6, 0.95 * max(rates.values(), default=0.0))
+    least = max(0.5, 0.95 * max(rates.values(), default=0.0))
     return sorted((name for name in known if rates[name] >= least), key=lambda name: -rates[name])[:3]
 
 

@@ -26,7 +26,8 @@ from benchmarks.recipes.table import CUT, DONE, GOALS, RECORD, TRAINED, Goal, re
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.language.run import LanguageRun, evaluate_text
 from fastformer.apps.runs.toml import save_toml
-from fastformer.apps.translation.run import evaluate, load_translator, number_corpus
+from fastformer.apps.text import number_corpus
+from fastformer.apps.translation.run import evaluate, load_translator
 from fastformer.apps.translation.search import SearchOptions
 from tests.benchmarks.test_processes import python
 

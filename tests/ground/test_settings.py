@@ -133,7 +133,11 @@ def test_settings_come_back_from_a_file_and_from_a_checkpoint(tmp_path: Path, ow
         (TrainConfig, {"lr": "fast", "min_lr": 0.1}, "lr must be a finite number, above 0, not 'fast'"),
         (TrainConfig, {"betas": [0.9, 1.0]}, "betas must be a list, each less than 1, not [0.9, 1.0]"),
         (TrainConfig, {"betas": [0.9]}, "betas must be a list of more values, not [0.9]"),
-        (TrainConfig, {"learning_rate": 0.1}, "unknown setting 'learning_rate'; did you mean 'lr' or 'min_lr'?"),
+        (
+            TrainConfig,
+            {"learning_rate": 0.1},
+            "unknown setting 'learning_rate'; did you mean 'lr' or 'schedule' or 'min_lr'?",
+        ),
         (SearchOptions, {"beam": 2, "n_best": 3}, "n_best must be at least 1 and at most beam (2), not 3"),
         (SearchOptions, {"min_length": -1}, "min_length must be at least 0 and at most max_length, not -1"),
         (DataConfig, {"train_source": 3}, "train_source must be a path, not 3"),

@@ -6,7 +6,6 @@ import tracemalloc
 
 import pytest
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

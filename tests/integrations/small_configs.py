@@ -61,6 +61,8 @@ def small(cls: Any, vocabulary: int) -> Any:
     values = default.to_dict()
     if "num_hidden_layers" in settings:
         settings |= _layers(values)
+    if cls.model_type == "lfm2":  # has attention alone by default, and convolutions in all models that exist
+        settings["layer_types"] = ["full_attention", "conv"] * (settings["num_hidden_layers"] // 2)
     if "attention_types" in values:
         settings["attention_types"] = [[["global", "local"], 1]]
     rope = values.get("rope_parameters")

@@ -7,33 +7,33 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torch import Tensor
+import transformers
 from torch._dynamo.testing import CompileCounter
-from transformers import AttentionInterface, DynamicCache, MoonshineConfig, MoonshineModel, StaticCache
+from transformers import AttentionInterface, BertConfig, BertModel, DynamicCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
-import fastformer
 from fastformer import functional
 from fastformer.integrations import transformers as integration
+from tests.integrations.test_packed import reasons
 from tests.integrations.tiny_transformers import (
     CAUSAL,
-    DECODERS,
     DROPOUT,
     GENERATING,
     LENGTH,
     MODELS,
     PAIRS,
+    PLAIN,
     ROUNDINGS,
     VOCABULARY,
+    WAYS,
     batch,
     checkpoint,
+    fast,
     pairs,
     tiny,
     without_dropout,
 )
 from tests.support.closeness import assert_close
-from tests.support.fused_op import DEVICE, needs_kernels
-from tests.support.python import python
 
 
 @pytest.fixture
@@ -51,34 +51,6 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(functional, "attention", spy(functional.attention))
     monkeypatch.setattr(functional, "attention_with_weights", spy(functional.attention_with_weights))
     return received
-
-
-def outcome(name: str, attention: str, inputs: dict[str, Tensor], **changes: Any) -> tuple[Tensor, Tensor, dict]:
-    """Logits at real positions, loss, and the gradient of every parameter."""
-    model = tiny(name, attention, **changes)
-    result = model(**inputs)
-    result.loss.backward()
-    logits = result.logits[inputs["labels"] != -100]
-    if MODELS[name][0] is DECODERS and "attention_mask" in inputs:
-        logits = result.logits[inputs["attention_mask"].bool()]
-    return logits, result.loss, {key: x.grad for key, x in model.named_parameters()}
-
-
-@pytest.mark.parametrize("side", [None, "right", "left", "gaps"])
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_gradients(name, side, calls):
-    inputs = batch(name, side)
-    expected = outcome(name, "eager", inputs)
-    assert not calls
-    actual = outcome(name, "fastformer", inputs)
-    assert len(calls) == (6 if MODELS[name][0] is PAIRS else 2)
-    for one, other in zip(actual[:2], expected[:2], strict=True):
-        assert_close(one, other, ROUNDINGS)
-    assert actual[2].keys() == expected[2].keys()
-    for key, gradient in expected[2].items():
-        assert (gradient is None) == (actual[2][key] is None), key
-        if gradient is not None:
-            assert_close(actual[2][key], gradient, ROUNDINGS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -114,21 +86,34 @@ def test_without_padding_a_causal_model_gives_causality_alone(calls):
     assert all(call["mask"] is call["key_mask"] is call["window"] is None and call["causal"] for call in calls)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", GENERATING)
-def test_generation(name, beams, cache):
-    inputs = batch(name, "left")
-    settings = {"max_new_tokens": 7, "num_beams": beams, "do_sample": False, "eos_token_id": None}
-    if cache == "static":
-        settings |= {"cache_implementation": "static", "disable_compile": True}
+GENERATE: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+}
+RARE = ("prompt lookup", "sampling")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, how) for name in GENERATING for how in GENERATE if name in ("llama", "t5") or how not in RARE],
+)
+def test_generation(name, how, way, seen):
+    rows = slice(1, 2) if how == "prompt lookup" else slice(None)  # transformers has it for a row alone
+    inputs = {key: x[rows] for key, x in batch(name, "left").items() if key != "labels"}
+    settings = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **GENERATE[how]}
     found = []
-    for attention in ("eager", "fastformer"):
-        model = tiny(name, attention)
+    for model in (tiny(name, "eager"), fast(name, way)):
         model.generation_config.eos_token_id = None  # all seven tokens
-        found.append(model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings))
+        torch.manual_seed(5)
+        found.append(model.generate(**inputs, **settings))
     assert found[0].shape[1] == (8 if MODELS[name][0] is PAIRS else LENGTH + 7)
     assert torch.equal(*found)
+    packed = way == "layers" and (how != "static cache" or MODELS[name][0] is PAIRS)
+    assert len(seen) == (2 if packed else 0)  # the layers of the prompt; steps have nothing to leave out
 
 
 def test_decoding_gets_no_mask_over_pairs(calls):
@@ -140,49 +125,47 @@ def test_decoding_gets_no_mask_over_pairs(calls):
     assert {call["k"].shape[2] for call in calls[2:]} == {4}  # the cache keeps a window
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_sequence_in_pieces(name, kind):
+def test_a_sequence_in_pieces(name, kind, way, seen):
     """Several new tokens after those in the cache, with padding on the left: pieces of 4, 3, 1 and 1."""
     inputs = batch(name, "left")
-    real = inputs["attention_mask"]
     results = []
-    for attention in ("eager", "fastformer"):
-        model = tiny(name, attention)
+    for model in (tiny(name, "eager"), fast(name, way)):
         static = StaticCache(config=model.config, max_cache_len=LENGTH + 3) if kind == "static" else None
-        cache = static or DynamicCache(config=model.config)
-        logits, start = [], 0
+        cache, logits, start = static or DynamicCache(config=model.config), [], 0
         with torch.no_grad():
             for end in (4, 7, 8, 9):
-                piece = inputs["input_ids"][:, start:end]
-                positions = torch.arange(start, end).expand(3, -1)
                 result = model(
-                    piece, attention_mask=real[:, :end], past_key_values=cache, position_ids=positions, use_cache=True
-                )
+                    inputs["input_ids"][:, start:end], attention_mask=inputs["attention_mask"][:, :end],
+                    past_key_values=cache, position_ids=torch.arange(start, end).expand(3, -1), use_cache=True,
+                )  # fmt: skip
                 logits.append(result.logits)
                 start = end
-        results.append(torch.cat(logits, 1)[real.bool()])
+        results.append(torch.cat(logits, 1)[inputs["attention_mask"].bool()])
     assert_close(results[1], results[0], ROUNDINGS)
+    assert len(seen) == (2 if way == "layers" and kind == "dynamic" else 0)  # of the first piece
 
 
+@pytest.mark.parametrize("asked", ["hidden_states", "attentions"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_output_attentions(name):
-    inputs = batch(name, "right")
-    expected = tiny(name, "eager")(**inputs, output_attentions=True)
-    model = tiny(name)
-    actual = model(**inputs, output_attentions=True)
-    kinds = [key for key, value in expected.items() if key.endswith("attentions") and value]
-    assert kinds == (
-        ["decoder_attentions", "cross_attentions", "encoder_attentions"] if MODELS[name][0] is PAIRS else ["attentions"]
-    )
-    real = inputs["attention_mask"].bool()
+def test_hidden_states_and_attention_weights(name, way, asked, seen):
+    """Weights are of padded batches."""
+    inputs = pairs(name, "right")
+    expected, model = tiny(name, "eager")(**inputs, **{f"output_{asked}": True}), fast(name, way)
+    actual = model(**inputs, **{f"output_{asked}": True})
+    assert bool(seen) == (way == "layers" and asked == "hidden_states")
+    kinds = [key for key, value in expected.items() if key.endswith(asked) and value]
+    assert kinds
+    masks = {x.shape[1]: x.bool() for key, x in inputs.items() if key.endswith("attention_mask")}
     for kind in kinds:
-        assert len(actual[kind]) == len(expected[kind]) == 2
-        for weights, other in zip(actual[kind], expected[kind], strict=True):
-            assert weights.shape == other.shape
-            if name in CAUSAL:  # where padding sees no key in its window, eager says all are equal
-                weights, other = (x.transpose(1, 2)[real] for x in (weights, other))
-            assert_close(weights, other, ROUNDINGS)
+        for one, other in zip(actual[kind], expected[kind], strict=True):
+            assert one.shape == other.shape
+            real = masks[one.shape[-2]]
+            one, other = (x.transpose(1, 2)[real] if x.dim() == 4 else x[real] for x in (one, other))
+            assert_close(one, other, ROUNDINGS)
     assert not any(model(**inputs).get(kind) for kind in kinds)
 
 
@@ -212,30 +195,12 @@ def test_dropout_in_training_only(name, calls):
 
 
 def test_switching_a_model(calls):
-    model = tiny("bert", "sdpa")
-    inputs = batch("bert", "right")
+    model, inputs = tiny("bert", "sdpa"), batch("bert", "right")
     before = model(**inputs).loss
-    assert not calls
-    model.set_attn_implementation("fastformer")
-    assert_close(model(**inputs).loss, before, ROUNDINGS)
-    assert len(calls) == 2
-    model.set_attn_implementation("eager")
-    model(**inputs)
-    assert len(calls) == 2
-
-
-def test_activation_checkpointing():
-    inputs = batch("llama", "right")
-    expected = outcome("llama", "fastformer", inputs)[2]
-    model = tiny("llama").train()
-    model.config.attention_dropout = 0.0
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # older releases
-    model(**inputs).loss.backward()
-    for key, x in model.named_parameters():
-        assert_close(x.grad, expected[key], ROUNDINGS)
+    for name, count in (("fastformer", 2), ("eager", 2)):
+        model.set_attn_implementation(name)
+        assert_close(model(**inputs).loss, before, ROUNDINGS)
+        assert len(calls) == count
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -258,16 +223,23 @@ def test_a_bool_mask_that_changes_before_backward(name, checkpointed):
         assert_close(found[1][key], x, ROUNDINGS)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mistral", "t5"])
-def test_compiles_in_one_graph(name):
-    inputs = batch(name, "right")
+COMPILED = [("attention", name) for name in ("bert", "gpt2", "llama", "mistral", "t5")]
+
+
+@pytest.mark.parametrize(("way", "name"), [*COMPILED, ("layers", "bert"), ("layers", "llama")])
+def test_compiles_in_one_graph(name, way, seen):
+    """Of padded batches."""
+    inputs = pairs(name, "right")
+    real = inputs["labels"] != -100
     if name == "gpt2":  # its loss warns, which torch.compile cannot trace
         del inputs["labels"]
-    model = tiny(name)
+    model = fast(name, way)
     with torch.no_grad():
         expected = model(**inputs).logits
+        seen.clear()
         actual = torch.compile(model, backend="eager", fullgraph=True)(**inputs).logits
-    assert_close(actual, expected, ROUNDINGS)
+    assert_close(actual[real], expected[real], ROUNDINGS)
+    assert not seen
 
 
 def test_compiled_decoding_traces_once():
@@ -293,42 +265,6 @@ def test_compiled_decoding_traces_once():
     assert graphs.frame_count == 1
 
 
-@needs_kernels
-@pytest.mark.parametrize("name", ["mistral", "t5"])
-def test_with_the_kernels(name):
-    """Padding, windows, grouped heads and a position bias with its gradient: a layer of one head or two."""
-    inputs = batch(name, "right")
-    inputs = {key: x.to(DEVICE) for key, x in inputs.items()}
-    small = {"num_heads": 1, "num_layers": 1} if name == "t5" else {"num_attention_heads": 2, "num_hidden_layers": 1}
-    found = []
-    for attention, choice in (("eager", "reference"), ("fastformer", "triton")):
-        model = tiny(name, attention, **small, **({} if name == "t5" else {"num_key_value_heads": 1}))
-        model = model.to(DEVICE, torch.float32)
-        with fastformer.backend(choice):
-            result = model(**inputs)
-            result.loss.backward()
-        found.append([result.logits[inputs["labels"] != -100], result.loss, *(x.grad for x in model.parameters())])
-    for actual, expected in zip(found[1], found[0], strict=True):
-        assert_close(actual, expected, ROUNDINGS)
-
-
-def test_a_model_that_says_itself_whether_it_is_causal():
-    """Moonshine's attention states False where it has a mask, which says it."""
-    found, generator = [], torch.Generator().manual_seed(1)
-    speech, ids = torch.randn(2, 4000, generator=generator), torch.randint(3, 60, (2, 7), generator=generator)
-    for attention in ("eager", "fastformer"):
-        config = MoonshineConfig(
-            vocab_size=60, hidden_size=32, intermediate_size=48, encoder_num_hidden_layers=1,
-            decoder_num_hidden_layers=2, encoder_num_attention_heads=4, decoder_num_attention_heads=4, pad_token_id=0,
-            initializer_range=0.2,
-        )  # fmt: skip
-        torch.manual_seed(2)
-        model = MoonshineModel._from_config(config, attn_implementation=attention).eval()
-        mask = torch.arange(4000) < torch.tensor([[4000], [2500]])
-        found.append(model(speech, mask.long(), decoder_input_ids=ids).last_hidden_state)
-    assert_close(found[1], found[0], ROUNDINGS)
-
-
 def test_registering_twice_changes_nothing():
     before = AttentionInterface().valid_keys()
     integration.register()
@@ -336,13 +272,34 @@ def test_registering_twice_changes_nothing():
     assert "fastformer" in before
 
 
-@pytest.mark.long
-def test_models_build_beside_this_package():
-    """`kernels/` in the repository must not shadow the distribution of that name, which transformers looks for."""
-    code = (
-        "import transformers, fastformer.integrations.transformers as integration;"
-        "transformers.BertModel(transformers.BertConfig(num_hidden_layers=1));"
-        "print(integration.NAME)"
-    )
-    run = python("-c", code)
-    assert run.stdout.split() == ["fastformer"], run.stderr
+_SIZES = {"n_layer": 1, "n_layers": 1, "num_hidden_layers": 1, "n_embd": 16, "n_head": 4, "n_heads": 4, "d_model": 16}
+_SIZES |= {"num_attention_heads": 4, "vocab_size": 60, "hidden_size": 16, "alibi": True}
+# Pairs by content, segments, and biases of all pairs: none of these calls transformers' attention interface.
+_NAMES = ("DebertaV2", "MPNet", "XLNet", "OpenAIGPT", "Bloom", "Falcon", "Mpt")
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_model_that_computes_its_attention_itself(name):
+    def settings() -> Any:
+        config = getattr(transformers, f"{name}Config")
+        return config(**{key: size for key, size in _SIZES.items() if hasattr(config(), key)})
+
+    cls, config = getattr(transformers, f"{name}Model"), settings()
+    config._attn_implementation = "fastformer"
+    with pytest.raises(ValueError, match=rf"does not reach the attention of {cls.__name__}, .* use \"eager\""):
+        cls(config)
+    model = cls(settings())
+    before = model.config._attn_implementation
+    assert reasons(model) == "computes its attention outside of transformers' attention interface"
+    model.set_attn_implementation("fastformer")  # transformers warns
+    assert model.config._attn_implementation == before
+
+
+def test_a_subclass_of_somebodys_own_may_have_the_name():
+    class Mine(BertModel):
+        pass
+
+    Mine.__module__ = "__main__"
+    config = BertConfig(**PLAIN)
+    config._attn_implementation = "fastformer"
+    assert Mine(config).config._attn_implementation == "fastformer"

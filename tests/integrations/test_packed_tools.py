@@ -13,18 +13,12 @@ from tests.integrations.tiny_transformers import (
     batch,
     both_ways,
     checkpoint,
-    count_packed,
     outcome,
     pairs,
     tiny,
     without_dropout,
 )
 from tests.support.closeness import assert_close
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    return count_packed(monkeypatch)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -157,20 +151,6 @@ def test_trainer(name, checkpointed, tmp_path, seen):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # Adam divides by its own gradients' size
     assert losses[0][0] > losses[0][-1]
     assert len(seen) == 2 * (4 * (2 if checkpointed else 1) + 1)  # checkpointed layers are computed twice
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_compiled_it_is_one_graph_of_padded_batches(name, seen):
-    inputs = batch(name, "right")
-    _, model = both_ways(name)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        seen.clear()
-        actual = torch.compile(model, backend="eager", fullgraph=True)(**inputs).logits
-    real = inputs["attention_mask"].bool()
-    assert_close(actual[real], expected[real], ROUNDINGS)
-    assert not seen
 
 
 def test_autocast(seen):

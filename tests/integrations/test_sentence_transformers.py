@@ -11,7 +11,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from fastformer.integrations.transformers import padding_free
-from tests.integrations.tiny_transformers import ROUNDINGS, count_packed, without_dropout
+from tests.integrations.tiny_transformers import ROUNDINGS, without_dropout
 from tests.support.closeness import assert_close
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "house", "runs", "sees", "red", "old"]
@@ -32,8 +32,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-def test_embeddings_and_gradients(pooling, folder, monkeypatch):
-    found, seen = [], count_packed(monkeypatch)
+def test_embeddings_and_gradients(pooling, folder, seen):
+    found = []
     for pack in (False, True):
         model = SentenceTransformer(modules=[Transformer(folder), Pooling(16, pooling_mode=pooling)], device="cpu")
         if pack:
@@ -47,8 +47,8 @@ def test_embeddings_and_gradients(pooling, folder, monkeypatch):
     assert len(seen) == 4  # two layers, encoding and training
 
 
-def test_scores_of_a_cross_encoder(folder, monkeypatch):
-    pairs, found, seen = list(zip(TEXTS, reversed(TEXTS), strict=True)), [], count_packed(monkeypatch)
+def test_scores_of_a_cross_encoder(folder, seen):
+    pairs, found = list(zip(TEXTS, reversed(TEXTS), strict=True)), []
     for pack in (False, True):
         model = CrossEncoder(folder, device="cpu")
         if pack:

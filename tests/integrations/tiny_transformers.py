@@ -31,98 +31,38 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DROPOUT = 0.3
 # Large initial values: weights far from uniform, so that a wrong mask shows.
 PLAIN = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "initializer_range": 0.4,
-    **SPECIAL,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 32, "initializer_range": 0.4, **SPECIAL,
+}  # fmt: skip
 GROUPED = {**PLAIN, "num_key_value_heads": 2, "attention_dropout": DROPOUT}
+GEMMA = {"sliding_window": WINDOW, "head_dim": 4, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 1.5}
+GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4, "initializer_range": 0.4, "attn_pdrop": DROPOUT}
+LATENT = {  # values have a head size of their own
+    "attention_dropout": DROPOUT, "num_key_value_heads": 4, "first_k_dense_replace": 2, "q_lora_rank": 8,
+    "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
+MARIAN = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "init_std": 0.4, "attention_dropout": DROPOUT,
+    "max_position_embeddings": 64, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+}  # fmt: skip
+T5 = {
+    "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "initializer_factor": 2.0,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "dropout_rate": DROPOUT,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+IDS = {"vocab_size": VOCABULARY, **SPECIAL}
 BIDIRECTIONAL, DECODERS, PAIRS = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (BIDIRECTIONAL, BertConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
     "roberta": (BIDIRECTIONAL, RobertaConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
-    "gpt2": (
-        DECODERS,
-        GPT2Config,
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 16,
-            "n_layer": 2,
-            "n_head": 4,
-            "initializer_range": 0.4,
-            "attn_pdrop": DROPOUT,
-            **SPECIAL,
-        },
-    ),
+    "gpt2": (DECODERS, GPT2Config, {**IDS, **GPT}),
     "llama": (DECODERS, LlamaConfig, GROUPED),
     "mistral": (DECODERS, MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
-    "gemma2": (
-        DECODERS,
-        Gemma2Config,
-        {
-            **GROUPED,
-            "sliding_window": WINDOW,
-            "head_dim": 4,
-            "query_pre_attn_scalar": 7,
-            "attn_logit_softcapping": 1.5,
-        },
-    ),
-    "deepseek_v3": (  # values have a head size of their own
-        DECODERS,
-        DeepseekV3Config,
-        {
-            **PLAIN,
-            "attention_dropout": DROPOUT,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 2,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 6,
-        },
-    ),
-    "marian": (
-        PAIRS,
-        MarianConfig,
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 32,
-            "decoder_ffn_dim": 32,
-            "init_std": 0.4,
-            "attention_dropout": DROPOUT,
-            "max_position_embeddings": 64,
-            **SPECIAL,
-            "decoder_start_token_id": 1,
-            "forced_eos_token_id": None,
-        },
-    ),
-    "t5": (
-        PAIRS,
-        T5Config,
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 4,
-            "d_ff": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "initializer_factor": 2.0,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 6,
-            "dropout_rate": DROPOUT,
-            **SPECIAL,
-            "decoder_start_token_id": 1,
-        },
-    ),
+    "gemma2": (DECODERS, Gemma2Config, {**GROUPED, **GEMMA}),
+    "deepseek_v3": (DECODERS, DeepseekV3Config, {**PLAIN, **LATENT}),
+    "marian": (PAIRS, MarianConfig, {**IDS, **MARIAN}),
+    "t5": (PAIRS, T5Config, {**IDS, **T5}),
 }
 # transformers takes the softmax of these in fp32, whatever the model's dtype.
 DTYPES = {
@@ -182,13 +122,9 @@ def pairs(name: str, side: str | None) -> dict[str, Tensor]:
     return inputs
 
 
-class Packed(list[int]):
-    """How many tokens each packed attention got."""
-
-
-def count_packed(monkeypatch: Any) -> Packed:
-    """Write down every call of `functional.packed_attention` from now on."""
-    seen, op = Packed(), functional.packed_attention
+def count_packed(monkeypatch: Any) -> list[int]:
+    """Write down how many tokens every later call of `functional.packed_attention` gets."""
+    seen, op = list[int](), functional.packed_attention
 
     def counting(q: Tensor, *args: Any, **settings: Any) -> Tensor:
         seen.append(q.shape[0])
@@ -211,19 +147,24 @@ def without_dropout(model: Any) -> Any:
 
 def checkpoint(model: Any, reentrant: bool = False) -> None:
     """Have each layer's activations computed again."""
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.20 and later
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # from 5.20 on
+    enable({"use_reentrant": reentrant})
+
+
+WAYS = ("attention", "layers")  # the name alone, and `padding_free`
+
+
+def fast(name: str, way: str = "layers", **changes: Any) -> Any:
+    """A model whose attention, or all of whose layers, leave the padding out."""
+    model = tiny(name, "eager" if way == "layers" else "fastformer", **changes)
+    if way == "layers":
+        assert fastformer.integrations.transformers.padding_free(model).packed
+    return model
 
 
 def both_ways(name: str, **changes: Any) -> Any:
     """The eager model of a name, and the same padding-free."""
-    for pack in (False, True):
-        model = tiny(name, "eager", **changes)
-        if pack:
-            assert fastformer.integrations.transformers.padding_free(model).packed
-        yield model
+    return tiny(name, "eager", **changes), fast(name, **changes)
 
 
 def attentions(name: str) -> int:

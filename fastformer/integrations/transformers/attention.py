@@ -41,32 +41,36 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer; registered with transformers' AttentionInterface, which documents the arguments.
 
-    Args:
-        query, key, value: `[B, H, T, K]`, `[B, Hkv, S, K]`, `[B, Hkv, S, Kv]`; packed, B is 1; H is a multiple of Hkv.
-        attention_mask: from `mask_rules`; or a tensor `[B, H, T, S]`, bool (True = may attend) or additive; or None.
-        is_causal: counts where there is no mask, as in `sdpa`; `module.is_causal` if None.
-        position_bias: added to the scores, broadcastable to `[B, H, T, S]` (T5); packed, by distance, `[H, 2 P - 1]`.
-        sliding_window: stands in the mask already.
+    attention_mask is of `mask_rules`, a tensor `[B, H, T, S]` or None; is_causal counts where it is None, as in `sdpa`.
+    position_bias is broadcastable to `[B, H, T, S]` (T5), or by distance `[H, 2 P - 1]` in a packed call.
 
     Returns:
-        `[B, T, H, Kv]`, packed `[1, N, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None.
+        `[B, T, H, Kv]`, and the weights `[B, H, T, S]` where they are asked for, else None. Packed, B is 1.
 
     Raises:
-        ValueError: something that would change the result cannot be passed to `functional.attention`.
+        ValueError: `functional.attention` has no argument for something that would change the result.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rules = _rules_of(query, key, attention_mask, bool(causal), sliding_window)
-    _check(kwargs, rules)
+    unknown = [
+        name for name, x in kwargs.items() if name not in _NOT_FOR_ATTENTION and x is not None and x is not False
+    ]
+    if unknown:
+        raise ValueError(
+            f"fastformer's attention does not know {', '.join(unknown)}, which may change the result; "
+            'use attn_implementation="eager" for this model or call'
+        )
+    offsets = kwargs.get("cu_seq_lens_q")
+    if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
+        raise ValueError(
+            "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
+            "pass position_ids that start again at 0 for each, and no attention_mask"
+        )
     weights_too = kwargs.get("output_attentions") or rules.collected or collects_weights()
     settings: dict[str, Any] = {
-        "causal": rules.causal,
-        "alignment": "bottom_right",
-        "window": rules.window,
-        "softcap": softcap,
-        "dropout_p": dropout if module.training else 0.0,
-        "scale": scaling,
-        "sinks": s_aux,
-    }
+        "causal": rules.causal, "alignment": "bottom_right", "window": rules.window, "softcap": softcap,
+        "dropout_p": dropout if module.training else 0.0, "scale": scaling, "sinks": s_aux,
+    }  # fmt: skip
     if rules.layout is not None:
         if weights_too or (position_bias is not None and position_bias.dim() > 2):
             raise NotPacked("attention weights, or a bias of all pairs, in a packed call")
@@ -110,27 +114,7 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
         if sliding_window is not None and sliding_window < S:
             raise ValueError(f"attention_mask is None, and does not hold the sliding window of {sliding_window}")
         return MaskRules((len(key), 1, T, S), S, causal=causal)
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask must be a tensor [B, H, T, S], not {kind}")
     return MaskRules((len(key), 1, T, S), S, mask=mask)
-
-
-def _check(kwargs: dict[str, Any], rules: MaskRules) -> None:
-    """Raise for keywords that `functional.attention` does not have."""
-    unknown = [name for name, value in kwargs.items() if value is not None and value is not False]
-    unknown = [name for name in unknown if name not in _NOT_FOR_ATTENTION]
-    if unknown:
-        raise ValueError(
-            f"fastformer's attention does not know {', '.join(unknown)}, which may change the result; "
-            'use attn_implementation="eager" for this model or call'
-        )
-    offsets: Any = kwargs.get("cu_seq_lens_q")
-    if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
-        raise ValueError(
-            "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
-            "pass position_ids that start again at 0 for each, and no attention_mask"
-        )
 
 
 def bias_by_distance(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:

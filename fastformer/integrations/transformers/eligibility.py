@@ -17,7 +17,6 @@ from fastformer.nn.inspection import HOOKS, has_global_hooks, mixing_reason
 
 _TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixing_reason` knows; Conv1D is GPT-2's linear map
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-_MIXING_LAYERS = {"conv", "linear_attention", "mamba", "recurrent"}
 # Libraries whose hooks and forwards inside a model do not look at the batch.
 _LIBRARIES = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.", "deepspeed.", "peft.")
 
@@ -46,17 +45,8 @@ def identity(model: nn.Module) -> str:
 
 
 def is_tested(model: nn.Module) -> bool:
-    """Return whether a model was found right with packed batches, and has no layers that its class need not have."""
-    return identity(model) in tested_classes() and _mixing_layers(model) is None
-
-
-def _mixing_layers(model: Any) -> str | None:
-    """Return which layers mix tokens outside of attention because of the model's configuration, or None."""
-    kinds = _MIXING_LAYERS & set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if kinds:
-        return f"has layers of kind {', '.join(sorted(kinds))}"
-    limited = (name for name, part in model.named_modules() if getattr(part, "expert_capacity", None) is not None)
-    return next((f"{name}: experts drop what exceeds their capacity, padding included" for name in limited), None)
+    """Return whether the survey found a model's class right with packed batches."""
+    return identity(model) in tested_classes()
 
 
 def calls_the_interface(model: PreTrainedModel) -> bool:
@@ -69,19 +59,14 @@ def calls_the_interface(model: PreTrainedModel) -> bool:
 
 
 def obstacle(model: PreTrainedModel, also: frozenset[type[nn.Module]]) -> str | None:
-    """Return why a base model cannot run packed, or None.
-
-    Args:
-        model: the base model.
-        also: classes for which the caller vouches.
-    """
+    """Return why a base model cannot run packed, or None; the caller vouches for the classes in `also`."""
     if not calls_the_interface(model):
         return "computes its attention outside of transformers' attention interface"
-    if type(model) not in also and identity(model) not in tested_classes():
+    if type(model) not in also and not is_tested(model):
         return f"{type(model).__name__} is not among the classes that were tested"
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return f"chunk_size_feed_forward is {model.config.chunk_size_feed_forward}"
-    return _mixing_layers(model) or reason_for_batches(model, check_hooks=False)
+    return reason_for_batches(model, check_hooks=False)
 
 
 def reason_for_batches(model: nn.Module, check_hooks: bool = True) -> str | None:
@@ -98,6 +83,8 @@ def reason_for_batches(model: nn.Module, check_hooks: bool = True) -> str | None
             own = state.get("forward")
             if own is not None and not (_is_known(getattr(own, "func", own)) or _is_known(state.get("_hf_hook"))):
                 return f"{name} has a forward of its own"
+        if getattr(module, "expert_capacity", None) is not None:
+            return f"{name}: experts drop what exceeds their capacity, padding included"
         cls: Any = type(module)
         if not _was_tested_inside(cls) and (mixing := mixing_reason(module, _TOKEN_WISE)) is not None:
             return f"{name}{mixing}"

@@ -4,9 +4,6 @@
 - A padded batch `[B, L]` becomes one row of its N real tokens if `padding_free` took the model; outputs are padded.
 - A flattened batch holds several sequences in a row, whose position ids begin again with each, as
   `DataCollatorWithFlattening` makes them. It becomes one row of B L tokens, or raises.
-Inside the call, `mask_rules` asks `running` for the layout of the sequences.
-
-Letters: B batch, L length of a row, N tokens of the one row, D model width.
 """
 
 from dataclasses import dataclass
@@ -21,17 +18,20 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils.output_capturing import CompileableContextVar, _active_collector
 
 from fastformer.integrations.transformers import eligibility
-from fastformer.modes import compiling, has_values, recorded
+from fastformer.modes import compiling, has_values
 from fastformer.packing import Layout, pack, unpack
 
 NAME = "fastformer"  # of the attention
 PACKS = "_runs_on_real_tokens"  # attribute of a model that `padding_free` took
-# Arguments with a value for each token.
-BY_TOKEN = {"input_ids", "inputs_embeds", "token_type_ids", "bbox", "per_layer_inputs"}
-BY_TOKEN |= {"xpath_tags_seq", "xpath_subs_seq", "input_shape_ids", "input_pronunciation_ids"}
-# Other arguments that may hold tensors.
-KNOWN = {"attention_mask", "encoder_hidden_states", "encoder_attention_mask", "cache_position", "num_items_in_batch"}
-KNOWN |= {"position_ids", "labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# Arguments with a value for each token, and others that may hold tensors; position ids have one or four for each.
+BY_TOKEN = {
+    "input_ids", "inputs_embeds", "token_type_ids", "bbox", "per_layer_inputs", "xpath_tags_seq", "xpath_subs_seq",
+    "input_shape_ids", "input_pronunciation_ids",
+}  # fmt: skip
+KNOWN = {
+    "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "cache_position", "num_items_in_batch",
+    "position_ids", "labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+}  # fmt: skip
 
 
 class NotPacked(TypeError):
@@ -40,45 +40,38 @@ class NotPacked(TypeError):
 
 @dataclass(eq=False)
 class Packed:
-    """A batch that runs as one row.
+    """A batch that runs as one row; in a flattened batch, the sequences are other ones than the rows."""
 
-    Attributes:
-        arguments: of the model, before they are packed.
-        rows: where the tokens lie in `[B, L]`.
-        sequences: where the sequences lie in the row of tokens; other ones than `rows` in a flattened batch.
-        memory: where the states of the encoder lie, to which the model attends; None if there is none.
-    """
-
-    arguments: dict[str, Any]
-    rows: Layout
-    sequences: Layout
-    memory: Layout | None = None
+    arguments: dict[str, Any]  # of the model, before they are packed
+    rows: Layout  # of the tokens in `[B, L]`
+    sequences: Layout  # in the row of tokens
+    memory: Layout | None = None  # of an encoder's states, to which the model attends
 
 
 # The packed call that runs in this thread; while torch.compile traces, the number of each token's sequence `[B, L]`.
 _running = CompileableContextVar("fastformer_batch")
 
 
+def current(variable: CompileableContextVar) -> Any:
+    """Return the value of a context variable; torch.compile cannot trace one that was set outside of it."""
+    return None if compiling() and not variable.compiling else variable.get()
+
+
 def running() -> Packed | Tensor | None:
     """Return the batch of the packed call that runs, or the sequences of a call that torch.compile traces, or None."""
-    batch: Packed | Tensor | None = None if compiling() and not _running.compiling else _running.get()
+    batch: Packed | Tensor | None = current(_running)
     return batch
 
 
 def install(module: Any, wrapper: Any) -> None:
     """Have a wrapper of this package run around a module's forward; harmless to repeat."""
-    if not _is_installed(module):
+    if not is_installed(module):
         bound = partial(wrapper, module, module.forward, parameters(module))
         module.__dict__["forward"] = update_wrapper(bound, module.forward)
 
 
-def uninstall(module: nn.Module) -> None:
-    """Undo `install`, unless another library has wrapped the forward since."""
-    if _is_installed(module):
-        del module.__dict__["forward"]
-
-
-def _is_installed(module: nn.Module) -> bool:
+def is_installed(module: nn.Module) -> bool:
+    """Return whether a wrapper of this package runs around a module's forward, and no other one around it."""
     wrapper = getattr(module.__dict__.get("forward"), "func", None)
     return (getattr(wrapper, "__module__", None) or "").startswith("fastformer.integrations.")
 
@@ -125,12 +118,11 @@ def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | None:
         ValueError: the model cannot keep its sequences apart.
     """
     ids, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    if not isinstance(ids, Tensor) or ids.shape[-1] < 2 or recorded() or not has_values(ids):
+    if not isinstance(ids, Tensor) or ids.shape[-1] < 2 or not has_values(ids):
         return None
-    if eligibility.identity(model) not in eligibility.tested_classes() and not model.config.is_encoder_decoder:
-        inner = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model)
-        if any(eligibility.identity(part) in eligibility.tested_classes() for part in inner):
-            return None  # which gets the same position ids
+    if not eligibility.is_tested(model) and not model.config.is_encoder_decoder:
+        if any(isinstance(part, PreTrainedModel) and eligibility.is_tested(part) for part in model.modules()):
+            return None  # the model inside gets the same position ids
     ids = ids[0] if ids.dim() == 3 and len(ids) == 4 else ids  # of text, time, height and width
     padded = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all()))
     if padded or ids.dim() != 2 or bool((ids.diff() == 1).all()):
@@ -174,9 +166,9 @@ def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     """Return a padded batch that can run as one row, or None. Waits for the device."""
     mask, ids = arguments.get("attention_mask"), arguments.get("input_ids")
     states = arguments.get("inputs_embeds") if ids is None else ids
-    if recorded() or not isinstance(mask, Tensor) or not isinstance(states, Tensor) or mask.dim() != 2:
+    if not isinstance(mask, Tensor) or not isinstance(states, Tensor) or not (has_values(mask) and has_values(states)):
         return None
-    if states.shape[:2] != mask.shape or not (has_values(mask) and has_values(states)):
+    if mask.dim() != 2 or states.shape[:2] != mask.shape:
         return None
     cache = arguments.get("past_key_values")
     if not _is_empty(cache) or _needs_batch(model, arguments) or eligibility.reason_for_batches(model):
@@ -187,10 +179,10 @@ def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     memory, memory_mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_attention_mask")
     if memory is None:
         return Packed(arguments, rows, rows)
-    memory_mask = memory.new_ones(memory.shape[:2]) if memory_mask is None else memory_mask
-    if memory_mask.shape != memory.shape[:2] or len(memory) != len(mask) or not bool(memory_mask.any()):
+    real = memory.new_ones(memory.shape[:2]) != 0 if memory_mask is None else memory_mask != 0
+    if real.shape != memory.shape[:2] or len(real) != len(mask) or not bool(real.any()):
         return None
-    return Packed(arguments, rows, rows, Layout.from_mask(memory_mask == 0).to(memory.device))
+    return Packed(arguments, rows, rows, Layout.from_mask(~real).to(memory.device))
 
 
 def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
@@ -247,20 +239,13 @@ def to_batch(x: Tensor, rows: Layout, axes: tuple[int, int] = (0, 1)) -> Tensor:
 
 def _default_positions(model: Any, batch: Packed) -> Tensor | None:
     """Return the position ids `[1, N]` that a model takes for a padded batch without any."""
-    rows, rule, ids = (
-        batch.rows,
-        eligibility.tested_classes().get(eligibility.identity(model)),
-        batch.arguments.get("input_ids"),
-    )
-    if rule == "tokens":
-        return rows.positions[None]
+    rows, ids, padding = batch.rows, batch.arguments.get("input_ids"), model.config.pad_token_id
+    rule = eligibility.tested_classes().get(eligibility.identity(model))
     columns: Tensor = (rows.origin % rows.columns)[None]
-    if rule != "words":
-        return columns
-    padding: int = model.config.pad_token_id  # RoBERTa counts other ids, from this number on
-    if ids is None:
-        return columns + padding + 1
-    return to_tokens((ids != padding).cumsum(1) * (ids != padding) + padding, rows)
+    if rule == "words":  # RoBERTa counts ids other than the padding token's, from that number on
+        words = None if ids is None else (ids != padding).cumsum(1) * (ids != padding) + padding
+        return columns + padding + 1 if words is None else to_tokens(words, rows)
+    return rows.positions[None] if rule == "tokens" else columns
 
 
 def _pooled(model: Any, hidden: Tensor) -> Tensor:
@@ -279,8 +264,7 @@ def _is_empty(cache: Any) -> bool:
         return _is_empty(cache.self_attention_cache) and _is_empty(cache.cross_attention_cache)
     if cache is None:
         return True
-    known = all(type(layer).__module__ == DynamicLayer.__module__ for layer in getattr(cache, "layers", ()))
-    return type(cache) is DynamicCache and known and cache.get_seq_length() == 0
+    return type(cache) is DynamicCache and cache.get_seq_length() == 0
 
 
 def _cache_to_fill(model: Any, arguments: dict[str, Any], names: tuple[str, ...]) -> Any:

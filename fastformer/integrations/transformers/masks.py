@@ -19,7 +19,7 @@ from transformers import masking_utils
 from transformers.utils.output_capturing import _active_collector
 
 from fastformer.functional.attention.rules import Window
-from fastformer.integrations.transformers.entry import NotPacked, Packed, running
+from fastformer.integrations.transformers.entry import NotPacked, Packed, current, running
 from fastformer.modes import compiling
 from fastformer.packing import Layout
 
@@ -37,9 +37,7 @@ _REFUSAL = (
 
 def collects_weights() -> bool:
     """Return whether a model's hooks collect attention weights, of which its layers are not told (GPT-2)."""
-    if compiling() and not _active_collector.compiling:
-        return False  # torch.compile cannot trace the context variable behind it
-    return any(key.endswith("attentions") for key in _active_collector.get() or ())
+    return any(key.endswith("attentions") for key in current(_active_collector) or ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,25 +47,18 @@ class MaskRules:
     transformers passes it from a model's mask to its attention. It is not a tensor: a model that computes with its mask
     by itself, without the attention interface, gets an error instead of wrong numbers.
 
-    Attributes:
-        shape: (B, 1, T, S), of the mask that this stands for.
-        used: how many keys count; later ones are empty slots of a static cache.
-        key_mask: bool `[B, used]`, True = a real key; None: all are, or `mask` says it.
-        causal, window: as in `functional.attention`; the last query meets the last of the used keys.
-        mask: `[B, 1, T, S]`, bool (True = may attend) or additive, where the other attributes do not suffice.
-        layout, key_layout: where sequences lie in the run of tokens of queries, and of keys; None: they are padded.
-        collected: whether attention weights are collected; layers that are computed again in backward ask once more.
+    The last query meets the last of the used keys.
     """
 
-    shape: tuple[int, ...]
-    used: int
-    key_mask: Tensor | None = None
+    shape: tuple[int, ...]  # (B, 1, T, S)
+    used: int  # keys that count; later ones are empty slots of a static cache
+    key_mask: Tensor | None = None  # bool `[B, used]`, True = a real key; None: all are, or `mask` says it
     causal: bool = False
     window: Window | None = None
-    mask: Tensor | None = None
-    layout: Layout | None = None
+    mask: Tensor | None = None  # `[B, 1, T, S]`, bool or additive, where the other attributes do not suffice
+    layout: Layout | None = None  # of queries in the row of tokens; None: they are padded
     key_layout: Layout | None = None
-    collected: bool = field(default_factory=collects_weights)
+    collected: bool = field(default_factory=collects_weights)  # for layers that backward computes again
 
     ndim = 4  # by which transformers knows a mask that is ready
 
@@ -76,8 +67,6 @@ class MaskRules:
 
     def to(self, device: Any, non_blocking: bool = False) -> "MaskRules":
         """Return the same rules with their tensors on a device, for models that span several."""
-        if isinstance(device, torch.dtype):
-            self._refuse()
         moved: Any = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor | Layout)}
         return replace(self, **moved)
 

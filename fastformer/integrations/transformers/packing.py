@@ -16,15 +16,10 @@ _BEFORE = "_attention_before_padding_free"  # in a model: the name of its attent
 
 @dataclass
 class PaddingFree:
-    """What `padding_free` or `padded` did; printed, a line a model.
+    """What `padding_free` or `padded` did; printed, a line a model. An encoder and its decoder are two models."""
 
-    Attributes:
-        packed: models that run on real tokens now; or did, before `padded`. An encoder and its decoder are two.
-        padded: models that work on padding, with the reason.
-    """
-
-    packed: list[Entry] = field(default_factory=list)
-    padded: list[Entry] = field(default_factory=list)
+    packed: list[Entry] = field(default_factory=list)  # models that run on real tokens now, or did before `padded`
+    padded: list[Entry] = field(default_factory=list)  # models that work on padding, with the reason
 
     def __str__(self) -> str:
         lines = [f"{len(self.packed)} models packed, {len(self.padded)} padded"]
@@ -87,8 +82,9 @@ def padded(model: nn.Module) -> PaddingFree:
         if _BEFORE in base.__dict__:
             base.set_attn_implementation(base.__dict__.pop(_BEFORE))
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation != entry.NAME:
-            entry.uninstall(module)
+        has_name = isinstance(module, PreTrainedModel) and module.config._attn_implementation == entry.NAME
+        if entry.is_installed(module) and not has_name:
+            del module.__dict__["forward"]
     return report
 
 

@@ -84,7 +84,9 @@ def replacing(path: Path, partial: bool = False) -> Iterator[IO[bytes]]:
         if path.exists():
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)
         with suppress(OSError):
             if partial and temporary.stat().st_size:
                 logger.warning("%s holds what was finished", temporary)

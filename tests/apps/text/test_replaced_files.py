@@ -24,6 +24,12 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_names_the_file_and_not_its_temporary_name(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        write_file(tmp_path / "missing" / "file", b"new")
+    assert caught.value.filename == str(tmp_path / "missing" / "file")
+
+
 def test_a_replaced_file_keeps_its_mode_and_a_link_its_target(tmp_path):
     (tmp_path / "file").touch(0o600)
     (tmp_path / "link").symlink_to("file")

@@ -46,7 +46,9 @@ def has_fast_path(layer: Any) -> bool:
         attention = own.get(name)
         if attention is not None:
             others = len(attention._modules) > 1 or attention.has_sinks or attention.by_distance
-            if others or attention.softcap is not None or attention.training or not attention.packs:
+            if others or attention.softcap is not None or attention.training:
+                return False
+            if attention.bias_k is not None or attention.add_zero_attn:
                 return False
             out_proj = attention._modules["out_proj"]
             if not attention._qkv_same_embed_dim or type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):

@@ -42,11 +42,6 @@ class Stack(nn.Module):
         return inspect_stack(self).obstacle
 
     @property
-    def layers_batch_first(self) -> bool | None:
-        """The order of dimensions that the layers take; None where they do not say, or differ."""
-        return inspect_stack(self).batch_first
-
-    @property
     def _called_padded(self) -> bool | None:
         """The order of dimensions where `packed` must call the stack with a padded batch; None where it need not.
 

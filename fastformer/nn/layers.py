@@ -22,7 +22,7 @@ from fastformer.nn.inspection import plain, plain_parts
 from fastformer.nn.modules import activation_name, drop_in, make_norm, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
-from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, packed_call, padded_call, product_dtype
+from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, padded_call, product_dtype
 from fastformer.nn.torch_fast_path import fast_path_activation, run_fast_path
 from fastformer.packing import Layout, offsets_of
 
@@ -234,7 +234,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None
     ) -> tuple[Attention, ...]:
         """Return what `compose` takes for packed sequences."""
-        return (packed_call(self.self_attn, layout, causal=causal, attn_mask=src_mask),)
+        return (lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),)
 
 
 @drop_in
@@ -312,8 +312,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (
-            packed_call(self.self_attn, layout, causal=causal, attn_mask=tgt_mask),
-            packed_call(self.multihead_attn, layout, memory, memory_layout, attn_mask=memory_mask),
+            lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=tgt_mask),
+            lambda x: self.multihead_attn.packed(x, layout, memory, memory_layout, attn_mask=memory_mask),
         )
 
     def padded_attentions(

@@ -226,11 +226,6 @@ class MultiheadAttention(Projections):
         return self.project_out(out.flatten(-2))
 
     @property
-    def packs(self) -> bool:
-        """Whether `packed` can run: every key belongs to a sequence."""
-        return self.bias_k is None and not self.add_zero_attn
-
-    @property
     def differs(self) -> bool:
         """Whether it has an option that torch's attention has not, from its constructor or set since."""
         if self._kv_heads is not None or self.softcap is not None or self.rotary is not None:

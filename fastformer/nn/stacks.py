@@ -321,7 +321,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             _refuse("memory", None, memory_key_padding_mask)
             memory, memory_layout = from_nested(memory)
         elif memory_layout is None:
-            side = read_side(memory, memory_key_padding_mask, self.layers_batch_first)
+            side = read_side(memory, memory_key_padding_mask, inspect_stack(self).batch_first)
             if side is None or not side.batched:
                 raise ValueError(
                     "memory must be a padded batch, with a mask [B, S] of bool or of 0 and -inf, if any, whose values "

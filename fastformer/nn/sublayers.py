@@ -97,8 +97,3 @@ def padded_call(
         return out  # type: ignore[no-any-return]
 
     return attend
-
-
-def packed_call(attention: Any, *layouts: Any, **rules: Any) -> Attention:
-    """Return attention within packed sequences; arguments as of `MultiheadAttention.packed`, behind query."""
-    return lambda x: attention.packed(x, *layouts, **rules)

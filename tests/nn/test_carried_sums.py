@@ -14,9 +14,7 @@ import fastformer
 from fastformer.functional import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from fastformer.nn import layers as layers_module
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.packing import Layout, pack
-from tests.nn.layer_cases import KINDS, D, layers, randomise
-from tests.support.closeness import assert_close, gradients, random
+from fastformer.packing import Layout
 from tests.support.fused_op import DEVICE, INTERPRETED, needs_kernels
 
 HALF = torch.float16  # of bf16, Triton's interpreter rounds down where a GPU rounds to nearest
@@ -137,37 +135,6 @@ def test_a_hooked_reader_sees_the_norm_as_torch_gives_it():
     with torch.autocast(DEVICE, HALF):
         found.packed(X, LAYOUT)
     assert seen == [torch.float32]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_with_rms_norm_are_torchs(kind, norm_first, packed):
-    """Which calls its norms one after another; the kernels are in test_fused_layers."""
-    made = layers(kind, norm_first=norm_first, batch_first=True)
-    for each, norm in zip(made, (fastformer.RMSNorm, torch.nn.RMSNorm), strict=True):
-        for name in [name for name, _ in each.named_children() if name.startswith("norm")]:
-            each.register_module(name, norm(D, dtype=torch.float64))
-    randomise(made[0])
-    made[1].load_state_dict(made[0].state_dict(), strict=True)
-    layouts = [Layout.from_lengths([5, 3]), Layout.from_lengths([2, 4])][: 1 if "Encoder" in kind else 2]
-    rows = [random(2, layout.max_length, D) for layout in layouts]
-    hidden = [~layout.mask() for layout in layouts]
-    paddings = {
-        f"{name}_key_padding_mask": mask
-        for name, mask in zip(("src",) if len(rows) == 1 else ("tgt", "memory"), hidden, strict=True)
-    }
-    found = []
-    for each in made:
-        if packed and each is made[0]:
-            tokens = [x for pair in zip(map(pack, rows, layouts), layouts, strict=True) for x in pair]
-            first, layout, *memory = tokens
-            out = each.packed(first, layout, *memory, **({} if len(rows) == 1 else {"causal": False}))
-        else:
-            out = pack(each(*rows, **paddings), layouts[0])
-        found.append([out, *gradients(out, [*rows, *each.parameters()])])
-    for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

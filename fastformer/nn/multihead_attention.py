@@ -190,7 +190,7 @@ class MultiheadAttention(Projections):
                 there is a memory, padding on the left.
             AssertionError, RuntimeError: as in forward, for shapes and dtypes that do not fit.
         """
-        offsets_of("layout", layout)
+        check_tensors(("query", "layout"), query, (offsets_of("layout", layout),))
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn must be False for packed sequences")
         if causal and attn_mask is not None:

@@ -239,10 +239,11 @@ def to_batch(x: Tensor, rows: Layout, axes: tuple[int, int] = (0, 1)) -> Tensor:
 
 def _default_positions(model: Any, batch: Packed) -> Tensor | None:
     """Return the position ids `[1, N]` that a model takes for a padded batch without any."""
-    rows, ids, padding = batch.rows, batch.arguments.get("input_ids"), model.config.pad_token_id
+    rows, ids = batch.rows, batch.arguments.get("input_ids")
     rule = eligibility.tested_classes().get(eligibility.identity(model))
     columns: Tensor = (rows.origin % rows.columns)[None]
     if rule == "words":  # RoBERTa counts ids other than the padding token's, from that number on
+        padding = model.config.pad_token_id
         words = None if ids is None else (ids != padding).cumsum(1) * (ids != padding) + padding
         return columns + padding + 1 if words is None else to_tokens(words, rows)
     return rows.positions[None] if rule == "tokens" else columns

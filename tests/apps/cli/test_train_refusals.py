@@ -173,7 +173,7 @@ def test_a_trainer_loses_nothing_to_a_metric_that_its_validation_does_not_comput
     assert again.resume().step == 1
     assert again.fit().step == 1
     trainer(tmp_path / "rated", "accuracy").fit()
-    with pytest.raises(CheckpointError, match="was rated by metric=accuracy, not by bleu"):
+    with pytest.raises(CheckpointError, match="was trained with metric=accuracy, not bleu"):
         trainer(tmp_path / "rated", "bleu").resume()
 
 

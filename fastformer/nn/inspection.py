@@ -92,7 +92,8 @@ class Inspection(NamedTuple):
 def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
     """Inspect the layers of a stack, and its norm; everywhere: whether hooks that torch calls for all modules count."""
     reasons = {"called": "layers.0 has hooks"} if everywhere and has_global_hooks() else {}
-    orders, counting = set[bool](), set[str]()
+    orders: set[bool] = set()  # `set[bool]()` would end a graph of torch.compile
+    counting: set[str] = set()
     for index, layer in enumerate(stack.layers):
         own, where = layer._modules, f"layers.{index}"
         foreign = not getattr(type(layer), "runs_packed", False)

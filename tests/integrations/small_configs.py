@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     "sliding_window": 4,
+    "local_attention": 6,  # of ModernBERT, to both sides
     "max_position_embeddings": 64,
     "n_positions": 64,
     "type_vocab_size": 2,

@@ -57,8 +57,7 @@ def plain_parts(module: nn.Module, types: Mapping[str, tuple[type[nn.Module], ..
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return set()
     found: set[str] = set()
-    children: Any = module._modules
-    for name, part in children.items():
+    for name, part in module._modules.items():
         if type(part) in types.get(name, ()):
             state = part.__dict__  # as `has_own_hooks`, without a call for each part
             hooks = state.get("_forward_hooks") or state.get("_forward_pre_hooks") or state.get("_backward_hooks")

@@ -312,7 +312,7 @@ def test_config_describes_itself():
     model = random_model(16)
     values = {name: getattr(model.config, name) for name in LanguageConfig.__dataclass_fields__}
     assert LanguageConfig(**values) == model.config
-    assert all(field.metadata["help"] for field in LanguageConfig.__dataclass_fields__.values())
+    assert all(field.metadata["description"] for field in LanguageConfig.__dataclass_fields__.values())
     LanguageModel(LanguageConfig(**values)).load_state_dict(model.state_dict())
     assert LanguageConfig(vocabulary=9).longest is None
     assert LanguageConfig(vocabulary=9, positions="learned", max_positions=7).longest == 7

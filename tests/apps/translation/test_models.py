@@ -374,5 +374,5 @@ def test_config_describes_itself():
     model = random_model(12)
     values = {name: getattr(model.config, name) for name in TranslationConfig.__dataclass_fields__}
     assert TranslationConfig(**values) == model.config
-    assert all(field.metadata["help"] for field in TranslationConfig.__dataclass_fields__.values())
+    assert all(field.metadata["description"] for field in TranslationConfig.__dataclass_fields__.values())
     TranslationModel(TranslationConfig(**values)).load_state_dict(model.state_dict())

@@ -179,7 +179,7 @@ class ClassificationRun(Run):
     def task(self, given: Given) -> Task:
         tokens = len(self.sequences.ids)
         length = tokens / len(self.sequences)
-        return Task({"layers": (2, 4, 6)}, tokens, batch="batch_sentences", unit=length, per_target=length)
+        return Task({"layers": (2, 2, 2, 4, 6)}, tokens, batch="batch_sentences", unit=length, per_target=length)
 
     def make_batches(self, data: ClassificationDataConfig, train: Any) -> LabelledBatches:
         classes = self.corpora["train"].classes

@@ -95,12 +95,12 @@ class LanguageRun(Run):
     def task(self, given: Given) -> Task:
         data, columns = self.data, self.data.stream == "columns"
         return Task(
-            layers={"layers": (2, 4, 6)},
+            layers={"layers": (2, 2, 2, 4, 6)},
             tokens=len(self.encoded.documents.ids),
             batch=None if columns else "batch_tokens",
             unit=data.columns * data.context if columns else 1.0,
             longest=data.context if "context" in given["data"] and not columns else 1,
-            data={} if columns else {"context": (64, 128, 256)},
+            data={} if columns else {"context": (64, 64, 64, 128, 256)},
         )
 
     def make_batches(self, data: LanguageDataConfig, train: TrainConfig) -> LanguageBatches | ColumnBatches:

@@ -5,7 +5,7 @@ budget of epochs pays for `epochs` times E, one of steps for `steps` batches, an
 (the rest is for validations) at the measured speed of a few steps. The smallest counts. Only a budget of minutes asks
 the clock: steps and epochs give the same choice on every machine.
 
-vocabulary   as many entries as there are words that occur ten times; beyond 4,096 such words, 64 times their root
+vocabulary   64 times the root of the number of words that occur ten times, at most as many as words that occur twice
 size         the last row of `SIZES` that T and E are enough for
 batch        0.8 times the root of T, which is 0.64 tokens for each step: batches and steps grow alike
 lr           4e-3 at width 128, and in inverse proportion to the width above; warm-up is a tenth of the steps
@@ -47,10 +47,10 @@ _TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU, on a GPU, where launches woul
 
 @dataclass(frozen=True)
 class Size:
-    """A row of the table of sizes.
+    """A row of the table of sizes; how many layers a model of it has is up to the kind of run (`Task.layers`).
 
     d_model: width of the model. widening: width of its feed-forward layers / d_model, where they are not gated.
-    budget, corpus: least tokens that the budget pays for, and of the corpus, for a model of this width.
+    budget, corpus: least tokens that the budget pays for, and of the corpus, for a model of this size.
     """
 
     d_model: int
@@ -59,7 +59,13 @@ class Size:
     corpus: float
 
 
-SIZES = (Size(128, 2, 0, 0), Size(256, 4, 30e6, 1e6), Size(512, 4, 300e6, 10e6))
+SIZES = (
+    Size(128, 2, 0, 0),
+    Size(128, 2, 500e3, 0),
+    Size(128, 2, 1.5e6, 0),
+    Size(256, 4, 30e6, 1e6),
+    Size(512, 4, 300e6, 10e6),
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,8 @@ def _vocabulary_of(lines: Iterable[str]) -> int:
     counts = Counter(chain.from_iterable(line.split() for line in lines))
     frequent = sum(count >= _FREQUENT for count in counts.values())
     characters = len(set(chain.from_iterable(counts)))
-    return int(_rounded(max(min(frequent, 64 * math.sqrt(frequent)), 2 * characters, 100)))
+    repeated = sum(count >= 2 for count in counts.values())
+    return int(_rounded(max(min(64 * math.sqrt(frequent), repeated), 2 * characters, 100)))
 
 
 def choose(
@@ -133,6 +140,8 @@ def choose(
         on_gpu: whether the run is on a GPU, where nothing of this was measured.
     """
 
+    rates: dict[str, float] = {}  # rows may have the same shape
+
     def candidate(row: int) -> tuple[Choice, float, float | None]:
         """The shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
         batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
@@ -147,7 +156,10 @@ def choose(
         if train.steps is not None:
             budgets.append(train.steps * _step(task, train, given, _BATCH**2 * train.steps)[1])
         if train.minutes is not None:
-            rate = task.per_target * speed(shape)
+            key = str(shape)
+            if key not in rates:
+                rates[key] = task.per_target * speed(shape)
+            rate = rates[key]
             budgets.append(_TRAINING_SHARE * 60 * train.minutes * rate)
         return shape, min(budgets), rate
 

@@ -103,7 +103,7 @@ class TranslationRun(Run):
         lengths = self.pairs.target.lengths + 1  # eos
         tokens, by_pairs = int(lengths.sum()), self.train_config.batch_sentences is not None
         return Task(
-            layers={"encoder_layers": (4, 4, 6), "decoder_layers": (4, 4, 6)},
+            layers={"encoder_layers": (1, 2, 4, 4, 6), "decoder_layers": (1, 2, 4, 4, 6)},
             tokens=tokens,
             batch="batch_sentences" if by_pairs else "batch_tokens",
             unit=tokens / len(self.pairs) if by_pairs else 1.0,

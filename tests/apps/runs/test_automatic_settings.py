@@ -22,7 +22,7 @@ from fastformer.apps.translation.model import TranslationConfig
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.support.python import ROOT
 
-TRANSLATION = {"encoder_layers": (4, 4, 6), "decoder_layers": (4, 4, 6)}
+TRANSLATION = {"encoder_layers": (1, 2, 4, 4, 6), "decoder_layers": (1, 2, 4, 4, 6)}
 MULTI30K, WIKITEXT2, WMT = 460_000, 2_500_000, 120_000_000  # tokens
 
 
@@ -43,8 +43,11 @@ CPU, GPU = speeds(5000, 1300), speeds(300_000, 250_000, 150_000)
     [
         # 1.08 million tokens: 0.8 times their root is 831
         (MULTI30K, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.1, "batch_tokens": 800, "warmup_steps": 100}),
+        (MULTI30K, {"minutes": 4}, CPU, {"encoder_layers": 2, "decoder_layers": 2}),
+        (MULTI30K, {"minutes": 10}, CPU, {"encoder_layers": 4}),
         (MULTI30K, {"minutes": 10}, CPU, {"d_model": 128, "dropout": 0.1, "batch_tokens": 1000, "warmup_steps": 300}),
         (MULTI30K, {"minutes": 3}, GPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 4000, "lr": 4e-3}),
+        (30_000, {"minutes": 1}, CPU, {"d_model": 128, "encoder_layers": 1, "batch_tokens": 500}),
         (30_000, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.3, "batch_tokens": 800, "validate_every": 300}),
         (WMT, {"minutes": 4}, CPU, {"d_model": 128, "dropout": 0.0, "heads": 4, "feed_forward": 256}),
         (
@@ -102,22 +105,23 @@ def test_a_given_setting_is_never_chosen_and_fits_the_others(given: dict[str, An
 
 
 def test_batches_of_texts_have_as_many_tokens_as_others_and_fixed_batches_stay() -> None:
-    task = Task({"layers": (2, 4, 6)}, 100_000, batch="batch_sentences", unit=20.0, per_target=20.0)
+    task = Task({"layers": (2, 2, 2, 4, 6)}, 100_000, batch="batch_sentences", unit=20.0, per_target=20.0)
     classifier = choose(task, ClassifierConfig, ClassificationTrainConfig(steps=1000), {}, not_asked)
     assert classifier.train["batch_sentences"] == 30  # 640 tokens of 20 a text, with one digit
     train = ClassificationTrainConfig(minutes=1)
     classifier = choose(task, ClassifierConfig, train, {}, lambda shape: 100.0)  # texts a second: 2,000 tokens
     assert "for 110,000 tokens of training" in classifier.lines[0]  # 54 s of them
-    columns = Task({"layers": (2, 4, 6)}, WIKITEXT2, batch=None, unit=700.0)
+    columns = Task({"layers": (2, 2, 2, 4, 6)}, WIKITEXT2, batch=None, unit=700.0)
     language = choose(columns, LanguageConfig, LanguageTrainConfig(epochs=1), {}, not_asked)
     assert "batch_tokens" not in language.train
     assert language.train["warmup_steps"] == 400  # a tenth of 2.5 million / 700, with one digit
 
 
-def test_a_vocabulary_has_as_many_entries_as_words_that_are_seen_ten_times() -> None:
+def test_the_vocabulary_follows_from_the_words_that_occur_ten_times_and_twice() -> None:
     frequent = [f"{i} " * 10 for i in range(300)]
     assert vocabulary_size([[*frequent, "rare words " * 9]]) == 300
     assert vocabulary_size([["nothing"], frequent]) == 300
+    assert vocabulary_size([[*frequent[:100], "".join(f"{i} {i} " for i in range(1000, 2000))]]) == 640  # 64 * 10
     assert vocabulary_size([["hardly any"]]) == 100
     assert vocabulary_size([[f"{i} " * 10 for i in range(10_000)]]) == 6400  # 64 times the root
     assert (
@@ -132,9 +136,7 @@ def test_a_recipe_leaves_nothing_to_choose(recipe: Path) -> None:
     given = {name: value for section in sections.values() for name, value in section.items()}
     batch = None if given.get("stream") == "columns" else "batch_tokens"
     layers = [name for name in application.automatic if name.endswith("layers")]
-    task = Task(
-        dict.fromkeys(layers, (1, 1, 1)), 1000, batch, data={"context": (1, 1, 1)} if layers[0] == "layers" else {}
-    )
+    task = Task(dict.fromkeys(layers, (1,)), 1000, batch, data={"context": (1,)} if layers[0] == "layers" else {})
     choice = choose(task, application.model, application.train(**sections["train"]), given, lambda shape: 1.0)
     assert (choice.data, choice.model, choice.train) == ({}, {}, {})
     assert "vocabulary" in given or given["tokenizer"] == "words"

@@ -139,7 +139,6 @@ def choose(
         data: settings of the data that are chosen already.
         on_gpu: whether the run is on a GPU, where nothing of this was measured.
     """
-
     rates: dict[str, float] = {}  # rows may have the same shape
 
     def candidate(row: int) -> tuple[Choice, float, float | None]:

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, StaticCache
 
 from fastformer.integrations.transformers import padding_free
 from tests.integrations import survey
-from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, tiny
+from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, fast, tiny
 from tests.support.closeness import assert_close
 
 LENGTHS = (4, 1, 3, 2)
@@ -98,11 +98,20 @@ def test_position_ids_beside_a_padding_mask_are_positions():
     assert_close(actual, expected, ROUNDINGS)
 
 
-def test_compiled_sequences_are_kept_apart():
-    inputs = collated()
-    expected = tiny("llama")(**inputs).logits
+def test_the_sequences_of_mpnet(seen):
+    """It refuses the name, with which the survey begins."""
+    eager, model = (survey.build("mpnet", "eager", torch.float64) for _ in range(2))
+    padding_free(model)
+    survey._keeps_apart(model, eager, {})
+    assert set(seen) == {9}
+
+
+@pytest.mark.parametrize("name", ["llama", "mpnet"])
+def test_compiled_sequences_are_kept_apart(name):
+    inputs, model = collated(), fast(name) if name == "mpnet" else tiny(name)
+    expected = model(**inputs).logits
     torch._dynamo.reset()
-    compiled = torch.compile(tiny("llama"), backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_close(compiled(**inputs).logits, expected, ROUNDINGS)
 
 

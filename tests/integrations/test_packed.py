@@ -18,6 +18,7 @@ from fastformer.integrations.transformers import padded, padding_free
 from fastformer.nn.inspection import TOKEN_WISE
 from tests.integrations import survey
 from tests.integrations.tiny_transformers import (
+    DROPOUT,
     GENERATING,
     LENGTH,
     MODELS,
@@ -36,8 +37,8 @@ from tests.integrations.tiny_transformers import (
 )
 from tests.support.closeness import assert_close
 
-# Windows and T5's bias count positions, so that padding between tokens cannot be left out.
-WITH_GAPS = {"mistral": 0, "gemma2": 0, "t5": 4}  # the decoder's tokens have no gaps
+# Windows and the biases of T5 and MPNet count positions, so that padding between tokens cannot be left out.
+WITH_GAPS = {"mistral": 0, "gemma2": 0, "mpnet": 0, "t5": 4}  # the decoder's tokens have no gaps
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -152,6 +153,27 @@ def test_t5_makes_no_table_of_pairs(monkeypatch):
     fast("t5")(**pairs("t5", "right"))
     assert received == [(4, 17), (4, 17), (4, 13), None, (4, 13), None]
     assert not made
+
+
+def test_mpnet_makes_no_table_of_pairs(monkeypatch, seen):
+    """One bias by distance [H, 2 P - 1] for all layers, and dropout of the weights in training alone."""
+    model, buckets, received = fast("mpnet").train(), [], []
+    encoder, op = type(model.mpnet.encoder), fastformer.functional.packed_attention
+
+    def spy(*args, **settings):
+        received.append((tuple(settings["distance_bias"].shape), settings["dropout_p"]))
+        return op(*args, **settings)
+
+    def watched(distances, bucket=encoder.relative_position_bucket):
+        buckets.append(tuple(distances.shape))
+        return bucket(distances)
+
+    monkeypatch.setattr(fastformer.functional, "packed_attention", spy)
+    monkeypatch.setattr(encoder, "relative_position_bucket", staticmethod(watched))
+    model(**batch("mpnet", "right"))
+    model.eval()(**batch("mpnet", "right"))
+    assert received == [((4, 17), DROPOUT)] * 2 + [((4, 17), 0.0)] * 2
+    assert buckets == [(17,)] * 2
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -311,32 +333,33 @@ def test_classes_that_mix_tokens_by_configuration():
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_run_packed_and_can_be_undone(way, seen):
-    inputs, model = pairs("t5", "right"), tiny("t5", "sdpa")
+@pytest.mark.parametrize(("name", "before"), [("t5", "sdpa"), ("mpnet", "eager")])
+def test_copies_run_packed_and_can_be_undone(name, before, way, seen):
+    inputs, model = pairs(name, "right"), tiny(name, before)
     padding_free(model)
     expected = outcome(model, inputs)
     made = way(model)
     seen.clear()
     made.zero_grad()
     assert_same(outcome(made, inputs), expected)
-    assert len(seen) == 6
+    assert len(seen) == attentions(name)
     padded(made)
     seen.clear()
     made(**inputs)
     assert not seen
     model(**inputs)  # the original is as it was
-    assert len(seen) == 6
+    assert len(seen) == attentions(name)
 
 
-@pytest.mark.parametrize("name", ["marian", "t5"])
-def test_undone_it_is_what_it_was(name, seen):
-    model, untouched = tiny(name, "sdpa"), tiny(name, "sdpa")
+@pytest.mark.parametrize(("name", "before"), [("marian", "sdpa"), ("t5", "sdpa"), ("mpnet", "eager")])
+def test_undone_it_is_what_it_was(name, before, seen):
+    model, untouched = tiny(name, before), tiny(name, before)
     padding_free(model)
     report = padding_free(model)  # twice is once
-    assert model.get_encoder().config._attn_implementation == "fastformer"
+    assert model.get_encoder().config._attn_implementation == ("eager" if name == "mpnet" else "fastformer")
     assert list(model.state_dict()) == list(untouched.state_dict())
     assert [entry.name for entry in padded(model).packed] == [entry.name for entry in report.packed]
-    assert model.get_encoder().config._attn_implementation == "sdpa"
+    assert model.get_encoder().config._attn_implementation == before
     for module, other in zip(model.modules(), untouched.modules(), strict=True):
         assert module.__dict__.keys() == other.__dict__.keys()
         assert not module._forward_pre_hooks

@@ -14,20 +14,21 @@ from fastformer.integrations.transformers import padding_free
 from tests.integrations.tiny_transformers import ROUNDINGS, without_dropout
 from tests.support.closeness import assert_close
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "house", "runs", "sees", "red", "old"]
+WORDS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "house", "runs", "sees", "red", "old"]
 WORDS += ["tree", "and", "in", "on", "it", "is"]
 TEXTS = ["the cat runs", "a dog", "the old house is red and the tree sees it in the house", "it"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A saved BERT with a tokenizer of words."""
+@pytest.fixture(params=["Bert", "MPNet"])
+def folder(request, tmp_path):
+    """A saved model with a tokenizer of words."""
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
     transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     torch.manual_seed(1)
-    config = transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.4, num_labels=1, **SIZES)
-    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    settings = {"vocab_size": len(WORDS), "pad_token_id": 1, "initializer_range": 0.4, "num_labels": 1, **SIZES}
+    config = getattr(transformers, f"{request.param}Config")(**settings)
+    getattr(transformers, f"{request.param}ForSequenceClassification")(config).save_pretrained(tmp_path)
     return str(tmp_path)
 
 

@@ -16,8 +16,8 @@ RECORD = json.loads(survey.RECORD.read_text(encoding="utf-8"))
 PART = (
     "albert", "bart", "beam", "bert", "bloom", "cohere2", "ctrl", "deberta-v2", "distilbert", "electra",
     "gemma3_text", "gemma3n_text", "gemma4_text", "git", "got_ocr2", "gpt_neox", "gpt_oss", "layoutlm", "llama",
-    "m2m_100", "mamba", "minimax", "mixtral", "mllama", "modernbert", "molmo2_text", "mt5", "opt", "phi3", "qwen3",
-    "qwen3_moe", "recurrent_gemma", "switch_transformers", "umt5", "xlnet", "xmod",
+    "m2m_100", "mamba", "minimax", "mixtral", "mllama", "modernbert", "molmo2_text", "mpnet", "mt5", "opt", "phi3",
+    "qwen3", "qwen3_moe", "recurrent_gemma", "switch_transformers", "umt5", "xlnet", "xmod",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MarianConfig,
     MistralConfig,
+    MPNetConfig,
     PreTrainedModel,
     RobertaConfig,
     T5Config,
@@ -56,6 +57,7 @@ BIDIRECTIONAL, DECODERS, PAIRS = AutoModelForMaskedLM, AutoModelForCausalLM, Aut
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (BIDIRECTIONAL, BertConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
     "roberta": (BIDIRECTIONAL, RobertaConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
+    "mpnet": (BIDIRECTIONAL, MPNetConfig, {**PLAIN, "attention_probs_dropout_prob": DROPOUT}),
     "gpt2": (DECODERS, GPT2Config, {**IDS, **GPT}),
     "llama": (DECODERS, LlamaConfig, GROUPED),
     "mistral": (DECODERS, MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
@@ -69,6 +71,7 @@ DTYPES = {
     name: torch.float32 if name in ("llama", "mistral", "gemma2", "deepseek_v3") else torch.float64 for name in MODELS
 }
 ROUNDINGS = 2000.0  # two layers with large weights, added up in another order
+BY_NAME = [name for name in MODELS if name != "mpnet"]  # which computes its attention itself
 GENERATING = [name for name in MODELS if MODELS[name][0] in (DECODERS, PAIRS)]
 CAUSAL = [name for name in MODELS if MODELS[name][0] is DECODERS]
 

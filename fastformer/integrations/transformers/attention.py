@@ -1,8 +1,9 @@
-"""`attn_implementation="fastformer"`: the attention of one layer, its name in transformers, and T5's position bias.
+"""`attn_implementation="fastformer"`: the attention of one layer, its name in transformers, biases of T5 and MPNet.
 
 Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values, P positions, N tokens of a packed batch.
 """
 
+import math
 from functools import wraps
 from typing import Any
 
@@ -133,6 +134,38 @@ def bias_by_distance(attention: Any, inner: Any, names: tuple[str, ...], /, *arg
             bias = attention.compute_bias(1, 2 * P - 1, device=args[0].device, past_seen_tokens=P - 1)
             kwargs["position_bias"] = bias[0, :, 0]
     return inner(*args, **kwargs)
+
+
+def mpnet_bias(encoder: Any, inner: Any, names: tuple[str, ...], /, x: Tensor, **kwargs: Any) -> Any:
+    """Return MPNet's bias by distance `[H, 2 P - 1]` and the layout of the tokens, in place of all pairs, if packed.
+
+    It wraps `MPNetEncoder.compute_position_bias`. The encoder passes the result to the attention of each layer.
+    """
+    batch = running()
+    if not isinstance(batch, Packed):
+        bias = inner(x, **kwargs)
+        return bias if batch is None else bias.masked_fill(batch[:, None, :, None] != batch[:, None, None], -math.inf)
+    if batch.sequences.has_gaps:
+        raise NotPacked("padding between tokens, which a bias counts")
+    P = batch.sequences.max_length
+    buckets = encoder.relative_position_bucket(torch.arange(1 - P, P, device=x.device), **kwargs)
+    return encoder.relative_attention_bias(buckets).T, batch.sequences
+
+
+def mpnet_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+    """Run MPNet's attention, which does not call transformers' interface, on packed tokens after `mpnet_bias`."""
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    x, bias = arguments["hidden_states"], arguments.get("position_bias")
+    if not isinstance(bias, tuple):
+        return inner(*args, **kwargs)
+    distance_bias, layout = bias
+    q, k, v = (
+        linear(x).view(x.shape[1], attention.num_attention_heads, -1)  # [N, H, K]
+        for linear in (attention.q, attention.k, attention.v)
+    )
+    dropout_p = attention.dropout.p if attention.training else 0.0
+    out = functional.packed_attention(q, k, v, layout, distance_bias=distance_bias, dropout_p=dropout_p)
+    return (attention.o(out.flatten(1)[None]),)
 
 
 def register() -> None:

@@ -58,9 +58,14 @@ def calls_the_interface(model: PreTrainedModel) -> bool:
     return cls is None or bool(cls._can_set_attn_implementation())
 
 
+def has_mpnet_encoder(model: nn.Module) -> bool:
+    """Return whether a model's own attention is MPNet's, which `padding_free` wraps."""
+    return any(hasattr(part, "compute_position_bias") for part in model.modules())
+
+
 def obstacle(model: PreTrainedModel, also: frozenset[type[nn.Module]]) -> str | None:
     """Return why a base model cannot run packed, or None; the caller vouches for the classes in `also`."""
-    if not calls_the_interface(model):
+    if not calls_the_interface(model) and not has_mpnet_encoder(model):
         return "computes its attention outside of transformers' attention interface"
     if type(model) not in also and not is_tested(model):
         return f"{type(model).__name__} is not among the classes that were tested"

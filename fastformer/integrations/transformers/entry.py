@@ -1,6 +1,7 @@
 """Run a Hugging Face model on one row of the real tokens of a batch, whose sequences are kept apart.
 
-`forward` wraps the forward of each model with `attn_implementation="fastformer"` and reads its arguments first:
+`forward` wraps the forward of each model that has `attn_implementation="fastformer"` or that `padding_free` took, and
+reads its arguments first:
 - A padded batch `[B, L]` becomes one row of its N real tokens if `padding_free` took the model; outputs are padded.
 - A flattened batch holds several sequences in a row, whose position ids begin again with each, as
   `DataCollatorWithFlattening` makes them. It becomes one row of B L tokens, or raises.
@@ -22,7 +23,7 @@ from fastformer.modes import compiling, has_values
 from fastformer.packing import Layout, pack, unpack
 
 NAME = "fastformer"  # of the attention
-PACKS = "_runs_on_real_tokens"  # attribute of a model that `padding_free` took
+PACKS = "_runs_on_real_tokens_with"  # attribute of a model that `padding_free` took: the name of its attention
 # Arguments with a value for each token, and others that may hold tensors; position ids have one or four for each.
 BY_TOKEN = {
     "input_ids", "inputs_embeds", "token_type_ids", "bbox", "per_layer_inputs", "xpath_tags_seq", "xpath_subs_seq",
@@ -63,16 +64,16 @@ def running() -> Packed | Tensor | None:
     return batch
 
 
-def install(module: Any, wrapper: Any) -> None:
-    """Have a wrapper of this package run around a module's forward; harmless to repeat."""
-    if not is_installed(module):
-        bound = partial(wrapper, module, module.forward, parameters(module))
-        module.__dict__["forward"] = update_wrapper(bound, module.forward)
+def install(module: Any, wrapper: Any, method: str = "forward") -> None:
+    """Have a wrapper of this package run around a module's method; harmless to repeat."""
+    if not is_installed(module, method):
+        inner = getattr(module, method)
+        module.__dict__[method] = update_wrapper(partial(wrapper, module, inner, parameters(module)), inner)
 
 
-def is_installed(module: nn.Module) -> bool:
-    """Return whether a wrapper of this package runs around a module's forward, and no other one around it."""
-    wrapper = getattr(module.__dict__.get("forward"), "func", None)
+def is_installed(module: nn.Module, method: str = "forward") -> bool:
+    """Return whether a wrapper of this package runs around a module's method, and no other one around it."""
+    wrapper = getattr(module.__dict__.get(method), "func", None)
     return (getattr(wrapper, "__module__", None) or "").startswith("fastformer.integrations.")
 
 
@@ -84,7 +85,8 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 
 def forward(model: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
     """Run a model's own forward as one row, if it may."""
-    if model.config._attn_implementation != NAME or isinstance(running(), Packed):
+    attention = model.config._attn_implementation
+    if attention not in (NAME, model.__dict__.get(PACKS, NAME)) or isinstance(running(), Packed):
         return inner(*args, **kwargs)
     arguments = dict(zip(names, args, strict=False)) | kwargs
     if compiling():  # padded; the masks keep sequences apart
@@ -243,7 +245,7 @@ def _default_positions(model: Any, batch: Packed) -> Tensor | None:
     rule = eligibility.tested_classes().get(eligibility.identity(model))
     columns: Tensor = (rows.origin % rows.columns)[None]
     if rule == "words":  # RoBERTa counts ids other than the padding token's, from that number on
-        padding = model.config.pad_token_id
+        padding = getattr(model._modules.get("embeddings"), "padding_idx", model.config.pad_token_id)
         words = None if ids is None else (ids != padding).cumsum(1) * (ids != padding) + padding
         return columns + padding + 1 if words is None else to_tokens(words, rows)
     return rows.positions[None] if rule == "tokens" else columns

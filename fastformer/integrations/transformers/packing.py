@@ -7,8 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import entry
-from fastformer.integrations.transformers.attention import bias_by_distance
-from fastformer.integrations.transformers.eligibility import obstacle
+from fastformer.integrations.transformers.attention import bias_by_distance, mpnet_attention, mpnet_bias
+from fastformer.integrations.transformers.eligibility import calls_the_interface, obstacle
 from fastformer.nn.conversion import Entry, name_of
 
 _BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
@@ -32,10 +32,10 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
     """Have a Hugging Face model run on the real tokens of a batch alone, in place.
 
     Each base model inside it packs the arguments that it is called with, runs on one row of real tokens, and pads its
-    outputs with zeros. Its attention becomes `attn_implementation="fastformer"`. Parameters, the state dict and outputs
-    at real positions stay what they are. What reads positions of padding sees other values: the first column under
-    padding on the left, or a loss whose labels there are not -100. `docs/hugging-face.md` lists the batches that run
-    padded.
+    outputs with zeros. Its attention becomes `attn_implementation="fastformer"`; MPNet's, which cannot, is wrapped.
+    Parameters, the state dict and outputs at real positions stay what they are. What reads positions of padding sees
+    other values: the first column under padding on the left, or a loss whose labels there are not -100.
+    `docs/hugging-face.md` lists the batches that run padded.
 
     Args:
         model: a transformers model, or a module that holds some, such as a SentenceTransformer.
@@ -59,14 +59,18 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
             report.padded.append(Entry(name, name_of(type(base)), reason))
             continue
         before = base.config._attn_implementation
-        if before != entry.NAME:
+        if before != entry.NAME and calls_the_interface(base):
             base.__dict__[_BEFORE] = before
             base.set_attn_implementation(entry.NAME)
         entry.install(base, entry.forward)
-        base.__dict__[entry.PACKS] = True
+        base.__dict__[entry.PACKS] = base.config._attn_implementation
         for part in base.modules():
             if hasattr(part, "compute_bias") and "position_bias" in entry.parameters(part):
                 entry.install(part, bias_by_distance)
+            if hasattr(part, "compute_position_bias"):
+                entry.install(part, mpnet_bias, "compute_position_bias")
+                for layer in part.layer:
+                    entry.install(layer.attention.attn, mpnet_attention)
         if "position_ids" not in entry.parameters(base) and "embed_positions" in base._modules:
             entry.install(base.embed_positions, entry.embed_positions)
         report.packed.append(Entry(name, name_of(type(base)), "runs on real tokens"))
@@ -77,14 +81,15 @@ def padded(model: nn.Module) -> PaddingFree:
     """Undo `padding_free`, in place; return the models that were packed."""
     report = PaddingFree()
     for name, base in list(_base_models(model)):
-        if base.__dict__.pop(entry.PACKS, False):
+        if base.__dict__.pop(entry.PACKS, None):
             report.packed.append(Entry(name, name_of(type(base)), "runs on padded batches"))
         if _BEFORE in base.__dict__:
             base.set_attn_implementation(base.__dict__.pop(_BEFORE))
     for module in model.modules():
         has_name = isinstance(module, PreTrainedModel) and module.config._attn_implementation == entry.NAME
-        if entry.is_installed(module) and not has_name:
-            del module.__dict__["forward"]
+        for method in ("forward", "compute_position_bias"):
+            if entry.is_installed(module, method) and not has_name:
+                del module.__dict__[method]
     return report
 
 

@@ -172,7 +172,8 @@ def nearest(unknown: str, known: Mapping[str, str]) -> list[str]:
         share = (len(in_name) + 0.8 * len(in_both - in_name)) / max(len(words), 1)
         if len(in_both) == len(set(words)):  # a shorter text says less else
             share += 0.2 * len(words) / max(len(_words(name if in_name == in_both else known[name])), 1)
-        return max(difflib.SequenceMatcher(None, unknown.strip("-"), name.strip("-")).ratio(), share)
+        spelling = difflib.SequenceMatcher(None, unknown.strip("-"), name.strip("-")).ratio()
+        return max(spelling + 0.3 if spelling > 0.85 else spelling, share)  # a slip of the finger, before all else
 
     rates = {name: rate(name) for name in known}
     least = max(0.5, 0.95 * max(rates.values(), default=0.0))
@@ -189,7 +190,7 @@ def _has(text: str, word: str) -> bool:
     def alike(other: str) -> bool:
         shorter = min(len(word), len(other))
         common = next((i for i in range(shorter) if word[i] != other[i]), shorter)
-        return word == other or common >= 6 or common == shorter >= 3
+        return word == other or common >= 6 or common == len(word) >= 3 or common == len(other) >= 4
 
     return any(map(alike, _words(text)))
 

@@ -54,7 +54,11 @@ def test_commands_stand_in_order_of_use() -> None:
         ("train", "--dim-feedforward", "--feed-forward"),
         ("translate", "--beam-size", "--beam"),
         ("translate", "--nbest", "--n-best"),
-        ("generate", "--topk", "--top-k or --top-p"),
+        ("generate", "--topk", "--top-k"),
+        ("train", "--minuts", "--minutes"),
+        ("train", "--epoch", "--epochs"),
+        ("train", "--warmup", "--warmup-steps"),
+        ("train", "--label-smooth", "--label-smoothing"),
         ("evaluate", "--batchsize", None),
     ],
 )

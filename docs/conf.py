@@ -202,13 +202,26 @@ def say_settings(app: Sphinx, what: str, name: str, thing: object, options: obje
         ]  # an empty comment: Napoleon takes what stands before a colon in the first line for a type
 
 
+def without_metadata(signature: str) -> str:
+    """Write `Annotated[X, …]`, in which settings hold their bounds, as X."""
+    while found := re.search(r"[~\w.]*\bAnnotated\[", signature):
+        depth, commas, end = 1, [], found.end()
+        while depth:
+            depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(signature[end], 0)
+            if depth == 1 and signature[end] == ",":
+                commas.append(end)
+            end += 1
+        signature = signature[: found.start()] + signature[found.end() : commas[0]] + signature[end:]
+    return signature
+
+
 def say_signature(
     app: Sphinx, what: str, name: str, thing: object, options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
     """Leave out the constructor of a protocol, which nobody calls; a default that is made anew each time is `...`."""
     if getattr(thing, "_is_protocol", False):
         return "", returns
-    return signature and signature.replace("<factory>", "..."), returns
+    return signature and without_metadata(signature.replace("<factory>", "...")), returns
 
 
 def mark_long_words(app: Sphinx, page: nodes.document) -> None:

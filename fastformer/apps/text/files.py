@@ -106,6 +106,8 @@ def lines_of(source: Iterable[bytes], name: str) -> Iterator[str]:
     for number, data in enumerate(source, start=1):
         if number == 1:
             data = data.removeprefix(_BYTE_ORDER_MARK)
+            if not data:  # a file of the mark alone
+                return
             if not data.endswith(b"\n") and b"\r" in data.rstrip(b"\r"):
                 raise TextError(
                     f"{name}: its lines end with CR alone; convert it, for example with: tr '\\r' '\\n' <OLD >NEW"

@@ -53,7 +53,7 @@ def _check_masks(q: Tensor, k: Tensor, mask: Tensor | None, key_mask: Tensor | N
     if mask is not None:
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"mask must be bool or floating point, not {mask.dtype}")
-        if mask.dim() > 4 or any(m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)):
+        if mask.dim() > 4 or any(m != 1 and m != f for m, f in zip(reversed(mask.shape), reversed(full), strict=False)):
             raise ValueError(f"mask must be broadcastable to {list(full)}, not of shape {list(mask.shape)}")
     if key_mask is not None:
         if key_mask.dtype != torch.bool:

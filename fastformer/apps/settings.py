@@ -84,10 +84,10 @@ def setting(
 
 def inherited(settings: type, name: str, **changes: Any) -> Any:
     """Declare the setting `name` of a base class again, with another default or other facts."""
-    found = next(item for item, _ in declared(settings) if item.name == name)
-    stated = facts(found)
+    item = next(item for item in fields(settings) if item.name == name)
+    stated = facts(item)
     bounds = stated.pop("bounds")
-    return setting(**{"default": found.default, "help": found.metadata["description"], **stated, **bounds, **changes})
+    return setting(**{"default": item.default, "help": item.metadata["description"], **stated, **bounds, **changes})
 
 
 @dataclass_transform(frozen_default=True)
@@ -112,7 +112,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check bounds that are other settings; pydantic has checked the rest."""
-        for item, _ in declared(type(self)):
+        for item in fields(self):
             value, bounds = getattr(self, item.name), facts(item)["bounds"]
             limits = {key: getattr(self, name) for key, name in bounds.items() if isinstance(name, str)}
             if not all(None in (value, limit) or BOUNDS[key](value, limit) for key, limit in limits.items()):
@@ -137,7 +137,7 @@ def _one_line(error: ErrorDetails, settings: type[Settings], given: Mapping[str,
     """Say in one line what pydantic refused, by the declaration of the setting."""
     if not error["loc"]:  # of __post_init__
         return str(error["ctx"]["error"])
-    items = {item.name: item for item, _ in declared(settings)}
+    items = {item.name: item for item in fields(settings)}
     place = error["loc"][0]  # the number of a positional argument
     name = place if isinstance(place, str) else list(items)[place]
     if name not in items:
@@ -255,7 +255,7 @@ def refuse_idle(given: Given, sections: Mapping[str, Any], *others: Any) -> None
     idle = []
     for section, settings in sections.items():
         stated = given.get(section, {})
-        for item, _ in declared(type(settings)):
+        for item in fields(settings):
             if item.name in stated and stated[item.name] is not False:
                 for name, wanted, value in islice(unmet(item, everything), 1):
                     here = "" if wanted in (None, SET) else f", not {words(name, value, everything)}"
@@ -294,7 +294,7 @@ def refuse_fixed(changes: Mapping[str, Any], settings: Settings) -> None:
         changes: name -> the new value.
         settings: of the run so far.
     """
-    for item, _ in declared(type(settings)):
+    for item in fields(settings):
         before = getattr(settings, item.name)
         if facts(item)["fixed"] and item.name in changes and changes[item.name] != before:
             raise ValueError(

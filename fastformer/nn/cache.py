@@ -44,14 +44,14 @@ def check_apart(stack: Any, what: str) -> Inspection:
     """
     if not len(stack.layers):
         raise RuntimeError(f"the stack has no layers, of which {what} consists")
-    found = inspect_stack(stack, everywhere=False)
-    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else found.called
+    inspection = inspect_stack(stack, everywhere=False)
+    reason = "the stack has hooks" if has_own_hooks(stack) and not is_sharded(stack) else inspection.called
     if reason is not None:
         raise RuntimeError(f"{reason}, which {what} does not call; calling the model does")
     for name, part in (("the stack", stack), *((f"layers.{index}", layer) for index, layer in enumerate(stack.layers))):
         if is_sharded(part) and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
             raise RuntimeError(f"{name} holds a part of its parameters, and {what} gathers none: unshard() it")
-    return found
+    return inspection
 
 
 def _memory(layer: Any, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -85,16 +85,16 @@ class KVCache:
         check_value("rows", rows, int, at_least=0)
         check_value("hypotheses", hypotheses, int, at_least=1)
         check_value("longest", longest, int | None, at_least=1)
-        found = check_apart(stack, "decoding with a cache")
-        if found.mixing is not None:
+        inspection = check_apart(stack, "decoding with a cache")
+        if inspection.mixing is not None:
             declared = "a step reads one position; fastformer.token_wise declares parts that treat each token alone"
-            raise RuntimeError(f"{found.mixing}: it may look at several positions, and {declared}")
+            raise RuntimeError(f"{inspection.mixing}: it may look at several positions, and {declared}")
         if any(layer.multihead_attn.counts_positions for layer in stack.layers if hasattr(layer, "multihead_attn")):  # type: ignore[union-attr]
             raise RuntimeError("attention to the memory counts positions, which no step knows")
         state: dict[str, Any] = stack.__dict__
         self.stack_id: str = state.setdefault("_stack_id", uuid.uuid4().hex)
         self.hypotheses, self.longest, self.capacity = hypotheses, longest, 0
-        self.batch_first = found.batch_first is not False
+        self.batch_first = inspection.batch_first is not False
         self.memory_lengths: Tensor | None = None
         self._memory_mask: tuple[Tensor, Tensor] | None = None  # of which lengths, and it
         self.layers: list[LayerCache] = []

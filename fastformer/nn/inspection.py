@@ -133,9 +133,9 @@ def inspect_stack(stack: Any, everywhere: bool = True) -> Inspection:
     _inspect(stack.norm if isinstance(stack.norm, nn.Module) else None, "norm", "norm", reasons)
     if not len(stack.layers):
         reasons["hooked"] = "it has no layers, which say where the batch is"
-    found = [reasons.get(kind) for kind in ("called", "hooked", "mixing")]
-    obstacle, order = next(filter(None, found), None), orders.pop() if len(orders) == 1 else None
-    return Inspection(obstacle, found[0], found[2], counting, order)
+    called, hooked, mixing = reasons.get("called"), reasons.get("hooked"), reasons.get("mixing")
+    order = orders.pop() if len(orders) == 1 else None
+    return Inspection(called or hooked or mixing, called, mixing, counting, order)
 
 
 def _inspect(part: nn.Module | None, name: str, path: str | None, reasons: dict[str, str]) -> None:

@@ -83,28 +83,28 @@ class TransformerEncoder(Stack, nn.TransformerEncoder):
         """
         check_types(("src",), src)
         check_masks(("mask", "src_key_padding_mask"), mask, src_key_padding_mask)
-        found = inspect_stack(self)
+        inspection = inspect_stack(self)
         if src.is_nested and not need_weights:
-            _refuse("src", found.obstacle, src_key_padding_mask, mask)
+            _refuse("src", inspection.obstacle, src_key_padding_mask, mask)
             tokens, layout = from_nested(src)
             return to_nested(self._run_packed(tokens, layout, bool(is_causal), None), layout)
-        if not need_weights and self.skips(found, padding_free, src_key_padding_mask):
-            side = read_side(src, src_key_padding_mask, found.batch_first, bool(found.counting))
+        if not need_weights and self.skips(inspection, padding_free, src_key_padding_mask):
+            side = read_side(src, src_key_padding_mask, inspection.batch_first, bool(inspection.counting))
             if side is not None:
                 return side.unpack(self.encode(side, src, mask, bool(is_causal)))
         zeroed = src_key_padding_mask if self.zeroes(padding_free) else None
-        output = src = finite_padding(src, zeroed, found.batch_first)
+        output = src = finite_padding(src, zeroed, inspection.batch_first)
         padding, hint = src_key_padding_mask, is_causal is True
         if need_weights:
             out, weights = self._weigh(src, (mask, padding, hint))
-            return zero_padding(out, zeroed, found.batch_first), weights
-        if found.called is not None:  # in torch's form
+            return zero_padding(out, zeroed, inspection.batch_first), weights
+        if inspection.called is not None:  # in torch's form
             mask, padding = encoder_masks(mask, padding, src)
             hint = causal_hint(mask, is_causal, src, self.layers[0].self_attn.batch_first)
         for layer in self.layers:
             output = self.run_layer(layer, output, src_mask=mask, is_causal=hint, src_key_padding_mask=padding)
         output = output if self.norm is None else self.norm(output)
-        return zero_padding(output, zeroed, found.batch_first)
+        return zero_padding(output, zeroed, inspection.batch_first)
 
     def encode(self, side: PackedInput, src: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Encode the real tokens of a padded batch: packed `[S, D]`."""
@@ -186,37 +186,37 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
             RuntimeError: as in the encoder.
         """
         check_types(("tgt",), tgt)
-        found = inspect_stack(self)
+        inspection = inspect_stack(self)
         usual = isinstance(memory, Tensor)  # layers of your own may take something else, or None, as in torch
         if not need_weights and (tgt.is_nested or (usual and memory.is_nested)):
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-            _refuse("tgt and memory", found.obstacle, *masks)
+            _refuse("tgt and memory", inspection.obstacle, *masks)
             (tokens, layout), (keys, key_layout) = from_nested(tgt), from_nested(memory)
             tokens = self._run_packed(tokens, layout, keys, key_layout, bool(tgt_is_causal), None, None)
             return to_nested(tokens, layout)
         if (
             usual
             and not need_weights
-            and self.skips(found, padding_free, tgt_key_padding_mask, memory_key_padding_mask)
+            and self.skips(inspection, padding_free, tgt_key_padding_mask, memory_key_padding_mask)
             and not (memory_is_causal and memory_mask is None)
         ):
-            cross = "multihead_attn" in found.counting
-            source = read_side(memory, memory_key_padding_mask, found.batch_first, from_start=cross)
+            cross = "multihead_attn" in inspection.counting
+            source = read_side(memory, memory_key_padding_mask, inspection.batch_first, from_start=cross)
             if source is not None:
-                side = self.read_target(tgt, tgt_key_padding_mask, source, found.counting)
+                side = self.read_target(tgt, tgt_key_padding_mask, source, inspection.counting)
                 if side is not None:
                     memory = source.pack(memory)
                     return self.decode(side, tgt, source, memory, tgt_mask, memory_mask, bool(tgt_is_causal))
         zeroed = (tgt_key_padding_mask, memory_key_padding_mask) if self.zeroes(padding_free) else (None, None)
-        output = tgt = finite_padding(tgt, zeroed[0], found.batch_first)
-        memory = finite_padding(memory, zeroed[1], found.batch_first)
+        output = tgt = finite_padding(tgt, zeroed[0], inspection.batch_first)
+        memory = finite_padding(memory, zeroed[1], inspection.batch_first)
         hint = tgt_is_causal is True
         if need_weights:
             own_masks = tgt_mask, tgt_key_padding_mask, hint
             memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
             out, *weights = self._weigh(tgt, memory, own_masks, memory_masks)
-            return zero_padding(out, zeroed[0], found.batch_first), *weights
-        if found.called is not None:  # in torch's form
+            return zero_padding(out, zeroed[0], inspection.batch_first), *weights
+        if inspection.called is not None:  # in torch's form
             check_masks(("tgt_mask",), tgt_mask)
             hint = causal_hint(tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first)
         for layer in self.layers:
@@ -232,7 +232,7 @@ class TransformerDecoder(Stack, nn.TransformerDecoder):
                 memory_is_causal=memory_is_causal,
             )
         output = output if self.norm is None else self.norm(output)
-        return zero_padding(output, zeroed[0], found.batch_first)
+        return zero_padding(output, zeroed[0], inspection.batch_first)
 
     def read_target(
         self, tgt: Tensor, padding: Tensor | None, source: PackedInput, counting: set[str]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
-from fastformer.apps.settings import Given, Settings, befores, declared, facts, refuse_idle
+from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
@@ -302,7 +302,7 @@ class Application:
 
 def _derived(settings: type[Settings]) -> dict[str, str]:
     """The settings that are never a user's, each with what it follows from."""
-    return {item.name: facts(item)["derived"] for item, _ in declared(settings) if facts(item)["derived"]}
+    return {item.name: facts(item)["derived"] for item in fields(settings) if facts(item)["derived"]}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@
 Against T1's loop, which decodes the whole padded prefix of 200 positions again for every token, one sentence at a time,
 whatever the batch; against Hugging Face's generate, whose Marian has the same weights; and against CTranslate2, from
 our export of them. All sides are given a fixed number of tokens, since random weights do not end a sentence. On a GPU
-also our own search with CUDA graphs against the same without; on a CPU also int8 weights, against Marian in fp32 and
-CTranslate2 in int8: what each side's words lose in log probability by the fp32 model is noted beside the time.
+also our own search with CUDA graphs against the same without.
 """
 
 import copy
@@ -33,7 +32,6 @@ from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_s
 from fastformer.nn import pack_weights
 
 TOKENS = 25
-INT8_NATS = 0.1  # that int8 weights may be off by in what they say of a token, of 9 nats for random words
 POSITIONS = 256
 # Competitor and beam -> goal for batch 1 and for more, on a CPU and on a GPU.
 GOALS = {
@@ -42,8 +40,6 @@ GOALS = {
     ("transformers", 4): {"cpu": (1.6, 1.9), "cuda": (8.0, 8.0)},
     ("ctranslate2", 1): {"cpu": (0.95, 0.95)},
     ("ctranslate2", 4): {"cpu": (0.95, 0.95)},
-    ("transformers-int8", 1): {"cpu": (2.0, 2.0)},
-    ("transformers-int8", 4): {"cpu": (2.0, 2.0)},
 }
 TINY = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 64}
 SMALL = {"d_model": 256, "heads": 4, "encoder_layers": 3, "decoder_layers": 3, "feed_forward": 1024}
@@ -72,15 +68,6 @@ Load = Callable[[], Translate]  # where what it raises is theirs; what ours prep
         ("full", "ctranslate2", 1, 128),
         ("full", "ctranslate2", 4, 1),
         ("full", "ctranslate2", 4, 32),
-        pytest.param("quick", "ctranslate2-int8", 1, 8, marks=pytest.mark.cpu),
-        ("usual", "transformers-int8", 1, 1),
-        ("usual", "transformers-int8", 1, 32),
-        ("full", "transformers-int8", 4, 1),
-        ("full", "transformers-int8", 4, 32),
-        ("usual", "ctranslate2-int8", 1, 1),
-        ("usual", "ctranslate2-int8", 1, 32),
-        ("full", "ctranslate2-int8", 4, 1),
-        ("full", "ctranslate2-int8", 4, 32),
         ("usual", "no-graphs", 1, 1),
         ("full", "no-graphs", 1, 32),
         ("full", "no-graphs", 1, 128),
@@ -88,11 +75,7 @@ Load = Callable[[], Translate]  # where what it raises is theirs; what ours prep
     ],
 )
 def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int) -> None:
-    against = competitor.removesuffix("-int8")
-    narrow = against != competitor
-    if narrow and race.device.type != "cpu":
-        pytest.skip("int8 weights are for a CPU")
-    require(against, race.device)
+    require(competitor, race.device)
     tokens = 5 if race.tiny else TOKENS
     packed = typical_batch("random")[0].to(race.device)
     lengths = packed.source_lengths[: min(batch, 3) if race.tiny else batch]
@@ -105,7 +88,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
     options = SearchOptions(beam=beam, max_ratio=0.0, max_extra=tokens, min_length=tokens, length_penalty=0.0)
 
     running = copy.deepcopy(model)  # as `fastformer translate` runs it
-    pack_weights(running, "int8" if narrow else "fp32")
+    pack_weights(running)
 
     def search(options: SearchOptions) -> list[Hypothesis]:
         if beam == 1:
@@ -122,7 +105,7 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
         warnings.simplefilter("ignore")  # the other programs' own
         known = torch.tensor([hypothesis.log_probability for hypothesis in found])
         exact = _log_probabilities(model, sentences, [h.ids for h in found])
-        race.gate("log probability", known, exact, tokens * INT8_NATS if narrow else 1e-3)
+        race.gate("log probability", known, exact, 1e-3)
         run: Callable[[], object] = ours  # never, where theirs cannot be had
         if competitor == "tutorial":
             with race.competitor():
@@ -136,25 +119,21 @@ def bench_decoding(race: Race, size: str, competitor: str, beam: int, batch: int
             _gate(race, model, sentences, found, [hypothesis.ids for hypothesis in search(options)])
             assert race.fault is None, race.fault  # ours too
         else:
-            make = _transformers if against == "transformers" else partial(_ctranslate2, int8=narrow)
+            make = _transformers if competitor == "transformers" else _ctranslate2
             load = make(model, sentences, beam, tokens, Path(folder))
             with race.competitor():
                 run = translate = load()
-                if narrow:
-                    _note_lost(race, model, sentences, found, translate())
-                else:
-                    _gate(race, model, sentences, found, translate())
+                _gate(race, model, sentences, found, translate())
         c = model.config
         goals = GOALS.get((competitor, beam), {}).get(race.device.type) if size != "quick" else None
-        of = f"d{c.d_model} {c.encoder_layers}+{c.decoder_layers}{', CUDA graphs' * graphs}{', int8' * narrow}"
-        name = _NAMES[against] + (", int8" if competitor == "ctranslate2-int8" else "")
+        of = f"d{c.d_model} {c.encoder_layers}+{c.decoder_layers}{', CUDA graphs' * graphs}"
         race(
             f"{'greedy search' if beam == 1 else f'beam {beam}'}, batch {B}, {of}",
             Contender("fastformer", ours, B * tokens),
-            Contender(name, run, tokens if competitor == "tutorial" else B * tokens),
+            Contender(_NAMES[competitor], run, tokens if competitor == "tutorial" else B * tokens),
             rounds=9 if race.device.type == "cpu" and size != "quick" else 3,
             goal=goals[min(B - 1, 1)] if goals else None,
-            at=None if graphs or narrow or size == "quick" else {"batch": B, "beam": beam},
+            at=None if graphs or size == "quick" else {"batch": B, "beam": beam},
         )
 
 
@@ -176,16 +155,6 @@ def _gate(
     race.gate("best log probability", known, best, 1e-3)
     race.gate_theirs("log probability", probable, best, 1e-3)
     race.note(same_translations=sum(a.ids == b for a, b in zip(ours, theirs, strict=True)), sentences=len(ours))
-
-
-def _note_lost(
-    race: Race, model: TranslationModel, sentences: list[list[int]], ours: list[Hypothesis], theirs: list[list[int]]
-) -> None:
-    """How probable the words of both sides are, in nats a token, by the fp32 model."""
-    found = {"ours": [hypothesis.ids for hypothesis in ours], "theirs": theirs}
-    for side, ids in found.items():
-        tokens = sum(map(len, ids))
-        race.note(**{f"nats_a_token_{side}": float(_log_probabilities(model, sentences, ids).sum()) / tokens})
 
 
 def _log_probabilities(model: TranslationModel, sources: list[list[int]], targets: list[list[int]]) -> Tensor:
@@ -230,9 +199,7 @@ def _transformers(model: TranslationModel, sentences: list[list[int]], beam: int
     return load
 
 
-def _ctranslate2(
-    model: TranslationModel, sentences: list[list[int]], beam: int, tokens: int, folder: Path, int8: bool
-) -> Load:
+def _ctranslate2(model: TranslationModel, sentences: list[list[int]], beam: int, tokens: int, folder: Path) -> Load:
     """Tokens go in; their end is added there."""
     size = model.config.target_vocabulary
     words = WordTokenizer.from_lines([f"w{i}" for i in range(size - 4)], splitting="whitespace")
@@ -245,9 +212,7 @@ def _ctranslate2(
         import ctranslate2
 
         options = {"device": device, "inter_threads": 1, "intra_threads": 1}
-        translator = ctranslate2.Translator(
-            str(folder / "model"), compute_type="int8" if int8 else "default", **options
-        )
+        translator = ctranslate2.Translator(str(folder / "model"), **options)
 
         def translate() -> list[list[int]]:
             found = translator.translate_batch(

@@ -171,22 +171,19 @@ GOALS = {("ctranslate2", 512): 0.9, ("ctranslate2", 256): 0.75, ("transformers",
         pytest.param("quick", "ctranslate2", 256, 4, marks=pytest.mark.cpu),
         *(("usual", competitor, 512, batch) for competitor in ("transformers", "ctranslate2") for batch in (1, 32)),
         *(("usual", "ctranslate2", 256, batch) for batch in (1, 32)),
-        *(("usual", "ctranslate2-int8", 512, batch) for batch in (1, 32)),
     ],
 )
 def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: int) -> None:
-    against = competitor.removesuffix("-int8")
-    narrow = against != competitor
     if race.device.type != "cpu":
         pytest.skip("a comparison for a CPU; on a GPU bench_decoding has the same rivals")
-    require(against, race.device)
+    require(competitor, race.device)
     count = 8 if race.tiny else 30 if size == "quick" else WRITTEN
     model = _gpt2(d_model, 2 if race.tiny else 6).eval()
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(4, model.config.vocabulary, (batch, PROMPT), generator=generator).tolist()
     options = SamplingOptions(max_new_tokens=count, min_new_tokens=count, temperature=0, allow_unk=True)
     running = copy.deepcopy(model)
-    pack_weights(running, "int8" if narrow else "fp32")
+    pack_weights(running)
 
     def write() -> list[list[int]]:
         steps = sample(running, prompts, options, PROMPT + count, random_streams(prompts, 0))
@@ -196,18 +193,15 @@ def bench_writing(race: Race, size: str, competitor: str, d_model: int, batch: i
     assert min(len(set(row)) for row in words) > 2, "a text of one repeated token proves little"
     known = _log_probability(model, prompts, words)
     with tempfile.TemporaryDirectory() as folder, race.competitor():
-        make = _transformers if against == "transformers" else _ctranslate2
-        theirs = make(model, prompts, count, Path(folder), narrow)
+        make = _transformers if competitor == "transformers" else _ctranslate2
+        theirs = make(model, prompts, count, Path(folder))
         probable = _log_probability(model, prompts, theirs())
-        if narrow:
-            race.gate("nats a token", known / count, torch.maximum(known, probable) / count, 0.1)
-        else:
-            race.gate("log probability", known, torch.maximum(known, probable), 1e-3)
-            race.gate_theirs("log probability", probable, torch.maximum(known, probable), 1e-3)
+        race.gate("log probability", known, torch.maximum(known, probable), 1e-3)
+        race.gate_theirs("log probability", probable, torch.maximum(known, probable), 1e-3)
         race.note(nats_a_token_ours=float(known.mean()) / count, nats_a_token_theirs=float(probable.mean()) / count)
-        name = "GPT-2 of transformers" if against == "transformers" else "CTranslate2" + ", int8" * narrow
+        name = "GPT-2 of transformers" if competitor == "transformers" else "CTranslate2"
         race(
-            f"{count} tokens behind {PROMPT}, batch {batch}, d{d_model} 6 layers{', int8' * narrow}",
+            f"{count} tokens behind {PROMPT}, batch {batch}, d{d_model} 6 layers",
             Contender("fastformer", write, batch * count),
             Contender(name, theirs, batch * count),
             rounds=3 if size == "quick" else 9,
@@ -242,7 +236,7 @@ def _log_probability(model: LanguageModel, prompts: list[list[int]], words: list
     return log_p.gather(-1, ids[:, PROMPT:, None]).sum((1, 2))
 
 
-def _transformers(model: LanguageModel, prompts: list[list[int]], count: int, folder: Path, int8: bool) -> Write:
+def _transformers(model: LanguageModel, prompts: list[list[int]], count: int, folder: Path) -> Write:
     c = model.config
     theirs = to_transformers(model).eval()
     ids = torch.tensor(prompts)
@@ -251,13 +245,13 @@ def _transformers(model: LanguageModel, prompts: list[list[int]], count: int, fo
     return lambda: theirs.generate(**given, **options)[:, PROMPT:].tolist()
 
 
-def _ctranslate2(model: LanguageModel, prompts: list[list[int]], count: int, folder: Path, int8: bool) -> Write:
+def _ctranslate2(model: LanguageModel, prompts: list[list[int]], count: int, folder: Path) -> Write:
     import ctranslate2
 
     c = model.config
     words = WordTokenizer.from_lines([f"w{i}" for i in range(c.vocabulary - 4)], splitting="whitespace")
     export_ctranslate2(folder / "model", model, [words])
-    options = {"compute_type": "int8" if int8 else "default", "inter_threads": 1, "intra_threads": 1}
+    options = {"inter_threads": 1, "intra_threads": 1}
     theirs = ctranslate2.Generator(str(folder / "model"), **options)
     start = [words.pieces(ids) for ids in prompts]
     silent = [[words.pieces([i])[0]] for i in (c.pad_id, c.bos_id)]

@@ -20,6 +20,7 @@ exporting = torch.compiler.is_exporting  # torch.export, so ONNX too: one progra
 functorch_level = torch._C._functorch.maybe_current_level  # None outside torch.func
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 function_modes = torch._C._len_torch_function_stack  # likewise TorchFunctionModes
+without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which subclasses of Tensor are plain tensors
 tracing_state = torch._C._get_tracing_state  # None outside torch.jit.trace
 profiling = torch._C._autograd._profiler_enabled
 current_node = torch._C._current_autograd_node  # of autograd, that is run or whose hook is

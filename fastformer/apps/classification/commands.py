@@ -17,7 +17,6 @@ from fastformer.apps.classification.run import evaluate as evaluate_folder
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
-    Weights,
     app,
     choose_device,
     console,
@@ -51,7 +50,6 @@ def classify(
     batch_size: Annotated[int, typer.Option(help="texts read at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
-    weights: Weights = "fp32",
 ) -> None:
     """Print the label of each text, a line each; with --probabilities all labels, separated by tabs.
 
@@ -59,7 +57,7 @@ def classify(
     """
     given = given_lines(texts, input, output, "texts", batch_size)
     refuse_output(output, input, runs=(run,))
-    classifier = load_classifier(run, checkpoint, choose_device(device, weights), weights)
+    classifier = load_classifier(run, checkpoint, choose_device(device))
     put_lines((line for texts in given for line in _labelled(classifier, texts, batch_size, probabilities)), output)
 
 
@@ -70,9 +68,9 @@ def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabi
     return ("\t".join(f"{label}\t{p:.4f}" for label, p in labels) for labels in ranked)
 
 
-def evaluate_run(run: Path, checkpoint: str, device: str, weights: str, texts: Any) -> None:
+def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
     """Print accuracy, macro-F1, and the scores of each label, of many labels the most frequent."""
-    corpus, found = evaluate_folder(run, texts, checkpoint, device, weights)
+    corpus, found = evaluate_folder(run, texts, checkpoint, device)
     console.print(f"{corpus}; checkpoint {checkpoint}")
     # rich lays out some 700 rows a second, so that 100,000 labels would take minutes.
     most = sorted(found.each, key=lambda each: -each.texts)[:_ROWS] if len(found.each) > _ROWS else found.each

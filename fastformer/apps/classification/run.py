@@ -215,28 +215,25 @@ class ClassificationRun(Run):
         return Validation(len(corpus), score)
 
 
-def load_classifier(
-    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu", weights: str = "fp32"
-) -> Classifier:
+def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Classifier:
     """Load a run's model, tokenizer and labels, ready to classify.
 
     Args:
         folder: of the run.
         checkpoint: "best" (by validation), "last" or "average".
         device: of the model.
-        weights: "fp32", or on a CPU "bf16" or "int8": see `fastformer.nn.pack_weights`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
             `fastformer.apps.runs.application.Application.load_weights`.
     """
-    return _load(folder, checkpoint, device, weights)[0]
+    return _load(folder, checkpoint, device)[0]
 
 
 def _load(
-    folder: Path | str, checkpoint: str, device: torch.device | str, weights: str
+    folder: Path | str, checkpoint: str, device: torch.device | str
 ) -> tuple[Classifier, ClassificationDataConfig]:
-    model = APPLICATION.load_for_inference(folder, checkpoint, device, weights)
+    model = APPLICATION.load_for_inference(folder, checkpoint, device)
     (tokenizer,) = APPLICATION.load_tokenizers(folder)
     data = ClassificationDataConfig(**APPLICATION.read_config(folder)["data"])
     if data.labels is None:
@@ -274,7 +271,6 @@ def evaluate(
     split: Literal["test", "valid"] | Path = "test",
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
-    weights: str = "fp32",
 ) -> tuple[LabelledCorpus, Scores]:
     """The scores of a run on its test or validation text, or on a labelled file; with the best weights by default.
 
@@ -282,7 +278,7 @@ def evaluate(
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_classifier`, `read_labelled`
             and `read_labelled_corpora`.
     """
-    classifier, data = _load(folder, checkpoint, device, weights)
+    classifier, data = _load(folder, checkpoint, device)
     if isinstance(split, Path):
         corpus = read_labelled(split, classifier.labels)
     elif split in ("test", "valid"):

@@ -48,9 +48,6 @@ MAIN_RUN = Path("runs") / MAIN
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu; auto takes a CUDA GPU where there is one")
 ]
-Weights = Annotated[
-    str, typer.Option(help="fp32, or on a CPU bf16 or int8: fewer bits, faster, and as good up to rounding")
-]
 Checkpoint = Annotated[str, typer.Option(help="best, last or average")]
 
 
@@ -165,15 +162,12 @@ def put_lines(lines: Iterable[str], output: Path | None) -> None:
         logger.warning("%d lines had ends of lines within; they have spaces there", changed)
 
 
-def choose_device(name: str, weights: str = "fp32") -> str:
-    """Resolve auto, and check that torch has the device; weights of fewer bits than fp32 are for a CPU."""
+def choose_device(name: str) -> str:
+    """Resolve auto, and check that torch has the device."""
     import torch
 
-    from fastformer.nn.inference_weights import PRECISIONS
-
-    check_value("weights", weights, str, choices=PRECISIONS)
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() and weights == "fp32" else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -182,8 +176,6 @@ def choose_device(name: str, weights: str = "fp32") -> str:
         raise ValueError(f"device must be auto, cpu, cuda, cuda:N, mps or xpu, not {name!r}")
     if device.type == "cpu":
         return name
-    if weights != "fp32":
-        raise ValueError(f"weights must be fp32 on device {name!r}, not {weights}, which is for a CPU")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator and accelerator.type == device.type else 0
     if (device.index or 0) >= count:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, Weights, app, choose_device
+from fastformer.apps.cli.console import MAIN_RUN, Checkpoint, Device, RunFolder, app, choose_device
 from fastformer.apps.cli.flags import int_or_text, with_settings
 from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.parts import part_of
@@ -22,7 +22,6 @@ def evaluate(
     run: RunFolder = MAIN_RUN,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
-    weights: Weights = "fp32",
     split: Annotated[str | None, typer.Option(help="part of the run's data: test (the default) or valid")] = None,
     source: Annotated[
         Path | None,
@@ -67,4 +66,4 @@ def evaluate(
         "search": search,
     }
     part = part_of(run, "evaluate_run", given)
-    part(run, checkpoint, choose_device(device, weights), weights, source or split or "test")
+    part(run, checkpoint, choose_device(device), source or split or "test")

@@ -10,7 +10,6 @@ import typer
 from fastformer.apps.cli.console import (
     Checkpoint,
     Device,
-    Weights,
     app,
     check_output,
     choose_device,
@@ -51,7 +50,6 @@ def generate(
     batch_size: Annotated[int, typer.Option(help="texts written at a time", parser=int_or_text)] = 32,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
-    weights: Weights = "fp32",
     *,
     sampling: dict[str, Any],
 ) -> None:
@@ -66,7 +64,7 @@ def generate(
     refuse_output(output, prompt_file, runs=(run,))
     options = made(SamplingOptions, sampling)
     given = iter(prompts or [""]) if prompt_file is None else checked_lines(prompt_file)
-    generator = load_generator(run, checkpoint, choose_device(device, weights), weights)
+    generator = load_generator(run, checkpoint, choose_device(device))
     pack_weights(generator.model)
     given = (prompt.rstrip(" ") for prompt in given)  # the text brings the space between
     if output is None and prompt_file is None and len(prompts or [""]) == 1:
@@ -88,11 +86,9 @@ def generate(
         print(text, flush=True)
 
 
-def evaluate_run(
-    run: Path, checkpoint: str, device: str, weights: str, texts: Any, *, overlap: int | None = None
-) -> None:
+def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any, *, overlap: int | None = None) -> None:
     """Print the perplexity of a part of the run's data or of a file, with the counts of the tokens."""
-    text, found = evaluate_text(run, texts, checkpoint, device, overlap or 0, weights)
+    text, found = evaluate_text(run, texts, checkpoint, device, overlap or 0)
     console.print(f"{text}; checkpoint {checkpoint}")
     console.print(str(found))
 

@@ -149,7 +149,7 @@ class LanguageRun(Run):
 
 
 def load_language_model(
-    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu", weights: str = "fp32"
+    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu"
 ) -> tuple[LanguageModel, Tokenizer, LanguageDataConfig]:
     """Load a run's model, in evaluation mode, with its tokenizer and the settings that it reads text with.
 
@@ -157,27 +157,24 @@ def load_language_model(
         folder: of the run.
         checkpoint: "best" (by validation), "last" or "average".
         device: of the model.
-        weights: "fp32", or on a CPU "bf16" or "int8": see `fastformer.nn.pack_weights`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
             `fastformer.apps.runs.application.Application.load_weights`.
     """
-    model = APPLICATION.load_for_inference(folder, checkpoint, device, weights)
+    model = APPLICATION.load_for_inference(folder, checkpoint, device)
     (tokenizer,) = APPLICATION.load_tokenizers(folder)
     return model, tokenizer, LanguageDataConfig(**APPLICATION.read_config(folder)["data"])
 
 
-def load_generator(
-    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu", weights: str = "fp32"
-) -> TextGenerator:
+def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
     """Load a run's model and tokenizer, ready to write.
 
     A model of a stream has never read bos: there, texts begin after an end of line.
 
     Args and errors as `load_language_model`.
     """
-    model, tokenizer, data = load_language_model(folder, checkpoint, device, weights)
+    model, tokenizer, data = load_language_model(folder, checkpoint, device)
     first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id
     return TextGenerator(model, tokenizer, data.context, first_id=first)
 
@@ -212,7 +209,6 @@ def evaluate_text(
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
     overlap: int = 0,
-    weights: str = "fp32",
 ) -> tuple[TextCorpus, Perplexity]:
     """The perplexity of a run's test or validation text, or of a file; with the best weights by default.
 
@@ -229,7 +225,7 @@ def evaluate_text(
             `read_text_corpora`
             and `perplexity`.
     """
-    model, tokenizer, data = load_language_model(folder, checkpoint, device, weights)
+    model, tokenizer, data = load_language_model(folder, checkpoint, device)
     if split in ("test", "valid"):
         corpus = read_text_corpora(data)[split]
     elif isinstance(split, os.PathLike):

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
-from fastformer.nn.inference_weights import PackedWeight
 from fastformer.nn.inspection import plain
 from fastformer.nn.stacks import TransformerEncoder
 from fastformer.packing import Layout, pack, unpack
-
-_ROWS = 1024  # of logits at a time, where nothing keeps them
 
 
 def tie(model: Any, _keys: object = None) -> None:
@@ -97,10 +94,6 @@ def summed_cross_entropy(
     """
     if target.dim() == 2:
         target, _ = packed_ids("target", target, lengths)
-    if isinstance(output.weight, PackedWeight):  # which knows no gradients: a part after the other is enough
-        parts = zip(torch.split(hidden, _ROWS), torch.split(target, _ROWS), strict=True)
-        losses = [F.cross_entropy(output(h), t, label_smoothing=label_smoothing, reduction="sum") for h, t in parts]
-        return torch.stack(losses).sum()
     if not plain(output, nn.Linear):
         logits = output(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -18,7 +18,6 @@ from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idl
 from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text import SpecialIds, Tokenizer, load_tokenizer
 from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_checkpoint
-from fastformer.nn.inference_weights import pack_weights
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # what fine-tuning may change of such a model
@@ -282,17 +281,9 @@ class Application:
         found.load_into(made, config)
         return made
 
-    def load_for_inference(
-        self, folder: Path | str, checkpoint: str, device: torch.device | str, weights: str = "fp32"
-    ) -> Any:
-        """The model of `load_weights` in evaluation mode on a device, with weights of as many bits.
-
-        Errors as there, and as `fastformer.nn.pack_weights`.
-        """
-        made = self.load_weights(folder, checkpoint).to(device).eval()
-        if weights != "fp32":  # which may be trained, too
-            pack_weights(made, weights)
-        return made
+    def load_for_inference(self, folder: Path | str, checkpoint: str, device: torch.device | str) -> Any:
+        """Return the model of `load_weights` in evaluation mode on a device; errors as there."""
+        return self.load_weights(folder, checkpoint).to(device).eval()
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:
         sections = load_toml(path, {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train})

@@ -13,7 +13,6 @@ from fastformer.apps.cli.console import (
     MAIN_RUN,
     Checkpoint,
     Device,
-    Weights,
     app,
     check_output,
     choose_device,
@@ -73,7 +72,6 @@ def translate(
     batch_size: Annotated[int, typer.Option(help="sentences translated at a time", parser=int_or_text)] = 64,
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
-    weights: Weights = "fp32",
     *,
     search: dict[str, Any],
 ) -> None:
@@ -84,7 +82,7 @@ def translate(
     given = given_lines(sentences, input, output, "sentences", batch_size, _READ_AHEAD)
     refuse_output(output, input, runs=(run,))
     options = made(SearchOptions, search)
-    translator = load_translator(run, checkpoint, choose_device(device, weights), weights)
+    translator = load_translator(run, checkpoint, choose_device(device))
     pack_weights(translator.model)
     found = (each for lines in given for each in translator.candidates(lines, options, batch_size))
     whole = (c for each in found for c in each + [_NONE] * (options.n_best - len(each)))
@@ -141,7 +139,6 @@ def evaluate_run(
     run: Path,
     checkpoint: str,
     device: str,
-    weights: str,
     texts: Any,
     *,
     target: Path | None = None,
@@ -162,7 +159,7 @@ def evaluate_run(
     if (source is None) != (target is None):
         raise ValueError("--source and --target must be given together")
     corpus = read_parallel(source, target) if source and target else read_corpora(data)[texts]
-    translator = load_translator(run, checkpoint, device, weights)
+    translator = load_translator(run, checkpoint, device)
     pack_weights(translator.model)
     scores, translations = evaluate(translator, corpus, options, lowercase, tokenizer)
     if output is not None:

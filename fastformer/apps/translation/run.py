@@ -168,22 +168,19 @@ class TranslationRun(Run):
         return Validation(len(pairs), score)
 
 
-def load_translator(
-    folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu", weights: str = "fp32"
-) -> Translator:
+def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> Translator:
     """Load a run's model and tokenizers, ready to translate.
 
     Args:
         folder: of the run.
         checkpoint: "best" (by validation), "last" or "average".
         device: of the model.
-        weights: "fp32", or on a CPU "bf16" or "int8": see `fastformer.nn.pack_weights`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
             `fastformer.apps.runs.application.Application.load_weights`.
     """
-    model = APPLICATION.load_for_inference(folder, checkpoint, device, weights)
+    model = APPLICATION.load_for_inference(folder, checkpoint, device)
     source, target = APPLICATION.load_tokenizers(folder)
     length = APPLICATION.read_config(folder)["data"].get("max_length", DataConfig.max_length)
     return Translator(model, source, target, length)

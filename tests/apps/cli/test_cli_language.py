@@ -57,28 +57,6 @@ def test_evaluate_prints_perplexity_with_the_counts(folder: Path) -> None:
     assert "(7 predicted, <eos> counted, 1 of them <unk>)" in done.stdout
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_weights_of_fewer_bits(folder: Path, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands hand them to what loads a model, on a CPU even where there is a GPU."""
-    narrowed = []
-    monkeypatch.setattr(
-        "fastformer.apps.runs.application.pack_weights", lambda model, precision: narrowed.append(precision)
-    )
-    for command in (
-        "evaluate --run lm",
-        "generate --run lm --max-new-tokens 2 the",
-        "evaluate --run tr",
-        "translate --run tr nine",
-    ):
-        done = fastformer(*command.split(), "--weights", weights, cwd=folder)
-        assert done.returncode == 0, done.stderr
-    assert narrowed == [weights] * 4
-    monkeypatch.undo()
-    for command in ("evaluate --run lm", "translate --run tr nine"):
-        done = fastformer(*command.split(), "--weights", weights, cwd=folder)
-        assert done.returncode == 0, done.stderr
-
-
 def test_windows_overlap_where_asked_for(folder: Path) -> None:
     (folder / "long.txt").write_text(" ".join(["the cat sees the bird"] * 9) + "\n")
     command = ("evaluate", "--run", "lm", "--source", "long.txt")
@@ -157,8 +135,6 @@ WRONG = [
     ("train --steps 9 lm --run new", "--steps must stand behind lm"),
     ("translate --run lm hello", "lm is a language-model run; use `fastformer generate`"),
     ("generate --run tr hello", "tr is a translation run; use `fastformer translate`"),
-    ("evaluate --run lm --weights int4", "weights must be one of fp32, bf16, int8, not 'int4'"),
-    ("generate --run lm --weights int8 --device cuda hello", "weights must be fp32 on device 'cuda', not int8"),
     ("evaluate --run lm --beam 3", "lm is a language-model run"),
     ("evaluate --run lm --split train", "split must be one of test, valid"),
     ("evaluate --run lm --checkpoint newest", "best, last, average"),

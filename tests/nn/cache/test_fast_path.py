@@ -232,7 +232,7 @@ def test_a_setting_that_changes_is_read_anew(kind: str, name: str, value: object
 
 def test_pack_weights_take_the_fast_path(taken: list[int]) -> None:
     stack = ours("decoder", dtype=torch.float32)
-    fastformer.nn.pack_weights(stack, "bf16")
+    fastformer.nn.pack_weights(stack)
     outputs(stack, filled(stack, "decoder"))
     assert len(taken) == 6
 

@@ -21,6 +21,7 @@ from fastformer.apps.train import Checkpoint, Processes, TrainConfig, find_check
 
 PRETRAINED = "pretrained"  # the tokenizer of a run that began with a model from elsewhere
 RATES = ("dropout", "attention_dropout", "activation_dropout")  # what fine-tuning may change of such a model
+REMOVED = ("sharded_checkpoints",)  # settings that run folders of earlier versions hold
 _IDS = ("pad_id", "bos_id", "eos_id")
 
 
@@ -213,7 +214,7 @@ class Application:
             other = application_of(kind)
             about = f"{folder} is a {other.title} run"
             raise ValueError(f"{about}; use `{other.use}` (or `{other.command} --resume` to train it further)")
-        sections = self._load(Path(folder) / "config.toml")
+        sections = self._load(Path(folder) / "config.toml", REMOVED)
         if stated(Path(folder) / "config.toml").version < VERSION:
             self.upgrade(sections)
         needed = {each.name for each in dataclasses.fields(self.model) if each.default is MISSING}
@@ -285,8 +286,9 @@ class Application:
         """Return the model of `load_weights` in evaluation mode on a device; errors as there."""
         return self.load_weights(folder, checkpoint).to(device).eval()
 
-    def _load(self, path: Path) -> dict[str, dict[str, Any]]:
-        sections = load_toml(path, {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train})
+    def _load(self, path: Path, removed: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+        settings = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
+        sections = load_toml(path, settings, removed)
         sections.pop("run")
         return sections
 

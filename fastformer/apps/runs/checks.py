@@ -13,7 +13,7 @@ from fastformer.apps.models.sizes import check_memory
 from fastformer.apps.runs.application import Application
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, Processes, TrainConfig, read_metrics
 from fastformer.apps.train.compilation import check_compiler
-from fastformer.apps.train.thread_choice import check_threads
+from fastformer.apps.train.config import check_threads
 
 
 def check_settings(

@@ -4,7 +4,7 @@
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ def save_toml(path: Path | str, sections: Mapping[str, Any]) -> None:
     write_file(path, tomli_w.dumps(content).encode("utf-8"))
 
 
-def load_toml(path: Path | str, sections: Mapping[str, type[Settings]]) -> dict[str, dict[str, Any]]:
+def load_toml(
+    path: Path | str, sections: Mapping[str, type[Settings]], removed: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
     """Return the values that a TOML file states, {section: {key: value}}, with every section present.
 
     Args:
         path: of the file.
         sections: {"model": TranslationConfig, "train": TrainConfig, …}.
+        removed: settings of earlier versions, which are left out.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -40,6 +43,7 @@ def load_toml(path: Path | str, sections: Mapping[str, type[Settings]]) -> dict[
         if not isinstance(values, dict):
             raise ValueError(f"{path}: {section} must be a section [{section}], not a value")
         known = helps(sections[section])
+        values = {key: value for key, value in values.items() if key not in removed}
         for key in values:
             if key not in known:
                 raise ValueError(f"{path}: unknown key {key!r} in [{section}]{suggestion(key, known)}")

@@ -16,8 +16,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ from fastformer.settings import check_value
 
 INDEX = "index.json"
 AVERAGE, INTERIM = "average", "interim"
-_STEP = re.compile(r"step-(\d+)")
-_OURS = re.compile(rf"(\.(new|swap|old)-)?(step-\d+|{AVERAGE}|{INTERIM})")
+_NAME = rf"(?:step-\d+|{AVERAGE}|{INTERIM})"
 
 
 class CheckpointFolder:
@@ -42,7 +41,7 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Return the complete checkpoints with a training state, in the order of writing."""
-        found = {name for name in self._names() if name == INTERIM or _STEP.fullmatch(name)}
+        found = {name for name in self._names(_NAME) if name != AVERAGE}
         index = self._index()
         listed = [name for name in index["kept"] if name in found]
         unlisted = sorted(found.difference(listed, index["removed"]), key=_step_of)
@@ -55,7 +54,7 @@ class CheckpointFolder:
     def best(self) -> Path | None:
         """Return the checkpoint with the best metric, which may be the average; None before the first validation."""
         best = self._index()["best"]
-        return self.folder / best["name"] if best and best["name"] in self._names() else None
+        return self.folder / best["name"] if best and best["name"] in self._names(_NAME) else None
 
     def best_or_last(self) -> Path | None:
         """Return the best checkpoint, or the last one before the first validation.
@@ -74,6 +73,10 @@ class CheckpointFolder:
         best = self._index()["best"]
         return float(best["value"]) if best and self.best() else None
 
+    def average(self) -> Path | None:
+        """Return the average of the last checkpoints; None if there is none."""
+        return self.folder / AVERAGE if AVERAGE in self._names(_NAME) else None
+
     def save(
         self,
         step: int,
@@ -84,7 +87,7 @@ class CheckpointFolder:
         best: float | None = None,
         name: str | None = None,
     ) -> Path:
-        """Write a checkpoint of one process, and mark it as the best with the metric value `best`.
+        """Write a checkpoint, and mark it as the best with the metric value `best`.
 
         Args:
             step, weights, state, config, metrics: see `write_checkpoint`.
@@ -95,47 +98,29 @@ class CheckpointFolder:
             OSError: the disk is full or cannot be written; names the cause and the last good checkpoint. The earlier
                 ones stay loadable.
         """
-        name = name or (AVERAGE if state is None else name_of(step))
-        with self.explained(name):
-            new = self.begin(name)
-            write_checkpoint(new, step, weights, state, config, metrics)
-            return self.complete(new, best)
-
-    def begin(self, name: str) -> Path:
-        """Return a hidden folder for the files of a new checkpoint, which `complete` makes one."""
-        self.recover()
-        if name in self._index()["removed"]:  # else the new one would be removed, too
-            self._update_index()
-        new = self.folder / f".new-{name}"
-        new.mkdir()
-        return new
-
-    def complete(self, new: Path, best: float | None = None) -> Path:
-        """Give the folder from `begin` its name, once `write_checkpoint` has ended, and update the index."""
-        target = self.folder / _original(new.name)
-        if target.exists():
-            target.rename(self.folder / f".swap-{target.name}")
-        new.rename(target)
-        synchronise(self.folder)
-        self._update_index(
-            last=target.name if target.name != AVERAGE else None,
-            best=None if best is None else {"name": target.name, "value": best},
-        )
-        self.recover()
-        return target
-
-    @contextmanager
-    def explained(self, name: str) -> Iterator[None]:
-        """After an OSError in the block, clean up, and say what could not be written and what is there instead."""
+        name = name or (AVERAGE if state is None else f"step-{step}")
+        new, target = self.folder / f".new-{name}", self.folder / name
         try:
-            yield
+            self.recover()
+            if name in self._index()["removed"]:  # else the new one would be removed, too
+                self._update_index()
+            new.mkdir()
+            write_checkpoint(new, step, weights, state, config, metrics)
+            if target.exists():
+                target.rename(self.folder / f".swap-{name}")
+            new.rename(target)
+            synchronise(self.folder)
+            self._update_index(
+                last=name if name != AVERAGE else None, best=None if best is None else {"name": name, "value": best}
+            )
+            self.recover()
         except OSError as error:
             with suppress(OSError):
                 self.recover()
             last = self.last()
             rest = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-            what = f"checkpoint {name} could not be written to {self.folder}"
-            raise OSError(f"{what}: {error}; {rest}") from error
+            raise OSError(f"checkpoint {name} could not be written to {self.folder}: {error}; {rest}") from error
+        return target
 
     def mark_best(self, path: Path, value: float) -> None:
         """Record a checkpoint as the best; `value` is its metric."""
@@ -147,35 +132,23 @@ class CheckpointFolder:
         A damaged one raises CheckpointError naming the file and the previous good checkpoint; with `fallback` that
         one is opened instead.
         """
-        candidates = self.paths() if path is None else [Path(path)]
-        if not candidates:
+        candidates = self.paths()
+        if path is None and not candidates:
             raise CheckpointError(f"{self.folder}: holds no checkpoint")
         try:
-            return Checkpoint.open(candidates[-1]).check()
+            return Checkpoint.open(candidates[-1] if path is None else path).check()
         except CheckpointError as error:
-            previous = self._previous_good(candidates[-1])
+            previous = next(filter(_is_good, reversed(candidates)), None)
             if previous is None:
                 raise CheckpointError(f"{error}; there is no earlier good checkpoint") from None
             if fallback:
-                return previous
-            raise CheckpointError(f"{error}; the previous good checkpoint is {previous.path}") from None
+                return Checkpoint.open(previous)
+            raise CheckpointError(f"{error}; the previous good checkpoint is {previous}") from None
 
-    def _previous_good(self, damaged: Path) -> Checkpoint | None:
-        for path in reversed([path for path in self.paths() if path.name != damaged.name]):
-            try:
-                return Checkpoint.open(path).check()
-            except CheckpointError:
-                continue
-        return None
-
-    def average(self) -> Path | None:
-        """Return the average of the last checkpoints; None if there is none."""
-        return self.folder / AVERAGE if AVERAGE in self._names() else None
-
-    def _names(self) -> set[str]:
-        """Return the names of the checkpoints, and of what an interrupted save left."""
+    def _names(self, pattern: str) -> set[str]:
+        """Return the names of folders that match a pattern."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return {path.name for path in found if _OURS.fullmatch(path.name) and path.is_dir()}
+        return {path.name for path in found if re.fullmatch(pattern, path.name) and path.is_dir()}
 
     def _index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"last": None, "best": None, "kept": [], "removed": []}
@@ -207,12 +180,12 @@ class CheckpointFolder:
         Only for the process that writes: another one would remove what is being written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in sorted(name for name in self._names() if name.startswith(".")):
-            original = self.folder / _original(name)
-            if name.startswith(".swap-") and not original.exists():
-                (self.folder / name).rename(original)
+        for hidden in sorted(self._names(rf"\.(?:new|swap|old)-{_NAME}")):
+            original = self.folder / hidden.split("-", 1)[1]
+            if hidden.startswith(".swap-") and not original.exists():
+                (self.folder / hidden).rename(original)
             else:
-                shutil.rmtree(self.folder / name)
+                shutil.rmtree(self.folder / hidden)
         self._remove(self._index()["removed"])
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -222,12 +195,22 @@ class CheckpointFolder:
                 shutil.rmtree(hidden)
 
 
+def _is_good(path: Path) -> bool:
+    """Return whether the files of a checkpoint are what was saved."""
+    try:
+        Checkpoint.open(path).check()
+    except CheckpointError:
+        return False
+    return True
+
+
 def _is_index(index: Mapping[str, Any]) -> bool:
     """Return whether an index names only checkpoints, none both as kept and as removed; removed ones are deleted."""
     best = index["best"]
-    there, removed = [*index["kept"], *([] if best is None else [best["name"]])], index["removed"]
-    ours = all(name in (AVERAGE, INTERIM) or _STEP.fullmatch(name) for name in (*there, *removed))
-    return ours and not set(removed).intersection(there) and (best is None or isinstance(best["value"], int | float))
+    kept = [*index["kept"], *([] if best is None else [best["name"]])]
+    checkpoints = all(re.fullmatch(_NAME, name) for name in (*kept, *index["removed"]))
+    number = best is None or isinstance(best["value"], int | float)
+    return checkpoints and number and not set(index["removed"]).intersection(kept)
 
 
 def find_checkpoint(path: Path | str, which: str = "best") -> Path:
@@ -244,16 +227,6 @@ def find_checkpoint(path: Path | str, which: str = "best") -> Path:
     if found is None:
         raise CheckpointError(f"{path}: holds no {which} checkpoint")
     return found
-
-
-def name_of(step: int) -> str:
-    """Return the folder's name of the checkpoint of a step."""
-    return f"step-{step}"
-
-
-def _original(hidden: str) -> str:
-    """Return the name that a checkpoint with a hidden name had, or is to get."""
-    return hidden.split("-", 1)[1]
 
 
 def _step_of(name: str) -> float:

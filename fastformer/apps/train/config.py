@@ -1,10 +1,14 @@
-"""`TrainConfig`: every hyperparameter of training; see `fastformer.settings`."""
+"""`TrainConfig`: every hyperparameter of training; see `fastformer.apps.settings`."""
+
+import os
 
 from fastformer.apps.settings import Pair, Settings, setting
 from fastformer.apps.train.compilation import BACKENDS
 from fastformer.apps.train.schedules import SCHEDULES
 
 _ADAM = ("adamw", "adam")
+# More threads than these a processor only wait for each other, and each takes megabytes of stack.
+_THREADS_A_PROCESSOR = 4
 
 
 class TrainConfig(Settings):
@@ -77,10 +81,9 @@ class TrainConfig(Settings):
         choices=("ddp", "fsdp"),
         only={"processes": "several processes"},
     )
-    sharded_checkpoints: bool = setting(False, "each process writes its own part of a checkpoint")
     threads: int | None = setting(
         None,
-        "CPU threads; unset: torch's choice, or one where --minutes alone ends the run and it is faster",
+        "CPU threads; unset: torch's choice",
         at_least=1,
     )
     log_every: int = setting(50, "steps between two records of loss and speed", at_least=1)
@@ -103,3 +106,10 @@ class TrainConfig(Settings):
         return "until " + " or ".join(
             f"{limit:,} {what}".replace(".0 ", " ") for what, limit in limits.items() if limit
         )
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise ValueError for more threads than this machine can use; torch crashes where it cannot start as many."""
+    most = _THREADS_A_PROCESSOR * (os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(f"threads must be at most {most} here, {_THREADS_A_PROCESSOR} a processor, not {threads}")

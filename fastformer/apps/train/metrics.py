@@ -162,9 +162,8 @@ class RunningSums:
         self._norm.fill_(float(state["norm"]))
         if self._skips is not None and "skips" in state:  # a run may go on in another precision
             self._skips.fill_(float(state["skips"]))
-        if "epoch_loss" in state:  # else the mean is of the rest of the epoch
-            self._epoch_loss.fill_(float(state["epoch_loss"]))
-            self._epoch_tokens = state["epoch_tokens"]
+        self._epoch_loss.fill_(float(state["epoch_loss"]))
+        self._epoch_tokens = state["epoch_tokens"]
         self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
 
 

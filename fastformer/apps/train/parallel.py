@@ -144,7 +144,7 @@ def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def whole_norm(norm: Tensor, processes: Processes) -> Tensor:
-    """A norm of gradients that all processes hold, or of which each holds its part, as a plain tensor."""
+    """Return a norm of gradients as a plain tensor, whether all processes hold them or each its part."""
     if not hasattr(norm, "full_tensor"):
         return norm
     with processes.contact():
@@ -153,28 +153,20 @@ def whole_norm(norm: Tensor, processes: Processes) -> Tensor:
 
 
 def whole_weights(model: nn.Module, processes: Processes) -> dict[str, Tensor]:
-    """The state dict with whole tensors (parts stay in processes other than 0); tied ones share memory."""
-    tensors, copies = distinct_weights(model)
-    whole = {name: whole_tensors(tensor, processes) for name, tensor in tensors.items()}
-    return {name: whole[copies.get(name, name)] for name in model.state_dict()}
-
-
-def distinct_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state dict with each tied parameter under its first name only, and {another name: first name}."""
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    first: dict[int, str] = {}
-    tensors, copies = {}, {}
+    """Return the state dict with whole tensors; tied parameters stay one tensor. See `whole_tensors`."""
+    owners: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    whole: dict[int, Tensor] = {}
+    found = {}
     for name, tensor in model.state_dict().items():
-        kept = first.setdefault(id(owners.get(name, tensor)), name)
-        if kept == name:
-            tensors[name] = tensor
-        else:
-            copies[name] = kept
-    return tensors, copies
+        owner = id(owners.get(name, tensor))
+        if owner not in whole:
+            whole[owner] = whole_tensors(tensor, processes)
+        found[name] = whole[owner]
+    return found
 
 
 def whole_tensors(value: Any, processes: Processes) -> Any:
-    """A nested state with its sharded tensors put together; process 0 gets them on the CPU, others only send."""
+    """Gather the sharded tensors of a nested state: on the CPU of process 0, empty ones in the others."""
     if isinstance(value, Mapping):
         return {key: whole_tensors(each, processes) for key, each in value.items()}
     if not hasattr(value, "full_tensor"):
@@ -185,20 +177,10 @@ def whole_tensors(value: Any, processes: Processes) -> Any:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Take the part of this process of a tensor that all have, sharded as `like` is; all of it where that is not."""
+    """Return this process's part of a tensor that all have, sharded as `like` is; the tensor if `like` is not."""
     if not hasattr(like, "device_mesh") or hasattr(whole, "device_mesh"):
         return whole
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(like, DTensor)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def empty_part(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """An uninitialised tensor of `shape`, of which this process holds the part that it holds of `like`."""
-    if not hasattr(like, "device_mesh"):
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    from torch.distributed.tensor import DTensor, empty
-
-    assert isinstance(like, DTensor)
-    return empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)

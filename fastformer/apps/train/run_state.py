@@ -16,12 +16,12 @@ from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
 from fastformer.apps.train.metrics import JSONL, RunningSums, is_better, read_metrics
+from fastformer.apps.train.parallel import whole_tensors, whole_weights
 from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
-from fastformer.apps.train.saving import CheckpointWriter
 from fastformer.apps.train.schedules import Schedule
 from fastformer.apps.train.update import Update
-from fastformer.apps.train.weights import CheckpointError, put_weights
+from fastformer.apps.train.weights import CheckpointError, check_storable, put_weights
 
 # Gradients that overflow in fp16 with a smaller scale than this have diverged.
 _LOWEST_SCALE = 1.0
@@ -117,12 +117,12 @@ class RunState:
         processes: Processes,
         architecture: Any,
     ) -> None:
+        check_storable(model.state_dict())
         self.checkpoints = CheckpointFolder(folder / "checkpoints", config.keep)
         self.at, self.metrics = Position(), dict[str, Any]()
         self.saved_step, self.saved_interim = -1, False
         self._folder, self._config, self._model, self._update = folder, config, model, update
         self.sums, self._schedule, self._processes, self._architecture = sums, schedule, processes, architecture
-        self._writer = CheckpointWriter(self.checkpoints, model, update, processes, architecture)
 
     def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
         """Write a checkpoint.
@@ -132,7 +132,6 @@ class RunState:
             best: value of the metric, if it is the best so far.
             name: of the folder; None: that of the step.
         """
-        generators = self._processes.gather(random_state())
         state = {
             "optimizer_name": self._config.optimizer,
             "schedule_name": self._config.schedule,
@@ -141,7 +140,8 @@ class RunState:
             "schedule": self._schedule.state_dict(),
             "sums": self.sums.state_dict(now),
             "position": dict(vars(self.at)),
-            "random": generators,
+            "random": self._processes.gather(random_state()),
+            "optimizer": whole_tensors(self._update.optimizer.state_dict()["state"], self._processes),
         }
         self._write(state, best, name)
         self.saved_step, self.saved_interim = self.at.step, name == INTERIM
@@ -151,7 +151,10 @@ class RunState:
         self._write(None, best, None)
 
     def _write(self, state: dict[str, Any] | None, best: float | None, name: str | None) -> None:
-        self._writer.save(self.at.step, state, self.metrics, best, name, self._config.sharded_checkpoints)
+        weights, step = whole_weights(self._model, self._processes), self.at.step
+        self._processes.on_main(
+            lambda: self.checkpoints.save(step, weights, state, self._architecture, self.metrics, best, name)
+        )
 
     def restore(self, path: Path | str | None, fallback: bool) -> Checkpoint:
         """Continue from a checkpoint, the last one by default; see `Trainer.resume`."""
@@ -161,13 +164,16 @@ class RunState:
         try:
             self._check_form(state)
             self._check_settings(state, checkpoint)
-            optimizer = checkpoint.optimizer_state(self._update.parameters, self._config.optimizer, checked=True)
+            optimizer = checkpoint.optimizer_state(self._update.parameters, self._config.optimizer)
             at = Position(**state["position"])
-            checkpoint.load_into(self._model, self._architecture, checked=True)
-            self._update.load_state_dict(optimizer, state.get("scaler", {}))
+            checkpoint.load_into(self._model, self._architecture)
+            self._update.load_state_dict(optimizer, state["scaler"])
             self._schedule.load_state_dict(state["schedule"])
             self.sums.load_state_dict(state["sums"])
-            self._restore_generators(state, checkpoint.step)
+            if self._processes.rank < len(state["random"]):
+                set_random_state(state["random"][self._processes.rank])
+            else:  # a process that the run did not have before
+                seed_everything(self._processes.seed(self._config.seed, checkpoint.step))
         except (CheckpointError, ProcessError):
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
@@ -187,33 +193,29 @@ class RunState:
 
     def _check_form(self, state: dict[str, Any]) -> None:
         """Refuse a state that holds other kinds of values than this run would write."""
-        scaler = self._update.scaler_state() if state.get("scaler") else {}
-        examples = {"scaler": scaler, "schedule": self._schedule.state_dict(), "sums": self.sums.state_dict(0.0)}
-        for section, example in {**examples, "position": vars(Position())}.items():
-            for name, value in dict(state.get(section, {})).items():
+        examples = {
+            "scaler": self._update.scaler_state() if state["scaler"] else {},
+            "schedule": self._schedule.state_dict(),
+            "sums": self.sums.state_dict(0.0),
+            "position": vars(Position()),
+        }
+        for section, example in examples.items():
+            for name, value in dict(state[section]).items():
                 if not _has_form(value, example.get(name)):
                     raise ValueError(f"{section}.{name} is {str(value)[:40]!r}")
 
     def _check_settings(self, state: dict[str, Any], checkpoint: Checkpoint) -> None:
         """Refuse settings that a resumed run cannot change."""
-        names = ("optimizer", state["optimizer_name"]), ("schedule", state["schedule_name"])
-        rated = state["position"]["best_value"] is not None
-        for name, saved in (*names, *([("metric", state.get("metric", self._config.metric))] if rated else [])):
-            if saved != getattr(self._config, name):
+        saved = {"optimizer": state["optimizer_name"], "schedule": state["schedule_name"]}
+        if state["position"]["best_value"] is not None:
+            saved["metric"] = state["metric"]
+        for name, value in saved.items():
+            if value != getattr(self._config, name):
                 raise CheckpointError(
-                    f"{checkpoint.path}: was trained with {name}={saved}, not {getattr(self._config, name)}"
+                    f"{checkpoint.path}: was trained with {name}={value}, not {getattr(self._config, name)}"
                 )
         if state["position"]["step"] != checkpoint.step:
             raise CheckpointError(f"{checkpoint.path}: its state is of step {state['position']['step']}")
-
-    def _restore_generators(self, state: dict[str, Any], step: int) -> None:
-        generators = state["random"]
-        if isinstance(generators, dict):  # of an earlier version
-            generators = [generators, *state.get("random_of_others", [])]
-        if self._processes.rank < len(generators):
-            set_random_state(generators[self._processes.rank])
-        else:  # a process that the run did not have before
-            seed_everything(self._processes.seed(self._config.seed, step))
 
     def _mark_again(self, path: Path) -> None:
         """Mark a checkpoint that was the best: the process may have been killed before it wrote that into the index."""

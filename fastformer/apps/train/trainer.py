@@ -24,7 +24,7 @@ from fastformer.apps.system.run_lock import locked
 from fastformer.apps.train.batch_source import BatchSource
 from fastformer.apps.train.checkpoint import Checkpoint
 from fastformer.apps.train.checkpoint_folder import INTERIM
-from fastformer.apps.train.config import TrainConfig
+from fastformer.apps.train.config import TrainConfig, check_threads
 from fastformer.apps.train.graphs import new_update
 from fastformer.apps.train.interrupt import Interrupt
 from fastformer.apps.train.metrics import RunningSums, is_better
@@ -33,9 +33,8 @@ from fastformer.apps.train.randomness import seed_everything
 from fastformer.apps.train.records import Records
 from fastformer.apps.train.run_state import Position, Result, RunState
 from fastformer.apps.train.schedules import Schedule
-from fastformer.apps.train.thread_choice import ThreadChoice, check_threads
 from fastformer.apps.train.time_budget import TimeBudget
-from fastformer.apps.train.validation import Evaluation, Validator
+from fastformer.apps.train.validation import Evaluation
 from fastformer.apps.train.weights import put_weights
 
 _NOTICE = "finishing this step, then saving and validating; press Ctrl-C again to stop at once"
@@ -92,8 +91,10 @@ class Trainer:
         )
         self._time, self._evaluation = TimeBudget(config, validate is not None), None
         if validate is not None:
-            validator = Validator(validate, model, self._update, processes, config.metric)
-            self._evaluation = Evaluation(validator, self._state, self._records, self._time, self._clock)
+            self._evaluation = Evaluation(
+                validate, model, self._update, processes, self._state, self._records, self._time, config.metric,
+                self._clock,
+            )  # fmt: skip
         self._start, self._save_at = 0.0, 0.0  # by the clock, by the wall clock
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -139,7 +140,6 @@ class Trainer:
                 raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
             stack.callback(self._records.close)
             self._begin()
-            stack.callback(self._threads.close)
             progress = stack.enter_context(self._records.progress)
             self._interrupt = stack.enter_context(Interrupt(lambda: progress.line(_NOTICE)))
             saves = f"saved every {self.config.save_minutes:g} minutes and with each validation"
@@ -158,7 +158,6 @@ class Trainer:
         self._start = self._clock() - self._at.seconds
         self._sums.start(self._clock())
         self._save_at = self._wall_clock() + 60 * self.config.save_minutes
-        self._threads = ThreadChoice(self.config, self.device.type == "cpu" and self._processes.world == 1)
         self.model.train()
         self._update.optimizer.zero_grad()  # of a step that an error ended, or of the caller's own
 
@@ -199,9 +198,7 @@ class Trainer:
         self._at.step += 1
         self._at.batch += len(batches)
         self._at.tokens += tokens
-        seconds = self._clock() - started
-        self._time.step_took(seconds)
-        self._threads.step(tokens, seconds)
+        self._time.step_took(self._clock() - started)
 
     def _end(self) -> str | None:
         """Decide with the other processes whether the run ends here; save and measure if it is time for that."""

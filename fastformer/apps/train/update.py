@@ -144,10 +144,22 @@ class Update:
             self._scaler.load_state_dict(scaler)
 
     def _parts(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The saved tensors, or this process's parts of them."""
-        memory: set[int] = set()
+        """Return the saved tensors laid out as the parameters, or this process's parts of them.
+
+        The optimizers' kernels go through parameter and state as one piece of memory.
+        """
+
+        def part(x: Tensor, p: Tensor) -> Tensor:
+            if not x.dim():  # the step
+                return x
+            sharded = hasattr(p, "device_mesh")
+            like = torch.empty(p.shape, device="meta") if sharded else torch.empty_like(p, device="meta")
+            if x.stride() != like.stride():
+                x = torch.empty_strided(x.shape, like.stride(), dtype=x.dtype).copy_(x)
+            return part_of(x, p)
+
         return {
-            index: {key: part_of(_own(x, p, memory), p) if _has_parts(x) else x for key, x in state[index].items()}
+            index: {key: part(x, p) for key, x in state[index].items()}
             for index, p in enumerate(self.parameters)
             if index in state
         }
@@ -163,22 +175,3 @@ def is_ours(model: nn.Module, loss: Any) -> bool:
     functions = [function.func if isinstance(function, partial) else function for function in functions]
     modules = [getattr(function, "__module__", None) for function in (*functions, *map(type, model.modules()))]
     return all(str(name).partition(".")[0] in ("fastformer", "torch") for name in modules)
-
-
-def _has_parts(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0
-
-
-def _own(x: Tensor, parameter: Tensor, memory: set[int]) -> Tensor:
-    """A saved tensor in memory of its own, laid out as the parameter: the optimisers' kernels go through both as one.
-
-    memory: what others have; this one's is added.
-    """
-    if hasattr(x, "device_mesh"):
-        return x
-    sharded = hasattr(parameter, "device_mesh")
-    like = torch.empty(parameter.shape, device="meta") if sharded else torch.empty_like(parameter, device="meta")
-    if x.stride() != like.stride() or x.untyped_storage().data_ptr() in memory:
-        x = torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
-    memory.add(x.untyped_storage().data_ptr())
-    return x

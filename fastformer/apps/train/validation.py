@@ -38,19 +38,15 @@ class Validation:
         return self.score(model, np.arange(count) * self.size // count)
 
     def count(self, share: float) -> int:
-        """How many examples a share of them has."""
+        """Return how many examples a share of them has."""
         return min(max(int(share * self.size), 1), self.size)
 
 
-class Validator:
-    """Runs a validation of `model` in process 0, while the other processes wait. All processes call its methods.
+class Evaluation:
+    """Validates `model` in process 0, while the other processes wait, and records the values.
 
-    Args:
-        validate: see `Trainer`; only a `Validation` can be made smaller.
-        model: in training mode before and after.
-        update: holds the model's parameters and the precision.
-        processes: that train the model.
-        metric: the value that the validation must have.
+    With a budget in minutes, a `Validation` is made on the share of the data that has time; any other `validate`
+    (see `Trainer`) is called as it is. All processes call the same methods. `clock`: of the budget.
     """
 
     def __init__(
@@ -59,38 +55,49 @@ class Validator:
         model: nn.Module,
         update: Update,
         processes: Processes,
+        state: RunState,
+        records: Records,
+        budget: TimeBudget,
         metric: str,
+        clock: Callable[[], float],
     ) -> None:
-        self._validate, self._model, self.metric = validate, model, metric
+        self._validate, self._model, self._metric, self._clock = validate, model, metric, clock
         self._update, self._processes = update, processes
+        self._state, self._records, self._budget = state, records, budget
 
-    @property
-    def reducible(self) -> Validation | None:
-        """The validation, if it can be made smaller."""
-        return self._validate if isinstance(self._validate, Validation) else None
-
-    def values(self, share: float) -> dict[str, Any]:
-        """Validate on a share of the examples; raises ValueError as `check_values`."""
+    def run(self, kind: str) -> tuple[float, dict[str, Any] | None]:
+        """Validate, write a record of this kind, and return the value that decides and the record to show."""
+        self.measure()
+        share, started = self._state.at.share, self._clock()
         with gathered(self._update.module, self._processes):
-            return self._processes.on_main(lambda: check_values(self._values(share), self.metric))
+            metrics = self._processes.on_main(lambda: check_values(self._values(share), self._metric))
+        self._state.metrics = metrics
+        self._budget.validation_took(self._clock() - started, share)
+        shared = {} if share == 1 else {"validated_share": share}
+        return metrics[self._metric], self._records.write(kind, {**metrics, **shared})
 
-    def trial(self, seconds: float, clock: Callable[[], float]) -> tuple[float, float]:
-        """Validate on more and more examples until that takes `seconds`; only if `reducible`.
-
-        Returns:
-            The duration of the last trial, and its share of the examples.
-        """
+    def measure(self) -> None:
+        """With a budget in minutes, find out once in a run what share of the held-out data can be validated."""
+        seconds, held_out, at = self._budget.trial_seconds, self._validate, self._state.at
+        if self._budget.knows_validation or seconds is None or not isinstance(held_out, Validation):
+            return
         with gathered(self._update.module, self._processes):
-            return self._processes.on_main(lambda: self._trial(seconds, clock))
+            spent, share = self._processes.on_main(lambda: self._trial(seconds, held_out.size))
+        self._budget.validation_took(spent, share)
+        if at.best_value is None and (share := self._budget.share()) < at.share:
+            at.share = share
+            self._records.progress.line(
+                f"validation: on {held_out.count(share):,} of {held_out.size:,}, because all would take more than a "
+                "tenth of --minutes; `fastformer evaluate` scores them all"
+            )
 
-    def _trial(self, seconds: float, clock: Callable[[], float]) -> tuple[float, float]:
-        assert self.reducible is not None
-        size = self.reducible.size
+    def _trial(self, seconds: float, size: int) -> tuple[float, float]:
+        """Validate on more and more examples until that takes `seconds`; return its duration and its share of them."""
         count = min(_SMALLEST_TRIAL, size)
         while True:
-            begun = clock()
+            begun = self._clock()
             self._values(count / size)
-            spent = clock() - begun
+            spent = self._clock() - begun
             if spent >= seconds or count == size:
                 return spent, count / size
             count = min(4 * count if spent < seconds / 4 else 2 * count, size)
@@ -105,53 +112,8 @@ class Validator:
         return values
 
 
-class Evaluation:
-    """Validates a run and records the values; with a budget in minutes, on the share of the data that has time.
-
-    Args:
-        validator: of the run.
-        state: of the run; its `metrics` become the values.
-        records: of the run.
-        budget: of the run.
-        clock: of the budget.
-    """
-
-    def __init__(
-        self,
-        validator: Validator,
-        state: RunState,
-        records: Records,
-        budget: TimeBudget,
-        clock: Callable[[], float],
-    ) -> None:
-        self._validator, self._state, self._records = validator, state, records
-        self._budget, self._clock = budget, clock
-
-    def run(self, kind: str) -> tuple[float, dict[str, Any] | None]:
-        """Validate, write a record of this kind, and return the value that decides and the record to show."""
-        self.measure()
-        share, started = self._state.at.share, self._clock()
-        metrics = self._state.metrics = self._validator.values(share)
-        self._budget.validation_took(self._clock() - started, share)
-        shared = {} if share == 1 else {"validated_share": share}
-        return metrics[self._validator.metric], self._records.write(kind, {**metrics, **shared})
-
-    def measure(self) -> None:
-        """With a budget in minutes, find out once in a run what share of the held-out data can be validated."""
-        seconds, held_out, at = self._budget.trial_seconds, self._validator.reducible, self._state.at
-        if self._budget.knows_validation or seconds is None or not held_out:
-            return
-        self._budget.validation_took(*self._validator.trial(seconds, self._clock))
-        if at.best_value is None and (share := self._budget.share()) < at.share:
-            at.share = share
-            self._records.progress.line(
-                f"validation: on {held_out.count(share):,} of {held_out.size:,}, because all would take more than a "
-                "tenth of --minutes; `fastformer evaluate` scores them all"
-            )
-
-
 def check_values(values: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the values, numbers and texts that explain them, with "perplexity", from "loss", where it is absent.
+    """Return the values, with "perplexity" made from "loss" where it is absent.
 
     Raises ValueError where `metric` is not among the values, or one is named like what each record says.
     """

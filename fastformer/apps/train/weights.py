@@ -1,13 +1,11 @@
-"""Weights as safetensors files, loaded by name, shape and dtype with one-line errors, and averaged.
+"""Weights as safetensors files: written, compared with a model by name, shape and dtype, loaded and averaged.
 
-What a file holds is compared with the model before a number of it is copied: torch would cast anything to anything.
+All is compared before a number is copied: torch would cast anything to anything. Nothing is unpickled.
 
-Parameters that share memory (tied embeddings) are written once; the file's header names the copies, in the form that
-`safetensors.torch.load_model` reads too. No pickle is involved: a weights file of a stranger can be opened safely.
+Parameters that share memory (tied embeddings) are written once; the file's header names the copies.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from fastformer.apps.train.parallel import part_of
 # Of these, any may be loaded into any: a model is exported, and trained, in other precisions than it was saved in.
 _FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
-_FORMAT = "format"  # what safetensors' own header says, beside the copies, whatever a weight is called
-
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or of another model; the message is one line for the user."""
@@ -29,74 +25,28 @@ class CheckpointError(ValueError):
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write tensors as safetensors; tensors that are the same memory are stored once. Raises OSError on a full disk."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    kept: dict[str, Tensor] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
+    stored: dict[str, Tensor] = {}
     copies: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if place in seen and tensor.numel() and name != _FORMAT:
-            copies[name] = seen[place]
-            continue
-        seen[place] = name
-        kept[name] = tensor
-    kept = apart(kept)
-    try:
-        path.touch()  # with the usual mode, which safetensors' own files lack
-        mode = path.stat().st_mode
-        save_file(kept, path, metadata={_FORMAT: "pt", **copies})
-        _sort_metadata(path)
-        path.chmod(mode)
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from None
-    except KeyError as error:
-        raise TypeError(f"{path.name}: safetensors holds no numbers of {error.args[0]}") from None
+        first = first_names.setdefault(place, name) if tensor.numel() else name
+        if first == name:
+            stored[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        else:
+            copies[name] = first
+    path.write_bytes(save(stored, metadata={"format": "pt", **copies}))
 
 
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata of a safetensors file by key: safetensors writes them in another order each time."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-        if len(encoded) <= size:
-            file.seek(8)
-            file.write(encoded.ljust(size))  # the format allows spaces at the end
-
-
-def check_storable(tensors: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first of a model's tensors that no weights file holds; nothing is written."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load, save
-
-    for name, tensor in tensors.items():
-        what = f"model: its state holds {name} of type {type(tensor).__name__}"
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{what}, but checkpoints hold tensors alone")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{what} and {tensor.layout}, but checkpoints hold dense ones alone")
-        try:
-            load(save({name: torch.empty(0, dtype=tensor.dtype)}))
-        except KeyError:
-            raise ValueError(f"{what}, but checkpoints hold no numbers of {tensor.dtype}") from None
-        except (SafetensorError, UnicodeEncodeError):  # __metadata__
-            raise ValueError(f"{what}, but checkpoints hold nothing of this name") from None
-
-
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors demands; others are copied."""
-    found: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        storage = tensor.untyped_storage().data_ptr()
-        own = tensor.is_contiguous() and storage not in storages
-        storages.add(storage)
-        found[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
-    return found
+def check_storable(state: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first value of a model's state dict that is not a dense tensor."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ValueError(
+                f"model: its state holds {name} of type {type(value).__name__}, but checkpoints hold dense tensors only"
+            )
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -108,8 +58,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     with _readable(path), safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         metadata = file.metadata() or {}
-    copies = {name: kept for name, kept in metadata.items() if kept in weights and name != _FORMAT}
-    return {name: weights[kept] for name, kept in copies.items()} | weights
+    return {name: weights[first] for name, first in metadata.items() if first in weights} | weights
+
+
+def stored_shapes(path: Path) -> dict[str, torch.Size]:
+    """Return the shapes in the header of a safetensors file, tied tensors once; raises CheckpointError."""
+    from safetensors import safe_open
+
+    with _readable(path), safe_open(path, framework="pt") as file:
+        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -124,41 +81,19 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path | 
     A parameter that the model has under two names must be the same under both, or one of them would be lost.
     """
     expected = model.state_dict()
-    check_tensors_fit(facts_of(weights), expected, origin)
-    check_ties(tied_names(model), weights, origin)
-    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that a model has under several names."""
-    names: dict[nn.Parameter, list[str]] = {}
+    check_tensors_fit({name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}, expected, origin)
+    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
-
-
-def check_ties(ties: Iterable[Sequence[str]], weights: Mapping[str, Tensor], origin: Path | str) -> None:
-    """Raise CheckpointError if a parameter of several names (`tied_names`) is not stored the same under all of them."""
-    for first, *others in ties:
-        for name in others:
-            if weights[name] is not weights[first] and not torch.equal(weights[name], weights[first]):
-                raise CheckpointError(f"{origin}: holds different numbers as {first} and {name}, which this model ties")
-
-
-def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of each tensor."""
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        first = first_names.setdefault(parameter, name)
+        if weights[name] is not weights[first] and not torch.equal(weights[name], weights[first]):
+            raise CheckpointError(f"{origin}: holds different numbers as {first} and {name}, which this model ties")
+    model.load_state_dict({name: part_of(weights[name], tensor) for name, tensor in expected.items()})
 
 
 def check_tensors_fit(
     saved: Mapping[str, tuple[torch.Size, torch.dtype]], expected: Mapping[str, Tensor], origin: Path | str
 ) -> None:
-    """Refuse tensors that a model lacks, or has in another shape or kind of number, before one of them is copied.
-
-    Args:
-        saved: shape and dtype by name.
-        expected: the model's.
-        origin: of the tensors, for messages.
+    """Compare the names, shapes and dtypes of saved tensors with those of a model.
 
     Raises:
         CheckpointError: naming the first that is missing, unknown, of another shape or of a dtype that cannot be cast.
@@ -186,13 +121,7 @@ def same_kind(saved: torch.dtype, expected: torch.dtype) -> bool:
 def check_size(numbers: int, stored: int, origin: Path | str) -> None:
     """Refuse to build a model that is larger than its stored weights, because untrusted settings may name any size.
 
-    Args:
-        numbers: that the model has at least.
-        stored: bytes of the weights' files; a number takes two or more.
-        origin: of the weights, for messages.
-
-    Raises:
-        CheckpointError: there are too few.
+    numbers: that the model has at least. stored: bytes of the weights' files; a number takes two or more.
     """
     if 2 * numbers > stored:
         raise CheckpointError(
@@ -210,12 +139,10 @@ def check_finite(model: nn.Module, origin: Path | str) -> None:
 
 def check_architecture(saved: Mapping[str, Any], expected: Mapping[str, Any], origin: Path | str) -> None:
     """Raise CheckpointError naming the first setting in which a checkpoint's architecture is not the expected one."""
-    absent = object()
-    for name in [*expected, *(name for name in saved if name not in expected)]:
-        theirs, ours = saved.get(name, absent), expected.get(name, absent)
-        if theirs != ours:
-            theirs, ours = ("nothing" if value is absent else repr(value) for value in (theirs, ours))
-            raise CheckpointError(f"{origin}: is of another architecture: it has {name}={theirs}, this model {ours}")
+    for name in {**expected, **saved}:
+        if name not in saved or name not in expected or saved[name] != expected[name]:
+            found, wanted = (repr(each[name]) if name in each else "nothing" for each in (saved, expected))
+            raise CheckpointError(f"{origin}: is of another architecture: it has {name}={found}, this model {wanted}")
 
 
 def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
@@ -223,29 +150,19 @@ def average_weights(sources: Iterable[tuple[Path | str, Mapping[str, Tensor]]]) 
 
     sources: (origin for messages, weights) each. Tied weights may be one tensor; no tensor is changed.
     """
-    expected: dict[str, Tensor] = {}
-    total: dict[str, Tensor] = {}
+    first: Mapping[str, Tensor] = {}
     last: Mapping[str, Tensor] = {}
+    total: dict[str, Tensor] = {}
     count = 0
     for origin, last in sources:
         count += 1
-        numbers = {name: x for name, x in last.items() if x.is_floating_point() or x.is_complex()}
-        if count == 1:
-            expected = {name: torch.empty_like(tensor, device="meta") for name, tensor in last.items()}
-            total = {name: x.to(torch.promote_types(x.dtype, torch.float64), copy=True) for name, x in numbers.items()}
-            continue
-        check_tensors_fit(facts_of(last), expected, origin)
-        for name, tensor in numbers.items():
-            total[name] += tensor
+        first = first or last
+        check_tensors_fit({name: (tensor.shape, tensor.dtype) for name, tensor in last.items()}, first, origin)
+        for name, tensor in last.items():
+            if tensor.is_floating_point() or tensor.is_complex():
+                number = tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+                total[name] = total[name] + number if name in total else number
     return {name: (total[name] / count).to(x.dtype) if name in total else x for name, x in last.items()}
-
-
-def stored_shapes(path: Path) -> dict[str, torch.Size]:
-    """Return the shapes in the header of a safetensors file, tied tensors once; raises CheckpointError."""
-    from safetensors import safe_open
-
-    with _readable(path), safe_open(path, framework="pt") as file:
-        return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 @contextmanager
@@ -253,6 +170,6 @@ def _readable(path: Path) -> Iterator[None]:
     """Turn every error of reading a safetensors file into a CheckpointError of one line."""
     try:
         yield
-    except Exception as error:  # MemoryError of a hole on the disk
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: not a readable safetensors file ({said})") from None
+    except Exception as error:  # also a MemoryError, of a sparse file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: not a readable safetensors file ({reason})") from None

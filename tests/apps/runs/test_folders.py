@@ -138,7 +138,7 @@ def test_a_dataset_is_prepared_again_whole_or_half(tmp_path: Path) -> None:
         assert contents(tmp_path / "to") == before
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "shards/../../outside"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../outside"])
 def test_names_of_files_in_a_checkpoint_resolve_inside_it(tmp_path: Path, name: str) -> None:
     trainer(tmp_path / "run", config(steps=5)).fit()
     checkpoint = CheckpointFolder(tmp_path / "run" / "checkpoints").last()

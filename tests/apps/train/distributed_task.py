@@ -4,7 +4,6 @@ import json
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +12,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from fastformer.apps.system.run_lock import locked
 from fastformer.apps.text.process_shares import share_of
-from fastformer.apps.train import ProcessError, Trainer
+from fastformer.apps.train import ProcessError, Trainer, write_weights
 from tests.support.train_task import Overflow, Rows, Source, network, summed_loss, trainer
 from tests.support.train_task import config as train_config
 
@@ -191,9 +189,30 @@ def sharded(rank: int, folder: Path) -> Any:
     resume(double_trainer(folder / "fsdp-parts", parallel="fsdp", steps=13, seed=50 + rank, average=2)).fit()
     fp16 = double_trainer(folder / "fp16", parallel="fsdp", precision="fp16", loss=overflowing(rank), clip_norm=0.0)
     fp16.fit()
+    full = double_trainer(folder / "full", parallel="fsdp", steps=8)
+    said = None
+    with mock.patch("fastformer.apps.train.checkpoint.write_weights", failing_write(3)):  # interim, step 4, step 8
+        try:
+            full.fit()
+        except (OSError, ProcessError) as error:
+            said = [type(error).__name__, str(error), [path.name for path in full.checkpoints.paths()]]
     held = sum(p.to_local().numel() for p in made.model.parameters())
     whole = sum(p.numel() for p in made.model.parameters())
-    return {"held": held, "all": whole, "exchanges": scatter.call_count}
+    return {"held": held, "all": whole, "exchanges": scatter.call_count, "full": said}
+
+
+def failing_write(number: int) -> Callable[..., None]:
+    """A `write_weights` whose n-th checkpoint meets a full disk; each has two files."""
+    files = 0
+
+    def write(path: Path, weights: Any) -> None:
+        nonlocal files
+        files += 1
+        if files == 2 * number:
+            raise OSError(28, "No space left on device")
+        write_weights(path, weights)
+
+    return write
 
 
 def overflowing(rank: int) -> Callable[[nn.Module, Rows], Tensor]:
@@ -207,40 +226,6 @@ def overflowing(rank: int) -> Callable[[nn.Module, Rows], Tensor]:
         return value + Overflow.apply(value) if calls == 5 and rank else value
 
     return loss
-
-
-def shards(rank: int, folder: Path) -> Any:
-    """Each process writes and reads its part; one file of the second cannot be written."""
-    changes = {"sharded_checkpoints": True, "keep": 2, "average": 2}
-    sharded_run = double_trainer(folder / "shards", parallel="fsdp", seed=3 + rank, **changes)
-    sharded_run.fit()
-    replicated = double_trainer(folder / "shards-ddp", seed=3 + rank, **changes)
-    replicated.fit()
-    for number in range(8):  # buffers of which each process has its own values
-        replicated.model.register_buffer(f"own-{number}", torch.full((100,), float(rank)))
-    with locked(folder / "shards-ddp") if rank == 0 else nullcontext():
-        replicated._state._writer.save(20, None, {}, sharded=True)
-    resume(double_trainer(folder / "shards-parts", parallel="fsdp", steps=13, seed=50 + rank, **changes)).fit()
-    made = double_trainer(folder / "shards-full", steps=8, **changes)
-    path_open, opened = Path.open, []
-
-    def full(path: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-        if path.suffix == ".safetensors" and "w" in mode:
-            opened.append(path)
-            if rank and len(opened) == 3:  # of the interim checkpoint, step 4, step 8
-                raise OSError(28, "No space left on device")
-        return path_open(path, mode, *arguments, **keywords)
-
-    said = None
-    with mock.patch.object(Path, "open", full):
-        try:
-            made.fit()
-        except (OSError, ProcessError) as error:
-            said = [type(error).__name__, str(error)]
-    parameters = sharded_run._update.parameters
-    moments = sharded_run.checkpoints.open().optimizer_state(parameters, "adamw")
-    held = sum(moments[index]["exp_avg"].to_local().numel() for index in moments)
-    return {"said": said, "kept": [path.name for path in made.checkpoints.paths()], "held": held}
 
 
 def language(rank: int, folder: Path, parallel: str = "fsdp", name: str | None = None, **settings: Any) -> Any:
@@ -275,7 +260,7 @@ def compiled(rank: int, folder: Path) -> Any:
 
 SCENARIOS: dict[str, tuple[Callable[[int, Path], Any], ...]] = {
     "ddp": (whole, resumed, dropout, minutes, plateau, failing, not_finite, unshared),
-    "fsdp": (sharded, shards, language),
+    "fsdp": (sharded, language),
     "compiled": (compiled,),
 }
 

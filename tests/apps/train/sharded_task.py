@@ -134,12 +134,10 @@ def families(rank: int, folder: Path) -> Any:
     for name in FAMILIES:
         model = family_trainer(folder / name, name, parallel="fsdp")
         model.fit()
-        parts = family_trainer(folder / f"{name}-parts", name, parallel="fsdp", steps=6, sharded_checkpoints=True)
+        parts = family_trainer(folder / f"{name}-parts", name, parallel="fsdp", steps=6)
         parts.resume()
         parts.fit()
-        again = family_trainer(
-            folder / f"{name}-again", name, parallel="fsdp", checkpoint_activations=True, sharded_checkpoints=True
-        )
+        again = family_trainer(folder / f"{name}-again", name, parallel="fsdp", checkpoint_activations=True)
         again.fit()
         stacks = [each for each in model.model.modules() if hasattr(each, "obstacle")]
         obstacles.append([stack.obstacle() for stack in stacks])

@@ -1,7 +1,6 @@
-"""States that this run did not write: damaged, of another run, or of an earlier version."""
+"""States that this run did not write: damaged, or of another run."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.apps.train import CheckpointError, CheckpointFolder, read_weights, write_weights
-from fastformer.apps.train.checkpoint import META, OLD_STATE, OPTIMIZER, STATE, Checkpoint, file_facts
-from tests.apps.train.test_train_resume import assert_equal, final, records
+from fastformer.apps.train import CheckpointError, read_weights, write_weights
+from fastformer.apps.train.checkpoint import META, OPTIMIZER, STATE, file_facts
 from tests.support.train_task import config, network, trainer
 
 
@@ -119,54 +117,3 @@ def test_tensors_of_another_optimizer_are_refused_before_torch_gets_them(checkpo
     rehash(checkpoint)
     with pytest.raises(CheckpointError, match=message):
         resume(checkpoint)
-
-
-def as_before(checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint as earlier versions had it, in one file of tensors and plain values."""
-    opened = Checkpoint.open(checkpoint)
-    state, tensors = opened.state(), read_weights(checkpoint / OPTIMIZER)
-    optimizer: dict[int, dict[str, Tensor]] = {}
-    for name, x in tensors.items():
-        optimizer.setdefault(int(name.split(".")[0]), {})[name.split(".")[1]] = x
-    first, sums = state["random"][0], state["sums"].items()
-    dtypes = {"loss": torch.float32, "norm": torch.float32, "epoch_loss": torch.float64}
-    version, words, gauss = first["python"]
-    return {
-        **state,
-        "sums": {name: torch.tensor(x, dtype=dtypes[name]) if name in dtypes else x for name, x in sums},
-        "random": {
-            "python": (version, tuple(words), gauss),
-            "numpy": tuple(first["numpy"]),
-            "torch": torch.tensor(list(bytes.fromhex(first["torch"])), dtype=torch.uint8),
-            "cuda": [],
-        },
-        "random_of_others": [],
-        "optimizer": {"state": optimizer, "param_groups": [{"params": list(range(6))}]},
-    }
-
-
-def put_old(checkpoint: Path, state: Any) -> None:
-    (checkpoint / OPTIMIZER).unlink()
-    (checkpoint / STATE).unlink()
-    torch.save(state, checkpoint / OLD_STATE)
-    rehash(checkpoint)
-
-
-def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
-    put_old(checkpoint, as_before(checkpoint))
-    resume(checkpoint).fit()
-    trainer(tmp_path / "whole", config(steps=12)).fit()
-    assert_equal(final(tmp_path / "run", 12), final(tmp_path / "whole", 12))
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-
-
-def test_a_state_of_an_earlier_version_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
-    class Code:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "made"),)
-
-    put_old(checkpoint, {**as_before(checkpoint), "position": Code()})
-    with pytest.raises(CheckpointError, match=r"state\.pt: not a training state \(UnpicklingError"):
-        resume(checkpoint)
-    assert not (tmp_path / "made").exists()
-    assert CheckpointFolder(tmp_path / "run" / "checkpoints").open().path == checkpoint

@@ -11,8 +11,7 @@ from fastformer.apps.export import export_safetensors, load_safetensors
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointError, CheckpointFolder, average_checkpoints, put_weights, write_weights
-from fastformer.apps.train.checkpoint import IN_MODEL, META, SHARDS, WEIGHTS, file_facts, write_checkpoint
-from fastformer.apps.train.shards import write_shards
+from fastformer.apps.train.checkpoint import META, WEIGHTS, file_facts
 from tests.support import train_task
 
 FOREIGN = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.uint64, torch.complex64, torch.float8_e4m3fn)
@@ -28,58 +27,31 @@ def with_dtype(weights: dict[str, Tensor], name: str, dtype: torch.dtype) -> dic
     return {key: x.to(dtype) if key == name else x for key, x in weights.items()}
 
 
-def saved(folder: Path, weights: dict[str, Tensor], sharded: bool) -> CheckpointFolder:
+def saved(folder: Path, weights: dict[str, Tensor]) -> CheckpointFolder:
     checkpoints = CheckpointFolder(folder)
-    if not sharded:
-        checkpoints.save(1, weights, {})
-        return checkpoints
-    new = checkpoints.begin("step-1")
-    write_shards(new / SHARDS, {IN_MODEL + name: x for name, x in weights.items()})
-    shards = {f"{SHARDS}/{path.name}": file_facts(path) for path in (new / SHARDS).glob("*.safetensors")}
-    write_checkpoint(new, 1, None, {}, shards=shards)
-    checkpoints.complete(new)
+    checkpoints.save(1, weights, {})
     return checkpoints
 
 
-@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("dtype", FOREIGN)
-def test_weights_of_a_foreign_dtype_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, sharded: bool) -> None:
+def test_weights_of_a_foreign_dtype_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
     model = network()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     # A first tensor that fits must not be copied before the second is refused.
     changed = {name: x + 1 for name, x in before.items()}
-    checkpoints = saved(tmp_path, with_dtype(changed, "0.bias", dtype), sharded)
+    checkpoints = saved(tmp_path, with_dtype(changed, "0.bias", dtype))
     with pytest.raises(CheckpointError, match=rf"holds 0\.bias of {dtype}, but this model's is torch.float32"):
         checkpoints.open().load_into(model)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("dtype", OF_OTHER_WIDTHS)
-def test_floating_weights_of_another_width_load(tmp_path: Path, dtype: torch.dtype, sharded: bool) -> None:
+def test_floating_weights_of_another_width_load(tmp_path: Path, dtype: torch.dtype) -> None:
     model, other = network(), network()
     weights = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
-    saved(tmp_path, weights, sharded).open().load_into(other)
+    saved(tmp_path, weights).open().load_into(other)
     for name, x in other.state_dict().items():
         assert torch.equal(x, weights[name].to(x.dtype)), name
-
-
-def test_parts_that_lie_far_away_take_no_memory(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, network().state_dict(), sharded=True)
-    (file,) = (tmp_path / "step-1" / "shards").iterdir()
-    data = file.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    places["model.0.weight"]["saved_offsets"] = [10**13, 0]
-    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
-    changed = json.dumps(header).encode()
-    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[end:])
-    meta = json.loads((tmp_path / "step-1" / "meta.json").read_text())
-    meta["files"][f"shards/{file.name}"] = file_facts(file)
-    (tmp_path / "step-1" / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(CheckpointError, match=r"shards: is damaged \(tensors of [\d,]+ bytes in [\d,]+ bytes of files"):
-        checkpoints.open().weights()
 
 
 def test_a_count_must_stay_a_count() -> None:
@@ -119,18 +91,15 @@ def test_weights_that_are_no_numbers_are_refused(exported: Path, value: float) -
         load_safetensors(exported)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_tied_weights_of_a_checkpoint_are_one_thing(tmp_path: Path, sharded: bool) -> None:
+def test_tied_weights_of_a_checkpoint_are_one_thing(tmp_path: Path) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     model = nn.ModuleDict({"first": first, "second": second})
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    saved(tmp_path / "equal", weights, sharded).open().load_into(model)
+    saved(tmp_path / "equal", weights).open().load_into(model)
     weights["second.weight"] = weights["second.weight"] + 1
-    with pytest.raises(
-        CheckpointError, match=r"different numbers as (model\.)?first.weight and (model\.)?second.weight"
-    ):
-        saved(tmp_path / "different", weights, sharded).open().load_into(model)
+    with pytest.raises(CheckpointError, match=r"different numbers as first.weight and second.weight"):
+        saved(tmp_path / "different", weights).open().load_into(model)
 
 
 def test_training_goes_on_from_numbers_only(tmp_path: Path) -> None:

@@ -76,20 +76,6 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path):
     assert torch.equal(other.output.weight, model.output.weight)
 
 
-def test_equal_weights_give_equal_files(tmp_path):
-    """The names of copies are written in one order, whatever safetensors' hash map makes of them."""
-    tied = torch.arange(3.0)
-    weights = {**dict.fromkeys(("a", "b", "c", '\u00e9 "d"', "e", "f", "g", "h"), tied), "own": torch.ones(5)}
-    contents = set()
-    for _ in range(10):  # of 8! orders
-        write_weights(tmp_path / "file", weights)
-        contents.add((tmp_path / "file").read_bytes())
-    assert len(contents) == 1
-    found = read_weights(tmp_path / "file")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], x) for name, x in weights.items())
-
-
 def test_the_weights_file_is_what_safetensors_itself_reads(tmp_path):
     from safetensors.torch import load_model
 
@@ -214,6 +200,13 @@ def test_a_damaged_file_is_named_with_the_previous_good_checkpoint(tmp_path, nam
     assert checkpoints.open(fallback=True).step == 1
 
 
+def test_a_checkpoint_in_shards_says_how_to_convert_it(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    (tmp_path / "step-1" / "shards").mkdir()
+    with pytest.raises(CheckpointError, match=r"was written in shards.* resume the run with --no-sharded-checkpoints"):
+        checkpoints.open()
+
+
 def test_when_every_checkpoint_is_damaged_the_error_says_so(tmp_path):
     checkpoints = saved(tmp_path, 1)
     truncate(tmp_path / "step-1" / "model.safetensors")
@@ -276,11 +269,6 @@ def test_an_average_of_tied_weights_counts_each_checkpoint_once(tmp_path, dtype)
     assert all(torch.equal(each["w"], torch.full((2,), 3.0, dtype=dtype)) for _, each in sources)  # as they were
 
 
-def test_numbers_that_no_file_can_hold_are_named(tmp_path):
-    with pytest.raises(TypeError, match=r"^weights: safetensors holds no numbers of torch.complex128$"):
-        write_weights(tmp_path / "weights", {"w": torch.ones(2, dtype=torch.complex128)})
-
-
 FULL_DISK = """
 import resource, sys, torch
 from fastformer.apps.train import CheckpointFolder
@@ -321,23 +309,14 @@ from pathlib import Path
 import torch
 from fastformer.apps.train import CheckpointFolder
 from fastformer.apps.train import checkpoint as module
-from fastformer.apps.train.checkpoint import file_facts, write_checkpoint
-from fastformer.apps.train.shards import write_shards
 
-root, size, sharded = Path(sys.argv[1]), 30_000, sys.argv[2] == "sharded"
+root, size = Path(sys.argv[1]), 30_000
 
 def save(folder, step):
     value = float(step)
     tensor = torch.full((size,), value)
     state = {"step": step, "optimizer": {0: {"momentum_buffer": tensor}}}
-    if not sharded:
-        folder.save(step, {"w": tensor}, state, best=value)
-        return
-    new = folder.begin(f"step-{step}")
-    write_shards(new / "shards", {"model.w": tensor, "optimizer.0.momentum_buffer": tensor})
-    facts = {f"shards/{path.name}": file_facts(path) for path in (new / "shards").iterdir()}
-    write_checkpoint(new, step, None, state, shards=facts)
-    folder.complete(new, best=value)
+    folder.save(step, {"w": tensor}, state, best=value)
 
 def check(path, least):
     folder = CheckpointFolder(path, keep=2)
@@ -414,9 +393,8 @@ print("passed", number)
 
 @pytest.mark.slow
 @posix_only
-@pytest.mark.parametrize("kind", ["whole", pytest.param("sharded", marks=pytest.mark.long)])
-def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, kind):
-    run = python("-c", KILL, tmp_path, kind, OMP_NUM_THREADS="1")
+def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path):
+    run = python("-c", KILL, tmp_path, OMP_NUM_THREADS="1")
     assert run.stdout.startswith("passed"), run.stdout + run.stderr
 
 

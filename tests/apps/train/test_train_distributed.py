@@ -17,7 +17,7 @@ if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from fastformer.apps.runs.comparison import summarise
-from fastformer.apps.train import Checkpoint, CheckpointFolder, ProcessError, Processes, join_processes, read_metrics
+from fastformer.apps.train import CheckpointFolder, ProcessError, Processes, join_processes, read_metrics
 from fastformer.apps.train.processes import local_device
 from fastformer.apps.translation.run import load_translator
 from tests.apps.train.distributed_task import WORLD, double_trainer, language, resume, work
@@ -124,9 +124,7 @@ def test_an_error_of_one_process_ends_all(ddp):
 @pytest.mark.slow  # importing DTensor alone takes longer than the other scenarios
 def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_path):
     double_trainer(tmp_path / "one").fit()
-    double_trainer(tmp_path / "average-of-one", average=2).fit()
-    for name in ("fsdp-parts", "shards-parts"):
-        double_trainer(tmp_path / name, steps=6).fit()
+    double_trainer(tmp_path / "fsdp-parts", steps=6).fit()
     seen = spawn(tmp_path, "fsdp")
     assert_same_run(tmp_path / "fsdp", tmp_path / "one")
     assert [record.get("skipped_steps") for record in values(tmp_path / "fp16")][:5] == [0, 0, 1, 0, None]
@@ -137,23 +135,10 @@ def test_sharded_parameters_train_the_same_and_their_checkpoints_are_whole(tmp_p
     resume(double_trainer(tmp_path / "fsdp-parts", seed=60)).fit()
     assert_close_records(values(tmp_path / "fsdp-parts"), values(tmp_path / "one"), 1e-6)
 
-    # Sharded checkpoints of two processes, of FSDP2 and of DDP, on which one process goes on.
-    for name in ("shards", "shards-ddp"):
-        assert_same_run(tmp_path / name, tmp_path / "average-of-one")
-        last = CheckpointFolder(tmp_path / name / "checkpoints").open()
-        assert len([file for file in last.files if file.startswith("shards/")]) == WORLD
-    assert [each["shards"]["held"] for each in seen] == [each["sharded"]["held"] for each in seen]
-    buffers = Checkpoint.open(tmp_path / "shards-ddp" / "checkpoints" / "average").weights()
-    assert [buffers[f"own-{number}"].abs().max().item() for number in range(8)] == [0.0] * 8
-    resume(double_trainer(tmp_path / "shards-parts", seed=60, average=2)).fit()
-    assert_same_run(tmp_path / "shards-parts", tmp_path / "average-of-one")
     for each, kind in zip(seen, ("OSError", "ProcessError"), strict=True):
-        assert each["shards"]["said"][0] == kind
-        assert "process 1: OSError: [Errno 28] No space left on device" in each["shards"]["said"][1]
-        assert "the last good checkpoint is" in each["shards"]["said"][1]
-        assert each["shards"]["kept"] == ["step-4"]
-    left = {path.name for path in (tmp_path / "shards-full" / "checkpoints").iterdir()}
-    assert left == {"step-4", "index.json"}
+        error, message, kept = each["sharded"]["full"]
+        assert (error, kept) == (kind, ["step-4"])
+        assert "No space left on device; the last good checkpoint is" in message
 
     language(0, tmp_path, "ddp")
     assert [each["language"]["obstacle"] for each in seen] == [None, None]
@@ -222,7 +207,7 @@ def worker(launcher: int, rank: int) -> int:
 def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     launcher = run(
         *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "fastformer"],
-        *f"{TRAIN} --steps 100000 --run run --sharded-checkpoints".split(),
+        *f"{TRAIN} --steps 100000 --run run".split(),
         cwd=tmp_path,
     )
     checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
@@ -245,16 +230,13 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert steps == sorted(set(steps))
 
-    opened = checkpoints.open(fallback=True)
-    assert opened.is_sharded
-    last = opened.step
+    last = checkpoints.open(fallback=True).step
     for command in ("--run run --resume --steps {}", f"{TRAIN.removeprefix('train ')} --run whole --steps {{}}"):
         done = fastformer("train", *command.format(last + 3).split(), "--device", "cpu", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     ours, theirs = values(tmp_path / "run"), values(tmp_path / "whole")
     assert_close_records(ours, theirs, 1e-3)  # fp32, and Adam divides small gradients by their size
 
-    assert checkpoints.open().is_sharded
     (found,) = load_translator(tmp_path / "run", device="cpu").translate(["one"])
     assert isinstance(found, str)
     counts = [summarise(tmp_path / name).parameters for name in ("run", "whole")]

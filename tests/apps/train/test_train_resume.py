@@ -66,9 +66,9 @@ def stop_after(steps: int) -> Any:
         {"schedule": "divide_on_plateau", "plateau_divisor": 2.0, "lr": 0.3, "weight_decay": 0.1},
         {"schedule": "plateau", "plateau_patience": 0, "lr": 0.5, "optimizer": "sgd", "warmup_steps": 0},
         {"schedule": "linear", "optimizer": "adam", "precision": "bf16", "clip_norm": 0.0},
-        {"precision": "fp16", "sharded_checkpoints": True},
+        {"precision": "fp16"},
     ],
-    ids=["inverse_sqrt", "epochs-cosine", "divide", "plateau-sgd", "linear-bf16", "fp16-sharded"],
+    ids=["inverse_sqrt", "epochs-cosine", "divide", "plateau-sgd", "linear-bf16", "fp16"],
 )
 def uninterrupted(request, tmp_path_factory) -> tuple[TrainConfig, Path, Result]:
     """Settings, the folder of a run, and how it ended."""

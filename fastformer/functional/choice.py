@@ -1,4 +1,4 @@
-"""Who runs a call: the fused kernel or the reference. The only place where an implementation is chosen."""
+"""Choose the implementation of a call: the fused kernel, torch's SDPA, or the reference. Nothing else chooses."""
 
 import importlib.util
 import os
@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.backend import CHOICES, BackendError, get_backend, process, thread
+from fastformer.functional.attention.fused import decodes
 from fastformer.functional.attention.fused import limit as attention_limit
+from fastformer.functional.attention.reference import only_causal
+from fastformer.functional.attention.rules import AttentionRules
+from fastformer.functional.preferences import Use, why_sdpa
+from fastformer.host.devices import product_dtype
 from fastformer.modes import batched, forward_ad, function_modes, functorch_level
+from fastformer_kernels.host.architecture import architecture_of
 
 OPS = (
     "attention",
@@ -34,13 +40,17 @@ INSTALL_TRITON = (
 )
 # Triton's own switch, which it reads when kernels are defined: they then run on CPU tensors, and very slowly.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-_SMALLEST_CAPABILITY = (8, 0)
+_COMMON_HEAD_SIZE = 64
 _WITHOUT_KERNELS_ON_CPU = ("auto", "reference")
 
 
 @cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _target(device: int) -> str:
+    """Return what kernels are compiled for on a GPU, such as "sm_90" or "gfx942"."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def _fault_of_interpreter() -> str | None:
@@ -73,10 +83,12 @@ def unsupported(op: str, x: Tensor) -> str | None:
             return f"{op} is on the CPU, where the interpreter runs only for backend 'triton'"
         if _FAULT_OF_INTERPRETER is not None:
             return f"{op} {_FAULT_OF_INTERPRETER}"
-    elif not x.is_cuda or torch.version.hip is not None:
-        return f"{op} needs an NVIDIA GPU, and the tensor is on {x.device.type}"
-    elif (found := _capability(x.get_device())) < _SMALLEST_CAPABILITY:
-        return f"{op} needs compute capability 8.0 or newer, and this GPU has {found[0]}.{found[1]}"
+    elif not x.is_cuda:
+        return f"{op} needs an NVIDIA or AMD GPU, and the tensor is on {x.device.type}"
+    elif architecture_of(target := _target(x.get_device())) is None:
+        return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
+    elif target.startswith("gfx"):
+        return f"{op} does not run on AMD GPUs yet, such as this {target}"
     if functorch_level() is not None and batched():
         return f"{op} has no rule for torch.func.vmap"
     if forward_ad._current_level >= 0:
@@ -84,13 +96,43 @@ def unsupported(op: str, x: Tensor) -> str | None:
     return None
 
 
-def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None) -> bool:
-    """Choose the implementation of one call: whether the fused kernel takes it.
+def why_sdpa_takes(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, keys: int) -> str | None:
+    """Return why "auto" leaves an attention call that the kernels could run to SDPA, or None if the kernels run it.
+
+    SDPA gets plain calls only (`preferences`), with dropout as torch draws it, and none under
+    `torch.use_deterministic_algorithms(True)`.
+
+    Args:
+        q, k, v: dense `[B, H, L, K]`, or packed `[L, H, K]` where all sequences have the same length.
+        rules: as `check_attention` and `check_packed_attention` return them.
+        keys: of a sequence.
+    """
+    limited = rules.window is not None or rules.softcap is not None or rules.tensors.count(None) < len(rules.tensors)
+    if limited or not (only_causal(rules) if rules.causal else True) or torch.are_deterministic_algorithms_enabled():
+        return None
+    dtype = product_dtype(q)
+    # SDPA has no fused backend for grouped heads in fp32, and none that drops all weights.
+    if keys == 0 or rules.dropout_p == 1.0 or (dtype == torch.float32 and q.shape[1] != k.shape[1]):
+        return None
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    use: Use = "training" if training else "decoding" if decodes(q, k, v) else "inference"
+    head_size = max(q.shape[-1], v.shape[-1])
+    return why_sdpa(architecture_of(_target(q.get_device())), dtype, use, head_size, keys)
+
+
+def runs_fused(
+    op: str,
+    x: Tensor,
+    limit: Callable[[], str | None] | None = None,
+    slower: Callable[[], str | None] | None = None,
+) -> bool:
+    """Choose the implementation of one call: return whether the fused kernel takes it.
 
     Args:
         op: its name in OPS.
         x: the tensor that decides.
-        limit: says why this call is beyond the kernel, if its arguments are.
+        limit: returns why this call is beyond the kernel, if its arguments are.
+        slower: returns why "auto" does not take the kernel, although it could, if so.
 
     Raises:
         BackendError: backend "triton" was asked for and cannot run this.
@@ -105,6 +147,8 @@ def runs_fused(op: str, x: Tensor, limit: Callable[[], str | None] | None = None
         reason = limit()
     if reason is not None and choice == "triton":
         raise BackendError(f"backend 'triton' was asked for, but {reason}")
+    if reason is None and slower is not None and choice == "auto":
+        reason = slower()
     return reason is None
 
 
@@ -149,7 +193,8 @@ def explain(subject: nn.Module | Tensor) -> str:
         subject: a tensor, or a module (its first parameter stands for it).
 
     Returns:
-        One line an op: `layer_norm: reference (…reason…)`.
+        One line an op: `layer_norm: reference (…reason…)`. Where torch's SDPA takes a part of an op's calls, the line
+        says so: `attention: triton; sdpa for plain calls (…reason…)`.
 
     Raises:
         TypeError: subject is neither.
@@ -165,9 +210,19 @@ def explain(subject: nn.Module | Tensor) -> str:
     for op in OPS:
         reason = "chosen" if choice == "reference" else unsupported(op, x)
         if reason is None:
-            lines.append(f"{op}: triton")
+            lines.append(f"{op}: triton{_calls_of_sdpa(op, x) if choice == 'auto' else ''}")
         elif choice == "triton":
             lines.append(f"{op}: raises ({reason})")
         else:
             lines.append(f"{op}: reference ({reason})")
     return "\n".join(lines)
+
+
+def _calls_of_sdpa(op: str, x: Tensor) -> str:
+    """Say which calls of an op SDPA takes under "auto", and why; x: `[B, H, L, K]` states a head size, others none."""
+    calls = {"attention": "plain calls", "packed_attention": "plain calls of sequences of one length"}.get(op)
+    if calls is None:
+        return ""
+    head_size = x.shape[-1] if x.dim() == 4 else _COMMON_HEAD_SIZE
+    reason = why_sdpa(architecture_of(_target(x.get_device())), product_dtype(x), "training", head_size, 1024)
+    return "" if reason is None else f"; sdpa for {calls} ({reason})"

@@ -45,10 +45,10 @@ def record_partials(monkeypatch: pytest.MonkeyPatch, module: str) -> list[tuple[
 def cuda_autocast() -> Iterator[None]:
     """Autocast for a GPU, also where there is none; one is then assumed that has kernels."""
     torch.set_autocast_enabled("cuda", True)
-    capability = choice._capability
-    choice._capability = lambda device: (9, 0)
+    target = choice._target
+    choice._target = lambda device: "sm_90"
     try:
         yield
     finally:
-        choice._capability = capability
+        choice._target = target
         torch.set_autocast_enabled("cuda", False)

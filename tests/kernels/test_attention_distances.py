@@ -190,7 +190,7 @@ def test_decoding(name, kv_heads, names):
         with torch.no_grad():
             q, k, v = (x.to(DEVICE, dtype) for x in inputs)
             with fastformer.backend("triton"), poisoned():
-                assert fused_attention._decodes(q, k, v, *given.values())
+                assert fused_attention.decodes(q, k, v, *given.values())
                 found = attention(q, k, v, **rules, **given)
             exact = plain(
                 attention, *(x.double() for x in (q, k, v)), **rules, **{key: x.double() for key, x in given.items()}

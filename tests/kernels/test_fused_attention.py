@@ -303,7 +303,7 @@ def test_decoding_splits_the_keys(name, kv_heads):
         with torch.no_grad():
             q, k, v = (x.to(DEVICE, dtype) for x in inputs)
             with fastformer.backend("triton"), poisoned():
-                assert fused_attention._decodes(q, k, v)
+                assert fused_attention.decodes(q, k, v)
                 found = attention(q, k, v, **rules)
             with fastformer.backend("reference"):
                 exact = attention(*(x.to(dtype).double().to(DEVICE) for x in inputs), **rules)

@@ -193,7 +193,7 @@ def limit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+def decodes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     """Whether this is a step of decoding: few queries on many keys, and no gradient, of others neither."""
     if q.dim() == 3 or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return False
@@ -228,7 +228,7 @@ def _apply(
     arguments = Arguments(
         queries, keys, scale, shift, left, right, softcap, dropout_p, bounds, key_mask, seed, mask, distance_bias, sinks
     )
-    if mask is None and seed is None and not wants_weights and _decodes(q, k, v, distance_bias, sinks):
+    if mask is None and seed is None and not wants_weights and decodes(q, k, v, distance_bias, sinks):
         return _decode(q, k, v, *arguments), None
     fast = process.nondeterminism and not torch.are_deterministic_algorithms_enabled()
     numbers, tensors = arguments[:NUMBERS], arguments[NUMBERS:]

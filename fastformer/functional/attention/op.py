@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastformer.functional.attention import fused, packed_reference, reference
 from fastformer.functional.attention.arguments import check_attention, check_packed_attention
 from fastformer.functional.attention.rules import Alignment, AttentionRules, Window
-from fastformer.functional.choice import runs_fused
+from fastformer.functional.choice import runs_fused, why_sdpa_takes
 from fastformer.host.autograd_function import Formula, eager_formula
+from fastformer.modes import compiling
 from fastformer.packing import Layout
 
 
@@ -37,8 +38,9 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention, softmax(scale * q k^T + mask) v (Vaswani et al. 2017, equation 1).
 
-    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0. On a CPU a second
-    derivative needs `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call, as with torch's SDPA.
+    All restrictions given combine. A query that may attend to nothing gives output 0 and gradient 0. Where torch's SDPA
+    runs the call (on a CPU, and on a GPU where `fastformer.explain` says so), a second derivative needs
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around it, as with torch.
 
     Args:
         q: `[B, H, T, K]`, floating point.
@@ -85,7 +87,7 @@ def attention(
         sinks,
     )
     rules = check_attention(q, k, v, rules)
-    if runs_fused("attention", q, lambda: fused.limit(q, k, v)):
+    if runs_fused("attention", q, lambda: fused.limit(q, k, v), lambda: why_sdpa_takes(q, k, v, rules, k.shape[2])):
         return fused.attention(q, k, v, rules, _formula(reference.attention, rules))[0]
     return reference.attention(q, k, v, rules)
 
@@ -179,7 +181,13 @@ def packed_attention(
         sinks=sinks,
     )
     rules = check_packed_attention(q, k, v, layout, key_layout, rules)
-    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v)):
+
+    def slower() -> str | None:
+        # Sequences of one length are a dense batch, which the reference gives to SDPA.
+        whole = not compiling() and layout.known and key_layout.known and layout.full and key_layout.full
+        return why_sdpa_takes(q, k, v, rules, key_layout.max_length) if whole else None
+
+    if runs_fused("packed_attention", q, lambda: fused.limit(q, k, v), slower):
         formula = _formula(
             lambda q, k, v, its: packed_reference.packed_attention(q, k, v, layout, key_layout, its), rules
         )

@@ -172,7 +172,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, same: bool, rules: At
     # Causal self-attention needs no lengths: the keys up to a real query are real.
     alone = group.key_bias is None or (rules.causal and same)
     bias = rules.distance_bias
-    plain = by_start and Hkv == H and (rules.window, rules.softcap, rules.sinks) == (None, None, None)
+    plain = q.is_cpu and by_start and Hkv == H and (rules.window, rules.softcap, rules.sinks) == (None, None, None)
     if bias is not None:
         plain = plain and readable(bias) and bool(bias.isfinite().all())  # no query has all keys hidden
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()

@@ -24,8 +24,8 @@ from fastformer.modes import readable
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def _only_causal(rules: AttentionRules) -> bool:
-    """Whether SDPA's `is_causal` says all about who attends to whom.
+def only_causal(rules: AttentionRules) -> bool:
+    """Return whether SDPA's `is_causal` says all about which keys a query attends to.
 
     On a CPU it multiplies its -inf with the scale, too: NaN where that is 0, in fp32, or negative.
     """
@@ -59,7 +59,7 @@ def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules)
     weighs = rules.softcap is not None or rules.sinks is not None
     weighs = weighs or (rules.dropout_p > 0.0 and q.device.type == "cpu")
     attend = _weigh if weighs else _attend
-    rows = q.shape[2] if _only_causal(rules) and not weighs else rows_at_once(q, k, rules, weighs)
+    rows = q.shape[2] if only_causal(rules) and not weighs else rows_at_once(q, k, rules, weighs)
     return attend(q, k, v, rules) if rows >= q.shape[2] else attend_in_blocks(attend, q, k, v, rules, rows)
 
 
@@ -69,7 +69,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
     """`attention` with SDPA."""
-    dropout_p, scale, causal = rules.dropout_p, rules.scale, _only_causal(rules)
+    dropout_p, scale, causal = rules.dropout_p, rules.scale, only_causal(rules)
     merged, dead = open_dead_rows(with_distances(q, k, rules), None if causal else allowed_positions(q, k, rules))
     # A bias by distance stays fp32 where SDPA takes that beside 16 bits.
     if merged is not None and merged.is_floating_point() and not (widens(q) and merged.dtype == torch.float32):
@@ -88,7 +88,7 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRule
 def _apply_weights(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> tuple[Tensor, Tensor]:
     allowed = allowed_positions(q, k, rules)
     # Every query sees the first key where causality alone limits: none is dead.
-    merged, dead = (allowed, None) if _only_causal(rules) else open_dead_rows(with_distances(q, k, rules), allowed)
+    merged, dead = (allowed, None) if only_causal(rules) else open_dead_rows(with_distances(q, k, rules), allowed)
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     weights = scores_to_weights(q, k, merged, rules.scale, rules.softcap, rules.sinks)
     if dead is not None:

@@ -1,0 +1,73 @@
+"""Which implementation is faster for plain attention calls: a table, and its lookup.
+
+A plain call is one that torch's `scaled_dot_product_attention` (SDPA) computes with a fused backend: dense heads, with
+or without causality and dropout, and no mask, lengths, window, softcap, bias or sinks. Backend "auto" takes SDPA where
+the kernels are slower, and where nothing is known. A measured row replaces the rows of its GPU: put it before them.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Use = Literal["decoding", "inference", "training"]
+Source = Literal["published", "predicted", "measured"]
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+NVIDIA = ("sm_80", "sm_86", "sm_90", "sm_100")
+
+
+class Preference(NamedTuple):
+    """How fast the kernels are in some plain calls, as a multiple of SDPA's speed: SDPA's time over theirs."""
+
+    architectures: tuple[str, ...]  # of `fastformer_kernels.host.architecture`
+    dtypes: tuple[torch.dtype, ...]
+    uses: tuple[Use, ...]
+    largest_head: int
+    longest: int | None  # most keys; None: any number
+    speed: float
+    source: Source
+    date: str
+    evidence: str
+
+
+_FP32, _ALL = (torch.float32,), (torch.float32, *SIXTEEN_BITS)
+_BOTH: tuple[Use, ...] = ("inference", "training")
+_COUNTS = "docs/kernels/predictions.md, against cuDNN"
+
+# A call follows the first row that fits it.
+PREFERENCES: tuple[Preference, ...] = (
+    Preference(
+        *(NVIDIA, _ALL, ("decoding",), 256, None, 1.0, "predicted", "2026-11-26"),
+        "memory binds both; the kernels split the keys and read each once for all heads that share it",
+    ),
+    Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 64, None, 0.83, "predicted", "2026-11-26", _COUNTS),
+    Preference(("sm_90",), SIXTEEN_BITS, ("inference",), 256, None, 0.73, "predicted", "2026-11-26", _COUNTS),
+    Preference(("sm_90",), SIXTEEN_BITS, ("training",), 256, None, 0.67, "predicted", "2026-11-26", _COUNTS),
+    Preference(
+        *(("sm_90",), _FP32, _BOTH, 256, None, 0.2, "predicted", "2026-11-26"),
+        "docs/kernels/predictions.md: SDPA multiplies on tensor cores, in three products of tf32",
+    ),
+    Preference(
+        *(("sm_80",), SIXTEEN_BITS, _BOTH, 256, None, 0.77, "published", "2023-07-17"),
+        "Dao 2023, section 4.1: FlashAttention-2 is 1.3 to 2.5 times as fast as FlashAttention in Triton",
+    ),
+)
+
+
+def preference(architecture: str | None, dtype: torch.dtype, use: Use, head_size: int, keys: int) -> Preference | None:
+    """Return the row that a plain call follows, or None if nothing is known of such calls."""
+    for row in PREFERENCES:
+        if architecture in row.architectures and dtype in row.dtypes and use in row.uses:
+            if head_size <= row.largest_head and (row.longest is None or keys <= row.longest):
+                return row
+    return None
+
+
+def why_sdpa(architecture: str | None, dtype: torch.dtype, use: Use, head_size: int, keys: int) -> str | None:
+    """Return why SDPA takes a plain call, or None if the kernels do."""
+    row = preference(architecture, dtype, use, head_size, keys)
+    if row is None:
+        return f"the kernels' speed is not known for {use} on {architecture}"
+    if row.speed >= 1.0:
+        return None
+    return f"the kernels have {row.speed:g} of SDPA's speed in {use} on {architecture}, {row.source} {row.date}"

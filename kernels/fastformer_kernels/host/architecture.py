@@ -1,0 +1,26 @@
+"""Classes of GPUs with the same matrix units and about as much shared memory, by which tiles and speeds are listed.
+
+Without Triton, so that the choice of an implementation can be made where Triton is not installed.
+"""
+
+_MFMA = ("gfx90a", "gfx942", "gfx950")
+
+
+def architecture_of(target: str) -> str | None:
+    """Return the class of a GPU by its target ("sm_90", "gfx942"), or None if the kernels do not run there.
+
+    - sm_80: mma.sync, 163 KiB of shared memory a block.
+    - sm_86: mma.sync, 99 KiB. Desktop GPUs: sm_86, sm_89, sm_120 and newer ones.
+    - sm_90: wgmma, 227 KiB.
+    - sm_100: tcgen05, 227 KiB. sm_100 to sm_110.
+    - gfx9: MFMA, 64 lanes a wave, 64 KiB. gfx90a, gfx942, gfx950 (MI200 and MI300).
+    - gfx12: WMMA, 32 lanes a wave, 64 KiB. gfx11 and gfx12 (RX 7000 and RX 9000).
+    """
+    if target.startswith("gfx"):
+        return "gfx9" if target in _MFMA else "gfx12" if target.startswith(("gfx11", "gfx12")) else None
+    capability = int(target.removeprefix("sm_"))
+    if capability >= 120 or capability in (86, 89):
+        return "sm_86"
+    if capability >= 90:
+        return "sm_100" if capability >= 100 else "sm_90"
+    return "sm_80" if capability >= 80 else None

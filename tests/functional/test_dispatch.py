@@ -1,0 +1,171 @@
+"""Which implementation takes an attention call on a GPU, decided on fake tensors by the name of the GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import fastformer
+from fastformer import functional
+from fastformer.functional import choice, preferences
+from fastformer.functional.attention import op
+from fastformer.functional.preferences import Preference
+from fastformer.packing import Layout
+from tests.kernels.norm_cases import cuda_autocast
+
+pytestmark = pytest.mark.skipif(not choice._TRITON, reason="without Triton the reference takes every call")
+
+NVIDIA = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+B, H, T, K = 2, 4, 24, 64
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that calls another one on fake tensors of a GPU, and returns what ran it."""
+    taken = []
+
+    def fused(q, *_: object) -> tuple[Tensor, None]:
+        taken.append("triton")
+        return q, None
+
+    def sdpa(q, k, v, *_: object, **rules: object) -> Tensor:
+        taken.append("sdpa")
+        return q
+
+    monkeypatch.setattr(op.fused, "attention", fused)
+    monkeypatch.setattr(op.fused, "packed_attention", lambda *arguments: fused(*arguments)[0])
+    monkeypatch.setattr(op.packed_reference, "packed_attention", lambda q, *_: q)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+
+    def run(target, call, backend="auto"):
+        taken.clear()
+        monkeypatch.setattr(choice, "_target", lambda device: target)
+        with fastformer.backend(backend), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+            call()
+        (implementation,) = taken or ["reference"]
+        return implementation
+
+    return run
+
+
+def attend(queries=T, keys=T, kv_heads=H, size=K, dtype=torch.bfloat16, training=False, rules=lambda: {}):
+    shapes = [(B, H, queries, size), (B, kv_heads, keys, size), (B, kv_heads, keys, size)]
+    functional.attention(*(torch.empty(shape, dtype=dtype, requires_grad=training) for shape in shapes), **rules())
+
+
+CALLS = {
+    "plain": ({}, "sdpa"),
+    "causal": ({"rules": lambda: {"causal": True}}, "sdpa"),
+    "dropout": ({"rules": lambda: {"dropout_p": 0.1}}, "sdpa"),
+    "training": ({"training": True}, "sdpa"),
+    "long": ({"queries": 16_384, "keys": 16_384}, "sdpa"),
+    "fp16": ({"dtype": torch.float16}, "sdpa"),
+    "fp32": ({"dtype": torch.float32}, "sdpa"),
+    "head size 16": ({"size": 16}, "sdpa"),
+    "head size 256": ({"size": 256}, "sdpa"),
+    "head size 264": ({"size": 264}, "sdpa"),  # beyond the kernels
+    "grouped": ({"kv_heads": 2}, "sdpa"),
+    "grouped, fp32": ({"kv_heads": 2, "dtype": torch.float32}, "triton"),
+    "decoding": ({"queries": 1}, "triton"),
+    "all weights dropped": ({"rules": lambda: {"dropout_p": 1.0}}, "triton"),
+    "causal, scale 0": ({"rules": lambda: {"causal": True, "scale": 0.0}}, "triton"),
+    "bottom right": ({"keys": T + 1, "rules": lambda: {"causal": True, "alignment": "bottom_right"}}, "triton"),
+    "window": ({"rules": lambda: {"window": (2, 0)}}, "triton"),
+    "softcap": ({"rules": lambda: {"softcap": 9.0}}, "triton"),
+    "sinks": ({"rules": lambda: {"sinks": torch.ones(H)}}, "triton"),
+    "bias": ({"rules": lambda: {"distance_bias": torch.ones(H, 2 * T - 1)}}, "triton"),
+    "mask": ({"rules": lambda: {"mask": torch.ones(T, T)}}, "triton"),
+    "lengths": ({"rules": lambda: {"key_lengths": torch.ones(B, dtype=torch.int64)}}, "triton"),
+    "key mask": (
+        {"rules": lambda: {"key_mask": torch.ones(B, T, dtype=torch.bool)}},
+        "triton",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_auto_leaves_plain_calls_to_sdpa(name, run):
+    arguments, expected = CALLS[name]
+    assert {target: run(target, lambda: attend(**arguments)) for target in NVIDIA} == dict.fromkeys(NVIDIA, expected)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "gfx942", "gfx1201"])
+def test_auto_takes_no_kernel_where_none_is_known_to_run(target, run):
+    assert run(target, attend) == "sdpa"
+    assert run(target, lambda: attend(rules=lambda: {"softcap": 9.0})) == "reference"
+
+
+def test_the_backend_and_determinism_decide_first(run):
+    assert run("sm_90", attend, backend="triton") == "triton"
+    assert run("sm_90", attend, backend="reference") == "sdpa"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert run("sm_90", attend) == "triton"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_autocast_decides_by_the_dtype_that_it_computes_in(run):
+    with cuda_autocast():
+        assert run("sm_90", lambda: attend(kv_heads=2, dtype=torch.float32)) == "sdpa"
+
+
+def test_a_measured_row_decides_by_use_head_size_and_length(run, monkeypatch):
+    row = Preference(("sm_90",), (torch.bfloat16,), ("inference",), 64, 1024, 1.1, "measured", "2027-01-01", "here")
+    monkeypatch.setattr(preferences, "PREFERENCES", (row, *preferences.PREFERENCES))
+    for arguments in ({}, {"queries": 1024, "keys": 1024}):
+        assert run("sm_90", lambda arguments=arguments: attend(**arguments)) == "triton"
+    for arguments in ({"size": 72}, {"keys": 1025}, {"training": True}, {"dtype": torch.float16}):
+        assert run("sm_90", lambda arguments=arguments: attend(**arguments)) == "sdpa"
+    assert run("sm_80", attend) == "sdpa"
+
+
+@pytest.mark.parametrize("lengths", [[T] * B, [T, T - 1]])
+def test_packed_sequences_of_one_length_are_a_plain_call(lengths, run):
+    layout = Layout.from_lengths(lengths)
+
+    def call() -> None:
+        x = torch.empty(layout.total, H, K, dtype=torch.bfloat16)
+        on_gpu = layout.made_of([torch.empty(tensor.shape, dtype=torch.int64) for tensor in layout.tensors])
+        functional.packed_attention(x, x, x, on_gpu, causal=True)
+
+    assert run("sm_90", call) == ("reference" if layout.full else "triton")
+
+
+def test_modules_leave_whole_batches_to_sdpa(run):
+    layer = fastformer.TransformerEncoderLayer(H * K, H, 8, batch_first=True, device="meta")
+    encoder = fastformer.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    @torch.no_grad()
+    def call() -> None:
+        encoder.to_empty(device="cuda")(torch.empty(B, T, H * K))
+
+    assert run("sm_90", call) == "sdpa"
+
+
+def test_explain_says_what_sdpa_takes_and_why(monkeypatch):
+    for target, reason in (
+        ("sm_90", "0.67 of SDPA's speed in training on sm_90, predicted 2026-11-26"),
+        ("sm_120", "not known"),
+    ):
+        monkeypatch.setattr(choice, "_target", lambda device, target=target: target)
+        with FakeTensorMode():
+            x = torch.empty(2, dtype=torch.bfloat16, device="cuda")
+            auto = fastformer.explain(x).splitlines()
+            with fastformer.backend("triton"):
+                assert "attention: triton" in fastformer.explain(x).splitlines()
+        assert auto[0].startswith("attention: triton; sdpa for plain calls (")
+        assert reason in auto[0]
+        assert "layer_norm: triton" in auto
+
+
+def test_each_row_of_preferences_can_be_reached():
+    for row in preferences.PREFERENCES:
+        for architecture in row.architectures:
+            found = {
+                preferences.preference(architecture, dtype, use, row.largest_head, row.longest or 1)
+                for dtype in row.dtypes
+                for use in row.uses
+            }
+            assert row in found

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 
 import fastformer
 from fastformer.functional import feed_forward
-from tests.support.closeness import assert_close, gradients, random
+from tests.support.closeness import assert_close, assert_derivatives, assert_formula, gradients, random
 
 
 def gelu(x):
@@ -43,25 +43,20 @@ def parameters(activation, D, F, out, dtype=torch.float64, bias=True):
 @pytest.mark.parametrize(("shape", "F", "out"), [((1, 1), 1, 1), ((3, 2, 5), 7, 4), ((4, 6), 5, 6), ((0, 3), 2, 3)])
 @pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients(shape, F, out, activation, bias):
+def test_values_and_gradients_are_those_of_the_formula(shape, F, out, activation, bias):
+    def formula(x, w1, b1, w2, b2):
+        hidden = FORMULAS[activation](x @ w1.mT + (b1 if bias else 0))
+        return hidden @ w2.mT + (b2 if bias else 0)
+
     inputs = [random(*shape), *parameters(activation, shape[-1], F, out, bias=bias)]
-    x, w1, b1, w2, b2 = inputs
-    hidden = FORMULAS[activation](x @ w1.mT + (b1 if bias else 0))
-    expected = hidden @ w2.mT + (b2 if bias else 0)
-    wanted = gradients(expected, [t for t in inputs if t is not None])
-    for dtype in (torch.float64, torch.float32):
-        typed = [None if t is None else t.detach().to(dtype).requires_grad_() for t in inputs]
-        result = feed_forward(*typed, activation=activation)
-        assert_close(result, expected.to(dtype))
-        for actual, gradient in zip(gradients(result, [t for t in typed if t is not None]), wanted, strict=True):
-            assert_close(actual, gradient.to(dtype))
+    assert_formula(formula, inputs, lambda *x: feed_forward(*x, activation=activation))
 
 
 @pytest.mark.parametrize("activation", FORMULAS)
-def test_first_and_second_derivative(activation):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_first_and_second_derivative(activation, recompute):
     inputs = (random(2, 2), *parameters(activation, 2, 2, 1))
-    assert gradcheck(lambda *x: feed_forward(*x, activation=activation), inputs)
-    assert gradgradcheck(lambda *x: feed_forward(*x, activation=activation), inputs)
+    assert_derivatives(lambda *x: feed_forward(*x, activation=activation, recompute=recompute), inputs)
 
 
 @pytest.mark.parametrize("activation", FORMULAS)
@@ -74,10 +69,7 @@ def test_recompute_changes_no_number(activation):
         torch.manual_seed(6)
         return out, *gradients(out, inputs)
 
-    for a, b in zip(run(True), run(False), strict=True):
-        assert torch.equal(a, b)
-    small = (random(2, 2), *parameters(activation, 2, 2, 1))
-    assert gradgradcheck(lambda *x: feed_forward(*x, activation=activation, recompute=True), small)
+    assert_close(run(True), run(False), roundings=0)
 
 
 def test_recompute_keeps_nothing_of_the_hidden_width():
@@ -140,8 +132,6 @@ BAD = [
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         feed_forward(**{"x": x, "weight1": w, "bias1": None, "weight2": w.T, "bias2": None, **arguments})
-
-
-def test_bad_settings():
-    with pytest.raises(ValueError, match="activation must be one of"):
-        fastformer.FeedForward(4, 6, activation="tanh")
+    if "not 'tanh'" in message:
+        with pytest.raises(ValueError, match=message):
+            fastformer.FeedForward(4, 6, **arguments)

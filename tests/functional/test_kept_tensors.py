@@ -59,16 +59,6 @@ def test_attention_in_blocks_notices_a_change(monkeypatch, changed):
         out.sum().backward()
 
 
-def test_unchanged_attention_in_blocks_has_the_gradients_of_the_whole(monkeypatch):
-    q, k, v = leaves(*[(B, H, T, K)] * 3)
-    rules = attention_rules()
-    expected = torch.autograd.grad(functional.attention(q, k, v, **rules, causal=True).sum(), (q, k, v))
-    monkeypatch.setattr(query_blocks, "_LARGEST", 1)
-    monkeypatch.setattr(query_blocks, "_BLOCK", 4 * B * T)
-    found = torch.autograd.grad(functional.attention(q, k, v, **rules, causal=True).sum(), (q, k, v))
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("changed", [0, 1, 3])
 def test_recomputed_feed_forward_notices_a_change(changed, backend):

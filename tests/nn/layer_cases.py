@@ -1,15 +1,20 @@
-"""Layers and stacks of ours and of torch with the same parameters, inputs and masks for them, and the comparison."""
+"""Modules of fastformer and of torch.nn with the same parameters, inputs and masks for them, and their comparison.
+
+Letters: B batch, T targets, S sources, D model width, H heads.
+"""
 
 import math
+import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fastformer
-from tests.support.closeness import assert_close, gradients, random
+from tests.support.closeness import assert_same, random
 
-D, H, FF, B, T, S = 6, 3, 7, 2, 5, 4
-KINDS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
+D, H, FF, B, T, S = 6, 3, 7, 3, 5, 4
+LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
+STACKS = ("TransformerEncoder", "TransformerDecoder")
 
 
 class Twice(nn.Module):
@@ -26,97 +31,103 @@ def randomise(module):
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.4)
 
 
-def layers(kind, dtype=torch.float64, **settings):
-    settings = {"d_model": D, "nhead": H, "dim_feedforward": FF, "dropout": 0.0, **settings}
-    ours, torchs = getattr(fastformer, kind)(**settings, dtype=dtype), getattr(nn, kind)(**settings, dtype=dtype)
+def build(library, kind, dtype=torch.float64, num_layers=2, norm=True, **settings):
+    """Build a module of fastformer or of torch.nn."""
+    if kind == "MultiheadAttention":
+        return library.MultiheadAttention(D, H, dtype=dtype, **settings)
+    settings = {"d_model": D, "nhead": H, "dim_feedforward": FF, "dropout": 0.0, "batch_first": True, **settings}
+    if kind == "Transformer":
+        with warnings.catch_warnings(action="ignore"):  # of torch, which takes no nested tensors for such layers
+            return library.Transformer(num_encoder_layers=1, num_decoder_layers=2, **settings, dtype=dtype)
+    if kind in LAYERS:
+        return getattr(library, kind)(**settings, dtype=dtype)
+    layer = getattr(library, kind + "Layer")(**settings, dtype=dtype)
+    final = nn.LayerNorm(settings["d_model"], dtype=dtype) if norm else None
+    more = {"enable_nested_tensor": False} if kind == "TransformerEncoder" else {}
+    return getattr(library, kind)(layer, num_layers, final, **more)
+
+
+def twins(kind, dtype=torch.float64, **settings):
+    """Build a module of fastformer and one of torch.nn, with the same parameters."""
+    ours, torchs = (build(library, kind, dtype, **settings) for library in (fastformer, nn))
     randomise(ours)
     torchs.load_state_dict(ours.state_dict(), strict=True)
     return ours, torchs
 
 
-def stacks(kind, norm, dtype=torch.float64, num_layers=2, **settings):
-    settings = {"d_model": D, "nhead": H, "dim_feedforward": FF, "dropout": 0.0, **settings}
-    made = []
-    for library in (fastformer, nn):
-        layer = getattr(library, kind + "Layer")(**settings, dtype=dtype)
-        final = library.LayerNorm(D, dtype=dtype) if norm else None
-        made.append(getattr(library, kind)(layer, num_layers, final))
-    randomise(made[0])
-    made[1].load_state_dict(made[0].state_dict(), strict=True)
-    return made
+def inputs_for(kind, batch_first=True, dtype=torch.float64, batched=True):
+    """Source; target and memory; or source and target."""
+    lengths = (T,) if "Encoder" in kind else (S, T) if kind == "Transformer" else (T, S)
+    shapes = [(n, D) if not batched else (B, n, D) if batch_first else (n, B, D) for n in lengths]
+    return tuple(random(*shape, dtype=dtype) for shape in shapes)
 
 
-def transformers(dtype=torch.float64, **settings):
-    settings = {
-        "d_model": D,
-        "nhead": H,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 1,
-        "dim_feedforward": FF,
-        "dropout": 0.0,
-        **settings,
-    }
-    ours, torchs = fastformer.Transformer(**settings, dtype=dtype), nn.Transformer(**settings, dtype=dtype)
-    randomise(ours)
-    torchs.load_state_dict(ours.state_dict(), strict=True)
-    return ours, torchs
+def check(ours, torchs, inputs, padding=None, **arguments):
+    """Compare outputs and the gradients of inputs, masks that learn, and parameters.
+
+    padding: `[B, T]` of the output, in its layout: rows that a stack of ours sets to 0.
+    """
+    out, expected = ours(*inputs, **arguments), torchs(*inputs, **arguments)
+    if padding is not None:
+        assert not out[padding].any()
+        expected = expected.masked_fill(padding[..., None], 0.0)
+    if isinstance(out, tuple):
+        assert [x is None for x in out] == [x is None for x in expected]
+        out, expected = ([x for x in each if x is not None] for each in (out, expected))
+    given = (x for x in (*inputs, *arguments.values()) if isinstance(x, Tensor) and x.requires_grad)
+    leaves = list(dict.fromkeys(given))
+    assert_same(out, expected, [*leaves, *ours.parameters()], [*leaves, *torchs.parameters()])
 
 
-def inputs_for(kind, batch_first=False, dtype=torch.float64, batched=True):
-    def make(length):
-        shape = (length, D) if not batched else (B, length, D) if batch_first else (length, B, D)
-        return random(*shape, dtype=dtype)
-
-    return (make(T),) if "Encoder" in kind else (make(T), make(S))
+def right(lengths: list[int], columns: int) -> Tensor:
+    """Padding on the right."""
+    return torch.arange(columns) >= torch.tensor(lengths)[:, None]
 
 
-def causal_mask(length, kind):
-    mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
-    return mask.isinf() if kind == "bool" else mask
+def left(lengths: list[int], columns: int) -> Tensor:
+    return right(lengths, columns).flip(1)
 
 
+def minus_infinity(mask: Tensor) -> Tensor:
+    """The additive mask that hides the same."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -math.inf)
+
+
+AHEAD = torch.ones(T, T).triu(1).bool()
+# Of the targets [B, T] and of the sources [B, S].
+PADDING = {
+    "right": (right([5, 2, 3], T), right([1, 4, 2], S)),
+    "left": (left([5, 2, 3], T), left([1, 4, 2], S)),
+    "both sides": (torch.stack([right([3], T)[0], left([2], T)[0], right([5], T)[0]]), left([1, 4, 2], S)),
+    "gaps": (torch.tensor([[0, 1, 0, 0, 1], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]).bool(), right([3, 3, 4], S)),
+    "a column of padding": (right([3, 2, 1], T), right([3, 3, 2], S)),
+    "none": (right([5, 5, 5], T), right([4, 4, 4], S)),
+}
 MASKS = ("padding", "causal", "causal hint", "3-D and padding", "hint and padding")
 
 
-def arguments_for(kind, masks, mask_kind):
+def arguments_for(kind, masks, additive):
     """Torch's arguments for a form of masks; no query is left without keys."""
-    padding, memory_padding = torch.zeros(B, T).bool(), torch.zeros(B, S).bool()
-    padding[0, 3:], memory_padding[1, 1:] = True, True
-    if mask_kind == "float":
-        padding, memory_padding = (
-            torch.zeros(x.shape, dtype=torch.float64).masked_fill(x, -math.inf) for x in (padding, memory_padding)
-        )
-    causal = causal_mask(T, mask_kind)
+    typed = minus_infinity if additive else lambda mask: mask
+    padding, memory_padding = typed(right([3, 5, 5], T)), typed(right([4, 1, 4], S))
+    causal = typed(AHEAD)
     heads = causal[None].repeat(B * H, 1, 1)
     memory_mask = torch.rand(T, S) < 0.4
     memory_mask[:, 0] = False
-    if mask_kind == "float":
-        memory_mask = torch.randn(T, S, dtype=torch.float64).masked_fill(memory_mask, -math.inf)
+    own = "mask" if kind == "TransformerEncoder" else "src_mask"
     encoder = {
         "padding": {"src_key_padding_mask": padding},
-        "causal": {"src_mask": causal},
-        "causal hint": {"src_mask": causal, "is_causal": True},
-        "3-D and padding": {"src_mask": heads, "src_key_padding_mask": padding},
-        "hint and padding": {"src_mask": causal, "src_key_padding_mask": padding, "is_causal": True},
+        "causal": {own: causal},
+        "causal hint": {own: causal, "is_causal": True},
+        "3-D and padding": {own: heads, "src_key_padding_mask": padding},
+        "hint and padding": {own: causal, "src_key_padding_mask": padding, "is_causal": True},
     }
+    both = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": memory_padding}
     decoder = {
-        "padding": {"tgt_key_padding_mask": padding, "memory_key_padding_mask": memory_padding},
-        "causal": {"tgt_mask": causal, "memory_mask": memory_mask},
+        "padding": both,
+        "causal": {"tgt_mask": causal, "memory_mask": typed(memory_mask)},
         "causal hint": {"tgt_mask": causal, "tgt_is_causal": True},
         "3-D and padding": {"tgt_mask": heads, "memory_key_padding_mask": memory_padding},
-        "hint and padding": {
-            "tgt_mask": causal,
-            "tgt_key_padding_mask": padding,
-            "memory_key_padding_mask": memory_padding,
-            "tgt_is_causal": True,
-        },
+        "hint and padding": {"tgt_mask": causal, **both, "tgt_is_causal": True},
     }
     return (encoder if "Encoder" in kind else decoder)[masks]
-
-
-def check(ours, torchs, inputs, **arguments):
-    out, expected = ours(*inputs, **arguments), torchs(*inputs, **arguments)
-    assert_close(out, expected)
-    actual = gradients(out, [*inputs, *ours.parameters()])
-    for a, w in zip(actual, gradients(expected, [*inputs, *torchs.parameters()]), strict=True):
-        assert_close(a, w)

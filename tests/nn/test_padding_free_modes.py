@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer
 from fastformer.packing import Layout, from_nested, to_nested
-from tests.nn.padding_cases import AHEAD, FF, PADDING, B, D, S, T, stacks
-from tests.support.closeness import assert_close, gradients, random
+from tests.nn.layer_cases import AHEAD, FF, PADDING, STACKS, B, D, S, T, inputs_for, twins
+from tests.support.closeness import assert_close, assert_same, random
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
@@ -19,11 +19,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+@pytest.mark.parametrize("kind", STACKS)
 def test_inference_is_training_without_dropout(kind, tokens_seen):
-    ours, _ = stacks(kind, dropout=0.3)
+    ours, _ = twins(kind, dropout=0.3)
     hidden, hidden_keys = PADDING["left"]
-    x = (random(B, T, D),) if "Encoder" in kind else (random(B, T, D), random(B, S, D))
+    x = inputs_for(kind)
     names = ("src_key_padding_mask",) if "Encoder" in kind else ("tgt_key_padding_mask", "memory_key_padding_mask")
     masks = dict(zip(names, (hidden, hidden_keys), strict=False))
     dropped = ours(*x, **masks)
@@ -37,7 +37,7 @@ def test_inference_is_training_without_dropout(kind, tokens_seen):
 
 @pytest.mark.parametrize("batch_first", [True, False])  # which means nothing to a nested tensor
 def test_nested_tensors_go_in_and_come_out(batch_first):
-    ours, _ = stacks("Transformer", batch_first=batch_first)
+    ours, _ = twins("Transformer", batch_first=batch_first)
     layout, source = Layout.from_lengths([5, 2, 3]), Layout.from_lengths([1, 4, 2])
     x, memory = random(layout.total, D), random(source.total, D)
     out = ours(to_nested(memory, source), to_nested(x, layout), tgt_is_causal=True)
@@ -46,10 +46,7 @@ def test_nested_tensors_go_in_and_come_out(batch_first):
     tokens, again = from_nested(out)
     assert again.lengths.tolist() == [5, 2, 3]
     expected = ours.decoder.packed(x, layout, ours.encoder.packed(memory, source), source)
-    assert_close(tokens, expected)
-    leaves = [x, memory, *ours.parameters()]
-    for a, w in zip(gradients(tokens, leaves), gradients(expected, leaves), strict=True):
-        assert_close(a, w)
+    assert_same(tokens, expected, [x, memory, *ours.parameters()])
     tokens, _ = from_nested(ours.encoder(to_nested(memory, source), is_causal=True))
     assert_close(tokens, ours.encoder.packed(memory, source, causal=True))
     tokens, _ = from_nested(ours.decoder(to_nested(x, layout), to_nested(memory, source)))
@@ -58,14 +55,14 @@ def test_nested_tensors_go_in_and_come_out(batch_first):
 
 @pytest.mark.slow
 def test_traces_and_fake_tensors_keep_the_padded_form():
-    ours, _ = stacks("TransformerEncoder", dtype=torch.float32)
+    ours, _ = twins("TransformerEncoder", dtype=torch.float32)
     x, hidden = torch.randn(B, T, D), PADDING["right"][0]
     ours.eval()
     with torch.no_grad():
         exported = torch.export.export(ours, (x,), {"src_key_padding_mask": hidden}).module()
     for other in (hidden, PADDING["left"][0]):
         assert_close(exported(x, src_key_padding_mask=other), ours(x, src_key_padding_mask=other).detach())
-    decoder, _ = stacks("TransformerDecoder", dtype=torch.float32)
+    decoder, _ = twins("TransformerDecoder", dtype=torch.float32)
     memory = torch.randn(B, S, D)
     with torch.no_grad():
         exported = torch.export.export(decoder, (x, memory), {"tgt_key_padding_mask": hidden}).module()
@@ -78,18 +75,22 @@ def test_traces_and_fake_tensors_keep_the_padded_form():
         assert ours(fake[0], src_key_padding_mask=fake[1]).shape == (B, T, D)
 
 
-def test_autocast_and_activation_checkpointing():
-    ours, torchs = stacks("TransformerEncoder", dtype=torch.float32, dropout=0.25)
-    x, hidden = random(B, T, D, dtype=torch.float32), PADDING["right"][0]
+@pytest.mark.parametrize("explicitly", [False, True])
+def test_activation_checkpointing_changes_no_bit(explicitly):
+    ours, _ = twins("TransformerEncoder", dtype=torch.float32, dropout=0.25)
+    x, masks = random(B, T, D, dtype=torch.float32), {"src_key_padding_mask": PADDING["right"][0]}
     torch.manual_seed(3)
-    expected = ours(x, src_key_padding_mask=hidden)
-    wanted = gradients(expected, [x, *ours.parameters()])
+    expected = ours(x, **masks)
     torch.manual_seed(3)
-    out = checkpoint(lambda x: ours(x, src_key_padding_mask=hidden), x, use_reentrant=False)
+    ours.checkpoint_activations = not explicitly
+    out = checkpoint(lambda x: ours(x, **masks), x, use_reentrant=False) if explicitly else ours(x, **masks)
     assert torch.equal(out, expected)
-    for a, w in zip(gradients(out, [x, *ours.parameters()]), wanted, strict=True):
-        assert_close(a, w)
-    ours.eval(), torchs.eval()
+    assert_same(out, expected, [x, *ours.parameters()])
+
+
+def test_autocast():
+    ours, torchs = (stack.eval() for stack in twins("TransformerEncoder", dtype=torch.float32))
+    x, hidden = random(B, T, D, dtype=torch.float32), PADDING["right"][0]
     with torch.autocast("cpu", torch.bfloat16):
         out, expected = ours(x, src_key_padding_mask=hidden), torchs(x, src_key_padding_mask=hidden)
     assert_close(out, expected.masked_fill(hidden[..., None], 0.0), roundings=2**18)  # of bf16 products
@@ -98,7 +99,7 @@ def test_autocast_and_activation_checkpointing():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_trace_is_right_for_other_masks():
-    ours, _ = stacks("TransformerDecoder", dtype=torch.float32)
+    ours, _ = twins("TransformerDecoder", dtype=torch.float32)
     given = {"tgt": torch.randn(B, T, D), "memory": torch.randn(B, S, D), "tgt_key_padding_mask": PADDING["right"][0]}
     traced = torch.jit.trace(ours, example_kwarg_inputs=given, check_trace=False)
     given["tgt_key_padding_mask"] = PADDING["left"][0]
@@ -108,7 +109,7 @@ def test_a_trace_is_right_for_other_masks():
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # SDPA under vmap
 def test_functional_transforms():
     """vmap over inputs with one mask runs without padding; with a mask each, padded. Forward mode, too."""
-    ours, _ = stacks("TransformerEncoder")
+    ours, _ = twins("TransformerEncoder")
     ours.eval()
     x, hidden = random(2, B, T, D, grad=False), PADDING["right"][0]
     with torch.no_grad():
@@ -129,7 +130,7 @@ def test_functional_transforms():
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_of_each_sequence_by_vmap():
-    ours, _ = stacks("TransformerEncoder")
+    ours, _ = twins("TransformerEncoder")
     parameters = {name: p.detach() for name, p in ours.named_parameters()}
     x, hidden = random(B, T, D, grad=False), PADDING["gaps"][0]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import fastformer
 from fastformer.packing import Layout, to_nested
-from tests.nn.padding_cases import FF, PADDING, B, D, H, S, T, change, check, right, stacks
-from tests.support.closeness import assert_close, gradients, random
+from tests.nn.layer_cases import FF, PADDING, STACKS, B, D, H, S, T, check, inputs_for, right, twins
+from tests.support.closeness import assert_close, random
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
@@ -19,13 +19,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
-def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
-    ours, torchs = stacks(kind)
-    x, hidden = [random(B, T, D)], PADDING["right"][0]
-    mask = {"src_key_padding_mask": hidden}
-    if kind == "TransformerDecoder":
-        x, mask = [*x, random(B, S, D)], {"tgt_key_padding_mask": hidden}
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_switch_for_a_call_a_stack_and_all_twins(kind, monkeypatch, tokens_seen):
+    ours, torchs = twins(kind)
+    x = inputs_for(kind)
+    mask = {"src_key_padding_mask" if "Encoder" in kind else "tgt_key_padding_mask": PADDING["right"][0]}
     expected = torchs(*x, **mask)
 
     def full(**arguments: object) -> bool:
@@ -48,18 +46,33 @@ def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_se
         assert list(other.state_dict()) == list(torchs.state_dict())
 
 
-CHANGES = [
-    "hooks", "hooks of its own", "another norm", "another activation", "an activation over positions", "bias of keys",
-    "a norm over positions",
-]  # fmt: skip
+class OfBatch(nn.LayerNorm):
+    def forward(self, x):
+        return x - x.mean((0, 1))
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_may_look_at_a_whole_batch_gets_it(name, tokens_seen):
-    ours, torchs = stacks("TransformerEncoder", norm_first=True)
+CHANGES = {
+    "layers.1.linear1 has hooks": lambda layer: layer.linear1.register_forward_hook(lambda *_: None),
+    "layers.1 has hooks": lambda layer: layer.register_forward_hook(lambda module, args, out: out.flip(1)),
+    "layers.1.norm2 is a OfBatch": lambda layer: setattr(layer, "norm2", OfBatch(D, dtype=torch.float64)),
+    "layers.1.norm2 normalises over 2 dimensions": lambda layer: setattr(
+        layer, "norm2", nn.LayerNorm((T, D), dtype=torch.float64)
+    ),
+    "layers.1.activation is a function of your own": lambda layer: setattr(layer, "activation", lambda x: x.softmax(1)),
+    "layers.1.activation is a Softmax": lambda layer: setattr(layer, "activation", nn.Softmax(1)),
+    "layers.1.self_attn has add_bias_kv or add_zero_attn": lambda layer: setattr(
+        layer,
+        "self_attn",
+        fastformer.MultiheadAttention(D, H, add_bias_kv=True, batch_first=True, dtype=torch.float64),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_a_part_that_may_look_at_a_whole_batch_gets_it(reason, tokens_seen):
+    ours, torchs = twins("TransformerEncoder", norm_first=True)
     assert ours.obstacle() is None
-    make, reason = change(name)
-    make(ours.layers[1])
+    CHANGES[reason](ours.layers[1])
     assert ours.obstacle() == reason
     torchs.layers[1] = copy.deepcopy(ours.layers[1])
     hidden = PADDING["right"][0]
@@ -93,44 +106,15 @@ def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
     assert stack.obstacle() == "norm normalises over 2 dimensions"
 
 
-def test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding():
-    found, x = [], random(B, T, D)
-    for stack in stacks("TransformerEncoder"):
-        hidden = PADDING["right"][0].clone()
-        stack.layers[0].register_forward_hook(lambda *_: None)
-        out = stack(x, src_key_padding_mask=hidden)
-        hidden.zero_()
-        found.append(gradients(out.masked_fill(PADDING["right"][0][..., None], 0.0), [x, *stack.parameters()]))
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other)
-
-
 @pytest.mark.parametrize("where", ["encoder", "decoder", "encoder.layers.0", "decoder.layers.1"])
 def test_hooks_inside_a_transformer_see_padded_batches(where):
-    ours, torchs = stacks("Transformer")
+    ours, torchs = twins("Transformer")
     shapes = []
     ours.get_submodule(where).register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
     hidden, hidden_source = PADDING["right"]
     arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
-    check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
+    check(ours, torchs, inputs_for("Transformer"), hidden, tgt_key_padding_mask=hidden, **arguments)
     assert shapes == [(B, S if "encoder" in where else T, D)]
-
-
-@pytest.mark.parametrize("which", ["encoder", "decoder"])
-def test_stacks_of_another_class_are_called(which):
-    ours, torchs = stacks("Transformer")
-    stack, calls = getattr(ours, which), []
-
-    class Own(type(stack)):
-        def forward(self, *inputs, **masks):
-            calls.append(1)
-            return super().forward(*inputs, **masks)
-
-    stack.__class__ = Own
-    hidden, hidden_source = PADDING["right"]
-    arguments = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
-    check(ours, torchs, (random(B, S, D), random(B, T, D)), hidden, tgt_key_padding_mask=hidden, **arguments)
-    assert calls == [1]
 
 
 def test_custom_stacks_are_called_as_torch_calls_them():
@@ -142,7 +126,7 @@ def test_custom_stacks_are_called_as_torch_calls_them():
 
     hidden, hidden_source = PADDING["right"]
     x, memory = random(B, T, D), random(B, S, D)
-    ours, torchs = stacks("Transformer")
+    ours, torchs = twins("Transformer")
     own, transposed = (
         kind(fastformer.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=first, dtype=torch.float64), 1)
         for kind, first in ((Own, True), (fastformer.TransformerEncoder, False))
@@ -158,10 +142,10 @@ def test_custom_stacks_are_called_as_torch_calls_them():
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+@pytest.mark.parametrize("kind", STACKS)
 @pytest.mark.parametrize("where", ["stack", "layer", "attention"])
 def test_packed_sequences_reach_what_watches_them(where, kind, batch_first):
-    ours, _ = stacks(kind, batch_first=batch_first)
+    ours, _ = twins(kind, batch_first=batch_first)
     part = {"stack": ours, "layer": ours.layers[1], "attention": ours.layers[1].self_attn}[where]
     layout = Layout.from_lengths([3, 5, 0])
     x = [random(8, D), layout] if kind == "TransformerEncoder" else [random(8, D), layout, random(8, D), layout]
@@ -183,11 +167,3 @@ def test_packed_sequences_reach_what_watches_them(where, kind, batch_first):
         ours.packed(*x, True, torch.zeros(5, 5))
     handle.remove()
     assert_close(ours.packed(*x, causal=True), plain)
-
-
-def test_a_hook_on_a_stack_is_called_once_for_nested_tensors():
-    ours, _ = stacks("TransformerEncoder", batch_first=True)
-    layout, calls = Layout.from_lengths([3, 5]), []
-    ours.register_forward_hook(lambda *given: calls.append(1))
-    ours(to_nested(random(8, D), layout))
-    assert calls == [1]

@@ -1,5 +1,6 @@
-"""Transformer stacks against torch.nn's, and padded against packed."""
+"""Stacks and nn.Transformer against torch.nn's, packed against padded, and the weights that stacks return."""
 
+import copy
 import math
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from torch import nn
 
 import fastformer
-from fastformer.packing import Layout, pack
+from fastformer.packing import Layout, pack, unpack
 from tests.nn.layer_cases import (
+    AHEAD,
     FF,
     MASKS,
+    STACKS,
     B,
     D,
     H,
@@ -18,45 +21,40 @@ from tests.nn.layer_cases import (
     T,
     Twice,
     arguments_for,
-    causal_mask,
     check,
     inputs_for,
-    stacks,
-    transformers,
+    right,
+    twins,
 )
-from tests.support.closeness import assert_close, gradients, random
+from tests.support.closeness import assert_close, assert_same, random
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
 ]
 
 
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+@pytest.mark.parametrize("kind", STACKS)
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("masks", [None, *MASKS])
-def test_stacks(kind, norm, masks):
-    ours, torchs = stacks(kind, norm, norm_first=norm)
-    arguments = {} if masks is None else arguments_for(kind, masks, "float")
-    if "src_mask" in arguments:
-        arguments["mask"] = arguments.pop("src_mask")
-    ours.padding_free = False  # to compare padded rows too
-    check(ours, torchs, inputs_for(kind), **arguments)
+def test_padded_stacks(kind, norm, masks):
+    """With padding_free=False padded rows are torch's, too."""
+    ours, torchs = twins(kind, norm=norm, norm_first=norm, batch_first=False)
+    ours.padding_free = False
+    check(ours, torchs, inputs_for(kind, False), **({} if masks is None else arguments_for(kind, masks, True)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"norm_first": True, "batch_first": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"batch_first": False}, {"norm_first": True}, {"bias": False, "layer_norm_eps": 0.01}], ids=str
+)
 def test_transformer(settings):
-    ours, torchs = transformers(activation="gelu", layer_norm_eps=0.01, **settings)
-    inputs = inputs_for("Decoder", settings.get("batch_first", False))[::-1]
-    check(ours, torchs, inputs)
-    padding = torch.tensor([[False, False, True, True], [False] * 4])
-    arguments = {
-        "tgt_mask": causal_mask(T, "bool"),
-        "src_key_padding_mask": padding,
-        "memory_key_padding_mask": padding,
-    }
-    check(ours, torchs, inputs, **arguments)
-    check(ours, torchs, inputs, tgt_is_causal=True, **arguments)
+    ours, torchs = twins("Transformer", activation="gelu", **settings)
+    inputs = inputs_for("Transformer", settings.get("batch_first", True))
+    padding = right([2, 4, 3], S)
+    masks = {"tgt_mask": AHEAD, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    for given in ({}, masks, {"tgt_is_causal": True, **masks}):
+        check(ours, torchs, inputs, **given)
 
 
 def test_transformer_with_custom_stacks():
@@ -68,10 +66,7 @@ def test_transformer_with_custom_stacks():
         def forward(self, tgt, memory, **masks):
             return tgt + memory.mean(0)
 
-    encoder, decoder = Encoder(), Decoder()
-    module = fastformer.Transformer(D, H, custom_encoder=encoder, custom_decoder=decoder)
-    assert module.encoder is encoder
-    assert module.decoder is decoder
+    module = fastformer.Transformer(D, H, custom_encoder=Encoder(), custom_decoder=Decoder())
     src, tgt = random(S, B, D), random(T, B, D)
     assert_close(module(src, tgt), tgt + 2 * src.mean(0))
     torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H), 1)
@@ -86,14 +81,11 @@ LENGTHS = [([5, 2, 3], [1, 4, 2]), ([3, 3], [2, 2]), ([0, 3], [2, 4]), ([], [])]
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_packed_stacks_are_padded_ones_on_real_tokens(lengths, kind, norm_first):
     which = "TransformerDecoder" if kind == "decoder" else "TransformerEncoder"
-    ours, _ = stacks(which, True, norm_first=norm_first, batch_first=True, activation="gelu")
+    ours, _ = twins(which, norm_first=norm_first, activation="gelu")
     layout, memory_layout = (Layout.from_lengths(x) for x in lengths)
     causal = torch.ones(layout.max_length, layout.max_length).triu(1).bool()
     x, memory = random(layout.total, D), random(memory_layout.total, D)
-    padded, keys = (
-        t.new_zeros(y.batch, y.max_length, D).masked_scatter(y.mask()[:, :, None], t)
-        for t, y in ((x, layout), (memory, memory_layout))
-    )
+    padded, keys = unpack(x, layout), unpack(memory, memory_layout)
     if kind == "decoder":
         actual = ours.packed(x, layout, memory, memory_layout)
         expected = ours(padded, keys, tgt_mask=causal, memory_key_padding_mask=~memory_layout.mask())
@@ -101,20 +93,21 @@ def test_packed_stacks_are_padded_ones_on_real_tokens(lengths, kind, norm_first)
         actual, expected = ours.packed(x, layout), ours(padded, src_key_padding_mask=~layout.mask())
     else:
         actual, expected = ours.packed(x, layout, causal=True), ours(padded, mask=causal)
-    expected = pack(expected, layout)
-    assert_close(actual, expected)
     leaves = [x, *([memory] if kind == "decoder" else []), *ours.parameters()]
-    for a, w in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
-        assert_close(a, w)
+    assert_same(actual, pack(expected, layout), leaves)
 
 
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+@pytest.mark.parametrize("kind", STACKS)
 def test_a_stack_makes_torchs_layer_its_own(kind):
     layer = getattr(nn, kind + "Layer")(D, H, FF, activation=Twice(), dtype=torch.float64, batch_first=True)
+    layer.norm2 = layer.norm1
     stack = getattr(fastformer, kind)(layer, 2)
     assert all(type(x) is getattr(fastformer, kind + "Layer") for x in stack.layers)
     assert all(isinstance(x.activation, Twice) for x in stack.layers)
+    assert stack.layers[0].norm1 is stack.layers[0].norm2
+    assert type(stack.layers[0].norm1) is fastformer.LayerNorm
     assert type(layer) is getattr(nn, kind + "Layer")
+    assert type(layer.norm1) is nn.LayerNorm
 
 
 def test_inference_agrees_with_training_where_torchs_fast_path_does_not():
@@ -122,9 +115,72 @@ def test_inference_agrees_with_training_where_torchs_fast_path_does_not():
     torch.backends.mha.set_fastpath_enabled(True)
     layer = fastformer.TransformerEncoderLayer(8, 2, 16, 0.0, nn.GELU("tanh"), batch_first=True)
     ours = fastformer.TransformerEncoder(layer, 2)
-    x = 3 * torch.randn(B, T, 8)
-    mask = torch.arange(T) >= torch.tensor([[5], [2]])
+    x, mask = 3 * torch.randn(B, T, 8), right([5, 2, 3], T)
     for padding in (mask, torch.zeros(B, T).masked_fill(mask, -math.inf)):
         expected = ours.train()(x, src_key_padding_mask=padding)
         with torch.no_grad():
             assert_close(ours.eval()(x, src_key_padding_mask=padding), expected.detach())
+
+
+HIDDEN, SOURCE_HIDDEN = right([5, 2, 4], T), right([1, 4, 3], S)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("side", ["src", "tgt", "memory"])
+def test_is_causal_stands_for_the_causal_mask(side, padded):
+    ours, torchs = twins("Transformer")
+    inputs = inputs_for("Transformer")
+    hidden = {"src_key_padding_mask": SOURCE_HIDDEN, "memory_key_padding_mask": SOURCE_HIDDEN} if padded else {}
+    rows, columns = {"src": (S, S), "tgt": (T, T), "memory": (T, S)}[side]
+    expected = torchs(*inputs, **hidden, **{f"{side}_mask": torch.ones(rows, columns).triu(1).bool()})
+    assert_close(ours(*inputs, **hidden, **{f"{side}_is_causal": True}), expected)
+    assert not torch.allclose(ours(*inputs, **hidden), expected)
+
+
+def weights_of(model):
+    """What the attentions of torch.nn's layers weigh, by name, once the model is called."""
+    seen = {}
+
+    def ask(module, given, named):
+        return given, {**named, "need_weights": True, "average_attn_weights": False}
+
+    for name, part in model.named_modules():
+        if type(part) is nn.MultiheadAttention:
+            part.register_forward_pre_hook(ask, with_kwargs=True)
+            kind = name.split(".")[0] + " " + name.split(".")[-1]
+            part.register_forward_hook(lambda module, given, out, kind=kind: seen.setdefault(kind, []).append(out[1]))
+    return seen
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_weights_are_those_of_torchs_layers(batch_first, norm_first):
+    ours, torchs = twins("Transformer", batch_first=batch_first, norm_first=norm_first)
+    source, target = inputs_for("Transformer", batch_first)
+    seen = weights_of(torchs)
+    memory = torchs.encoder(source, src_key_padding_mask=SOURCE_HIDDEN)
+    torchs.decoder(target, memory, AHEAD, None, HIDDEN, SOURCE_HIDDEN)
+    expected = {name: torch.stack(found) for name, found in seen.items()}
+    _, own = ours.encoder(source, src_key_padding_mask=SOURCE_HIDDEN, need_weights=True)
+    masks = {"tgt_key_padding_mask": HIDDEN, "memory_key_padding_mask": SOURCE_HIDDEN, "tgt_is_causal": True}
+    out, decoder, cross = ours.decoder(target, memory, **masks, need_weights=True)
+    assert own.shape == (1, B, H, S, S)
+    assert cross.shape == (2, B, H, T, S)
+    assert_close(own, expected["encoder self_attn"])
+    assert_close(decoder, expected["decoder self_attn"])
+    assert_close(cross, expected["decoder multihead_attn"])
+    assert_same(out, ours.decoder(target, memory, **masks), ours.decoder.parameters())
+
+
+def test_need_weights_refuses_what_it_would_not_call():
+    ours, _ = twins("TransformerEncoder")
+    x = random(B, S, D)
+    with pytest.raises(ValueError, match="need_weights takes padded batches, not nested tensors"):
+        ours(torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged), need_weights=True)
+    empty = copy.deepcopy(ours)
+    empty.layers = nn.ModuleList()
+    with pytest.raises(RuntimeError, match="the stack has no layers, of which need_weights consists"):
+        empty(x, need_weights=True)
+    ours.layers[1].register_forward_hook(lambda module, given, out: None)
+    with pytest.raises(RuntimeError, match=r"layers\.1 has hooks, which need_weights does not call"):
+        ours(x, need_weights=True)

@@ -245,15 +245,6 @@ def test_merged_adapters_of_attention_learn(kind: str, convert: bool) -> None:
     assert all(grad is not None and bool(grad.any()) for grad in learned)
 
 
-def test_hooks_on_the_last_projection_of_attention_are_called() -> None:
-    """torch reads its weight and calls no hook."""
-    attention = fastformer.MultiheadAttention(D, 2, batch_first=True)
-    x = torch.randn(B, L, D)
-    expected, _ = attention(x, x, x)
-    attention.out_proj.register_forward_hook(lambda module, given, out: 2.0 * out)
-    torch.testing.assert_close(attention(x, x, x)[0], 2.0 * expected)
-
-
 def sharded(rank: int, folder: str) -> None:
     """Two processes, each with the same batch: gradients of sharded layers are those of one process."""
     from torch.distributed.fsdp import fully_shard

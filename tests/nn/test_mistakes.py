@@ -1,0 +1,267 @@
+"""A mistake in shapes, dtypes and masks raises what torch raises; None and wrong types are named."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import fastformer
+from fastformer.apps.language.model import LanguageConfig, LanguageModel
+from fastformer.packing import Layout, to_nested
+from tests.nn.layer_cases import AHEAD, FF, PADDING, B, D, H, S, T, twins
+from tests.support.closeness import random
+
+pytestmark = [
+    pytest.mark.usefixtures("slow_path"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
+]
+
+
+def zeros(*shape, dtype=torch.float64):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+x, memory = zeros(B, T, D), zeros(B, S, D)
+hidden = PADDING["right"][0]
+INTEGER, BOOL = torch.int32, torch.bool
+ATTENTION = {
+    "four dimensions": ((x[None], x[None], x[None]), {}),
+    "batched query, unbatched key": ((x, x[0], x[0]), {}),
+    "unbatched query, batched key": ((x[0], x, x), {}),
+    "width of the query": ((x[..., :4], x, x), {}),
+    "width of key and value": ((x, x[..., :4], x[..., :4]), {}),
+    "key and value lengths": ((x, x, x[:, :3]), {}),
+    "batches": ((x, x[:1], x[:1]), {}),
+    "dtypes": ((x.float(), x.float(), x.float()), {}),
+    "key_padding_mask dimensions": ((x, x, x), {"key_padding_mask": zeros(T, dtype=BOOL)}),
+    "key_padding_mask batch": ((x, x, x), {"key_padding_mask": zeros(B + 1, T, dtype=BOOL)}),
+    "key_padding_mask length": ((x, x, x), {"key_padding_mask": zeros(B, 4, dtype=BOOL)}),
+    "key_padding_mask dtype": ((x, x, x), {"key_padding_mask": zeros(B, T, dtype=INTEGER)}),
+    "attn_mask dimensions": ((x, x, x), {"attn_mask": zeros(T, dtype=BOOL)}),
+    "attn_mask shape": ((x, x, x), {"attn_mask": zeros(T, 4, dtype=BOOL)}),
+    "attn_mask batch": ((x, x, x), {"attn_mask": zeros(B, T, T, dtype=BOOL)}),
+    "attn_mask dtype": ((x, x, x), {"attn_mask": zeros(T, T, dtype=INTEGER)}),
+    "unbatched attn_mask": ((x[0], x[0], x[0]), {"attn_mask": zeros(2, T, T, dtype=BOOL)}),
+}
+ENCODERS = {
+    "width": ((x[..., :4],), {}),
+    "dtype": ((x.float(),), {}),
+    "mask shape": ((x,), {"src_mask": zeros(4, 4)}),
+    "mask dtype": ((x,), {"src_mask": zeros(T, T, dtype=INTEGER)}),
+    "padding shape": ((x,), {"src_key_padding_mask": zeros(B, T + 1, dtype=BOOL)}),
+    "padding turned": ((x,), {"src_key_padding_mask": zeros(T, B, dtype=BOOL)}),
+    "padding of another batch": ((x,), {"src_key_padding_mask": zeros(B + 1, T, dtype=BOOL)}),
+    "padding dtype": ((x,), {"src_key_padding_mask": zeros(B, T, dtype=INTEGER)}),
+    "padding, mask shape": ((x,), {"src_key_padding_mask": hidden, "src_mask": zeros(T, T + 1)}),
+    "padding, mask dtype": ((x,), {"src_key_padding_mask": hidden, "src_mask": zeros(T, T, dtype=INTEGER)}),
+    "padding, causal mask of another size": (
+        (x,),
+        {"src_key_padding_mask": hidden, "src_mask": torch.ones(T + 1, T + 1).triu(1).bool(), "is_causal": True},
+    ),
+    "padding, dtype of a causal mask": (
+        (x,),
+        {"src_key_padding_mask": hidden, "src_mask": AHEAD.int(), "is_causal": True},
+    ),
+}
+DECODERS = {
+    "memory width": ((x, memory[..., :4]), {}),
+    "memory batch": ((x, memory[:1]), {}),
+    "without memory": ((x,), {}),
+    "mask shape": ((x, memory), {"memory_mask": zeros(T, 3)}),
+    "mask dtype": ((x, memory), {"tgt_mask": zeros(T, T, dtype=INTEGER)}),
+    "padding, memory of another batch": (
+        (x, zeros(B + 1, S, D)),
+        {"memory_key_padding_mask": zeros(B + 1, S, dtype=BOOL)},
+    ),
+    "padding, width": ((zeros(B, T, D + 1), memory), {"memory_key_padding_mask": zeros(B, S, dtype=BOOL)}),
+    "padding, a batch for one": ((x[0], memory[:1]), {"memory_key_padding_mask": zeros(1, S, dtype=BOOL)}),
+    "padding, mask": (
+        (x, memory),
+        {"memory_key_padding_mask": zeros(B, S, dtype=BOOL), "memory_mask": zeros(T, T)},
+    ),
+}
+TRANSFORMERS = {
+    "batches": ((x, x[:1]), {}),
+    "width": ((x, x[..., :4]), {}),
+    "padding": ((x, x), {"memory_key_padding_mask": zeros(B, 2, dtype=BOOL)}),
+}
+MISTAKES = [
+    *(("MultiheadAttention", *case) for case in ATTENTION.values()),
+    *(("MultiheadAttention", inputs, {**masks, "need_weights": False}) for inputs, masks in ATTENTION.values()),
+    *(("TransformerEncoderLayer", *case) for case in ENCODERS.values()),
+    *(
+        ("TransformerEncoder", inputs, {"mask" if name == "src_mask" else name: mask for name, mask in masks.items()})
+        for inputs, masks in ENCODERS.values()
+    ),
+    *(("TransformerDecoderLayer", *case) for case in DECODERS.values()),
+    *(("TransformerDecoder", *case) for name, case in DECODERS.items() if "padding" in name),
+    *(("Transformer", *case) for case in TRANSFORMERS.values()),
+]
+PADDED_ONLY = [name for name in DECODERS if "padding" in name]
+NAMES = [*ATTENTION, *ATTENTION, *ENCODERS, *ENCODERS, *DECODERS, *PADDED_ONLY, *TRANSFORMERS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "arguments"),
+    MISTAKES,
+    ids=[f"{kind}: {name}" for (kind, *_), name in zip(MISTAKES, NAMES, strict=True)],
+)
+def test_a_mistake_raises_what_torch_raises(kind, inputs, arguments):
+    ours, torchs = twins(kind, **({"batch_first": True} if kind == "MultiheadAttention" else {}))
+    with pytest.raises(Exception) as wanted:  # noqa: PT011
+        torchs(*inputs, **arguments)
+    with pytest.raises(wanted.type) as raised:
+        ours(*inputs, **arguments)
+    assert raised.type is wanted.type
+    assert str(raised.value).strip()
+
+
+LAYER = ({"nhead": 4}, {"activation": "tanh"}, {"dropout": 1.5}, {"nhead": 0})
+CONSTRUCTORS = [
+    *(("MultiheadAttention", {"embed_dim": d, "num_heads": h}) for d, h in ((5, 2), (0, 1), (4, 0), (-4, 2))),
+    *(
+        (kind, {"d_model": D, "nhead": H, **settings})
+        for kind in ("TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer")
+        for settings in LAYER
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), CONSTRUCTORS, ids=str)
+def test_a_bad_constructor_raises_what_torch_raises(kind, settings):
+    with pytest.raises(Exception) as wanted:  # noqa: PT011
+        getattr(nn, kind)(**settings)
+    with pytest.raises(wanted.type):
+        getattr(fastformer, kind)(**settings)
+
+
+def test_nested_tensors_take_no_mask():
+    ours, _ = twins("Transformer")
+    layout = Layout.from_lengths([5, 2, 3])
+    x, mask = to_nested(random(layout.total, D), layout), torch.zeros(5, 5).bool()
+    for name in ("mask", "src_key_padding_mask"):
+        with pytest.raises(ValueError, match="src must not be nested where a mask is given"):
+            ours.encoder(x, **{name: mask})
+    for name in ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"):
+        with pytest.raises(ValueError, match="tgt and memory must not be nested where a mask is given"):
+            ours.decoder(x, x, **{name: mask})
+    with pytest.raises(TypeError, match=r"nested must be a nested tensor, not one of shape \[3, 4, 6\]"):
+        ours.decoder(x, torch.zeros(3, 4, D))
+
+
+def test_batches_that_differ_are_named():
+    ours, _ = twins("Transformer")
+    with pytest.raises(RuntimeError, match="src and tgt must have the same batch, not 2 and 3"):
+        ours(random(2, S, D), random(3, T, D))
+
+
+WIDTH, HEADS = 8, 2
+batch, tokens, ids = torch.randn(B, T, WIDTH), torch.randn(T, WIDTH), torch.arange(T)
+layout = Layout.from_lengths([2, 3])
+encoder_layer = fastformer.TransformerEncoderLayer(WIDTH, HEADS, FF, batch_first=True)
+decoder_layer = fastformer.TransformerDecoderLayer(WIDTH, HEADS, FF, batch_first=True)
+encoder, decoder = fastformer.TransformerEncoder(encoder_layer, 1), fastformer.TransformerDecoder(decoder_layer, 1)
+attention = fastformer.MultiheadAttention(WIDTH, HEADS)
+transformer = fastformer.Transformer(WIDTH, HEADS, 1, 1, FF, batch_first=True)
+language_model = LanguageModel(LanguageConfig(50, d_model=WIDTH, heads=HEADS, layers=1, feed_forward=FF))
+block = nn.Sequential(nn.Linear(WIDTH, FF), nn.ReLU(), nn.Linear(FF, WIDTH))
+fastformer.convert(block)
+PACKED = {"tokens": tokens, "layout": layout}
+MEMORY = {"memory": tokens, "memory_layout": layout}
+PADDED = {"tgt": batch, "memory": batch}
+QUERIES = {"query": batch, "key": batch, "value": batch}
+DECODER_MASKS = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+TRANSFORMER_MASKS = ("src_mask", "src_key_padding_mask", *DECODER_MASKS)
+real = torch.zeros(B, T).bool()
+REAL = {"tgt_key_padding_mask": real, "memory_key_padding_mask": real}
+heads = torch.randn(B, HEADS, T, WIDTH)
+# Each call with its required arguments, and its masks; masks that are given have the batch run packed.
+CALLS = {
+    "LayerNorm": (fastformer.LayerNorm(WIDTH), {"input": batch}, ()),
+    "RMSNorm": (fastformer.RMSNorm(WIDTH), {"x": batch}, ()),
+    "SequentialFeedForward": (block, {"input": batch}, ()),
+    "FeedForward": (fastformer.FeedForward(WIDTH, FF), {"x": batch}, ()),
+    "LinearCrossEntropy": (fastformer.LinearCrossEntropy(WIDTH, 7), {"input": tokens, "target": ids}, ()),
+    "LanguageModel": (lambda ids: language_model(ids, lengths=[2, 3]), {"ids": ids}, ()),
+    "MultiheadAttention": (attention, QUERIES, ("key_padding_mask", "attn_mask")),
+    "MultiheadAttention.packed": (attention.packed, {"query": tokens, "layout": layout}, ("attn_mask",)),
+    "TransformerEncoderLayer": (encoder_layer, {"src": batch}, ("src_mask", "src_key_padding_mask")),
+    "TransformerEncoderLayer.packed": (encoder_layer.packed, PACKED, ()),
+    "TransformerDecoderLayer": (decoder_layer, PADDED, DECODER_MASKS),
+    "TransformerDecoderLayer.packed": (decoder_layer.packed, PACKED | MEMORY, ()),
+    "TransformerEncoder": (encoder, {"src": batch}, ("mask", "src_key_padding_mask")),
+    "TransformerEncoder, packed": (encoder, {"src": batch, "src_key_padding_mask": real}, ("mask",)),
+    "TransformerEncoder.packed": (encoder.packed, PACKED, ("mask",)),
+    "TransformerDecoder": (decoder, PADDED, DECODER_MASKS),
+    "TransformerDecoder, packed": (decoder, PADDED | REAL, DECODER_MASKS),
+    "TransformerDecoder.packed": (decoder.packed, PACKED | MEMORY | {"causal": False}, ("tgt_mask", "memory_mask")),
+    "TransformerDecoder.new_cache": (decoder.new_cache, {"memory": batch}, ("memory_key_padding_mask",)),
+    "Transformer": (transformer, {"src": batch, "tgt": batch}, TRANSFORMER_MASKS),
+    "Transformer, packed": (
+        transformer,
+        {"src": batch, "tgt": batch, "src_key_padding_mask": real, **REAL},
+        TRANSFORMER_MASKS,
+    ),
+    "Transformer.new_cache": (transformer.new_cache, {"src": batch}, (*TRANSFORMER_MASKS[:2], DECODER_MASKS[-1])),
+    "attention": (fastformer.functional.attention, {"q": heads, "k": heads, "v": heads}, ("mask", "key_mask")),
+    "from_mask": (Layout.from_mask, {"padding": real}, ("padding",)),
+}
+# A module hands these on to an op, whose name of them is the one that is told.
+NAMED = {"LayerNorm-input": "x", "SequentialFeedForward-input": "x", "LinearCrossEntropy-input": "x"}
+REQUIRED = [
+    (call, name)
+    for call, (_, given, masks) in CALLS.items()
+    for name in given
+    if "mask" not in name and name != "causal" and ", packed" not in call and ".new_cache" not in call
+]
+
+
+@pytest.mark.parametrize(("call", "name"), REQUIRED, ids=["-".join(each) for each in REQUIRED])
+@pytest.mark.parametrize("wrong", [None, [1.0], 3, tokens.numpy()], ids=["None", "list", "int", "ndarray"])
+def test_a_required_argument_of_a_wrong_type_is_named(call, name, wrong):
+    function, given, _ = CALLS[call]
+    function(**given)
+    named = NAMED.get(f"{call}-{name}", name)
+    with pytest.raises(TypeError, match=f"^{named} must be a (Tensor|Layout), not {type(wrong).__name__}$"):
+        function(**given | {name: wrong})
+
+
+block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 128, 128, device="cpu")
+
+
+@pytest.mark.parametrize("wrong", [[[False] * T] * B, real.numpy(), block_mask], ids=["list", "ndarray", "BlockMask"])
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call in CALLS for name in CALLS[call][2]])
+def test_a_mask_that_is_no_tensor_is_named(call, name, wrong):
+    """A stack hands a mask on to its layers and attention, whose name of it may be the one that is told."""
+    function, given, _ = CALLS[call]
+    kind = name.removeprefix("src_").removeprefix("tgt_").removeprefix("memory_")  # mask or key_padding_mask
+    with pytest.raises(TypeError, match=rf"^\w*{kind} must be a Tensor, not {type(wrong).__name__}$"):
+        function(**given | {name: wrong})
+
+
+def test_padding_masks_do_not_hide_a_missing_memory():
+    with pytest.raises(TypeError, match=r"^memory must be a Tensor, not NoneType$"):
+        decoder(batch, None, **REAL)
+
+
+class Alone(nn.TransformerDecoderLayer):
+    """A decoder layer that reads no memory, as decoder-only models of torch's parts have them."""
+
+    def forward(self, tgt, memory, **_):
+        return self.norm1(tgt + self.self_attn(tgt, tgt, tgt, need_weights=False)[0])
+
+
+class OwnBlock(nn.TransformerDecoderLayer):
+    def _mha_block(self, x, mem, *_):
+        assert mem is None
+        return x
+
+
+@pytest.mark.parametrize("kind", [Alone, OwnBlock])
+def test_layers_of_your_own_may_do_without_a_memory_as_in_torch(kind):
+    stack = nn.TransformerDecoder(kind(WIDTH, HEADS, FF, 0.0, batch_first=True), 1)
+    expected = stack(batch, None, tgt_key_padding_mask=hidden)
+    fastformer.convert(stack, padding_free=False)
+    assert type(stack) is fastformer.TransformerDecoder
+    torch.testing.assert_close(stack(batch, None, tgt_key_padding_mask=hidden), expected)

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import fastformer
-from fastformer.apps.translation import static_state
+from fastformer.apps.translation import state as states
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from fastformer.apps.translation.state import DecoderState
-from fastformer.apps.translation.static_state import StaticDecoderState
+from fastformer.apps.translation.state import DecoderState, StaticDecoderState
 from tests.support.gpu import MARKS, captured, counted_captures, no_host_sync
 from tests.support.recorded_steps import steps_of_both
 from tests.support.translation_task import BOS, random_model
@@ -38,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 @torch.inference_mode()
 def test_replayed_steps_are_the_growing_ones(dtype, norm_first, backend, captures, monkeypatch):
     """With rows that are reordered and leave, and a cache that grows."""
-    monkeypatch.setattr(static_state, "_FIRST_CAPACITY", 12)
+    monkeypatch.setattr(states, "_FIRST_CAPACITY", 12)
     model = gpu_model(dtype, norm_first=norm_first)
     with fastformer.backend(backend):
         for static, growing in steps_of_both(model, RAGGED, 40, hypotheses=2, leave_at=(3, 14)):

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastformer import modes
 from fastformer.apps.translation.model import TranslationModel
-from fastformer.apps.translation.state import DecoderState
-from fastformer.apps.translation.static_state import StaticDecoderState
+from fastformer.apps.translation.state import DecoderState, StaticDecoderState
 from fastformer.host.cuda_graphs import Recorded
 from tests.support.translation_task import BOS
 from tests.support.uncached_search import sources

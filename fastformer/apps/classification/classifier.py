@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastformer.apps.classification.corpus import encode_texts
 from fastformer.apps.classification.model import SequenceClassifier
-from fastformer.apps.models.common import layouts_of
+from fastformer.apps.models.common import check_tokenizer, layouts_of
 from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
 from fastformer.apps.text import LabelledBatches, Sequences, Tokenizer, check_texts
 from fastformer.host.devices import device_of
@@ -23,10 +23,7 @@ logger = logging.getLogger("fastformer")
 
 @torch.no_grad()
 def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: int = 64) -> Iterator[Tensor]:
-    """The logits of N sequences, in order, fp32 `[batch_size or fewer, C]` on the CPU; call `.eval()` first.
-
-    Not of all at once: 10,000 texts of 100,000 classes would have 4 GB.
-    """
+    """Yield the logits of N sequences by batch, fp32 `[batch_size or fewer, C]` on the CPU; call `.eval()` first."""
     if not len(sequences):
         return
     device = device_of(model)
@@ -38,7 +35,7 @@ def class_logits(model: SequenceClassifier, sequences: Sequences, batch_size: in
 
 
 def _numbers(logits: Tensor) -> Tensor:
-    """Logits themselves; of NaN, the largest would be a label like any other."""
+    """Return logits; raise FloatingPointError for NaN, of which the largest would be a label like any other."""
     if bool(logits.isnan().any()):
         raise FloatingPointError("the model's scores are not numbers: it has diverged")
     return logits
@@ -59,8 +56,7 @@ class Classifier:
 
     def __init__(self, model: SequenceClassifier, tokenizer: Tokenizer, labels: Sequence[str], max_length: int) -> None:
         config = model.config
-        if tokenizer.size != config.vocabulary:
-            raise ValueError(f"the tokenizer has {tokenizer.size} entries, the model {config.vocabulary}")
+        check_tokenizer("", tokenizer, config.vocabulary)
         if len(labels) != config.classes or len(set(labels)) != len(labels):
             raise ValueError(f"labels must be {config.classes} different ones, one for each class, not {len(labels)}")
         if config.longest is not None and max_length > config.longest:
@@ -69,7 +65,7 @@ class Classifier:
         self.labels, self.max_length = tuple(labels), max_length
 
     def probabilities(self, texts: Sequence[str], batch_size: int = 64) -> Tensor:
-        """How probable each label is for each text: fp32 `[N, C]`, on the CPU.
+        """Compute the probability of each label for each text: fp32 `[N, C]`, on the CPU.
 
         Raises:
             TypeError: texts is one string.
@@ -80,13 +76,13 @@ class Classifier:
         return torch.cat([torch.empty(0, len(self.labels), device="cpu"), *found])
 
     def classify(self, texts: Sequence[str], batch_size: int = 64) -> list[str]:
-        """The most probable label of each text; arguments and errors as for `probabilities`."""
+        """Return the most probable label of each text; arguments and errors as for `probabilities`."""
         return [self.labels[i] for logits in self._logits(texts, batch_size) for i in logits.argmax(-1).tolist()]
 
     def ranked(self, texts: Sequence[str], batch_size: int = 64) -> Iterator[list[tuple[str, float]]]:
-        """All labels of each text with their probabilities, the most probable first: one text's at a time.
+        """Yield all labels of each text with their probabilities, the most probable first.
 
-        Arguments and errors as for `probabilities`, whose `[N, C]` numbers need not be held.
+        Arguments and errors as for `probabilities`.
         """
         for logits in self._logits(texts, batch_size):
             found = logits.softmax(-1).sort(-1, descending=True)

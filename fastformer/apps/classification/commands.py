@@ -90,9 +90,3 @@ def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable
     classifier = load_classifier(run, checkpoint, device)
     put_lines(classifier.classify([text]), None)
     return classifier.attend(text).figure
-
-
-def positions_of(run: Path, checkpoint: str) -> tuple[Any, Any, str]:
-    """Return the configuration, the embedding and its name."""
-    model = load_classifier(run, checkpoint).model
-    return model.config, model.embedding, str(run)

@@ -4,32 +4,30 @@
     tokens:    logits = output(dropout(hidden))      [T, C]
     sequences: logits = output(dropout(pooled))      [B, C], pooled [B, D] over the real tokens of each
 
-As in the other models, ids are packed, so that no result depends on padding, and `forward` returns what the output
-layer projects, not logits: the loss projects where it needs to (Devlin et al. 2019, sections 4.1 and 5.3, for the two
-heads).
+Ids are packed, and `forward` returns what the output layer projects, not logits: the loss projects in parts (Devlin et
+al. 2019, sections 4.1 and 5.3, for the two heads).
 
 Letters: B sequences, T tokens (packed: of all sequences together), L longest, D model width, C classes.
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.apps.models.common import (
+    SingleStack,
     exported,
     layouts_of,
     packed_ids,
     real_of,
-    self_attention_maps,
-    sequences_of,
     summed_cross_entropy,
 )
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_model
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LabelledBatch
 from fastformer.nn.layers import TransformerEncoderLayer
@@ -81,12 +79,10 @@ class ClassifierConfig(EncoderConfig):
         return super().matrix_numbers + self.classes * self.d_model
 
 
-class TextEncoder(nn.Module):
-    """Embedding and encoder, without a head: what the classifiers are made on.
+class TextEncoder(SingleStack):
+    """Embedding and encoder without a head; `pool` gives one vector for each sequence."""
 
-    Its hidden states are for models of one's own, `pool` for a vector of each sequence.
-    """
-
+    stack_name, causal = "encoder", False
     pools = True  # whether it is for whole sequences, too: `config.pooler` is made then
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -179,34 +175,6 @@ class _Classifier(TextEncoder):
         """Project what `forward` returned, `[..., D]`, to logits `[..., C]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
-    @overload
-    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
-
-    @overload
-    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
-
-    @torch.no_grad()
-    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
-        """Compute every attention weight for one sequence, or for each of several; call `.eval()` first.
-
-        In training, dropout takes some of them away.
-
-        Args:
-            ids: int64 `[T]`, one sequence; or several, as `forward` takes them.
-            lengths: of several, as `forward` takes them.
-
-        Returns:
-            `[layers, H, T, T]`: row t is how token t spreads over all tokens. With lengths,
-            a list of one such tensor for each of the B sequences, of its own T.
-
-        Raises:
-            ValueError: T is beyond what learned positions hold, or ids are of another shape.
-        """
-        packed, layout = sequences_of("ids", ids, lengths)
-        x = self.embedding(packed, layout.positions, layout.max_length)
-        maps = self_attention_maps(self.encoder, x, layout)[1]
-        return maps[0] if lengths is None else maps
-
 
 class TokenClassifier(_Classifier):
     """A class for every token; `logits(model(ids, lengths))` are the scores of the classes."""
@@ -264,8 +232,6 @@ def sequence_classification_loss(
 
 
 def describe(config: ClassifierConfig) -> str:
-    """Parameters and shape of a classifier of sequences, in words."""
-    return (
-        f"{describe_size(SequenceClassifier, config)}: {config.layers} layers, d_model {config.d_model}, heads "
-        f"{config.heads}, feed_forward {config.feed_forward}, vocabulary {config.vocabulary}, classes {config.classes}"
-    )
+    """Describe the parameters and the shape of a classifier of sequences."""
+    more = f"vocabulary {config.vocabulary}, classes {config.classes}"
+    return describe_model(SequenceClassifier, config, config.layers, more)

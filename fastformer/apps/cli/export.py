@@ -50,8 +50,6 @@ def export(
         if value is not None:
             raise ValueError(f"--{name} is not for format {format}; leave it out")
     application = application_of(read_kind(run))
-    if format == "ctranslate2" and application.ctranslate2 is None:
-        raise ValueError(f"{run} is a {application.title} run; CTranslate2 has no such models: --format safetensors")
     model, tokenizers = application.load_weights(run, checkpoint), application.load_tokenizers(run)
     if positions is not None and model.config.longest is not None:
         raise ValueError(f"--positions is for sinusoidal positions; this model learned {model.config.longest}")

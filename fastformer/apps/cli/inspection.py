@@ -12,11 +12,9 @@ from fastformer.apps.cli.parts import part_of
 from fastformer.apps.models.embeddings import sinusoidal_positions
 from fastformer.apps.plots.figure import figure_format
 from fastformer.apps.runs.comparison import Comparison, RunSummary, compare_runs
-from fastformer.apps.runs.folder import refuse_output
+from fastformer.apps.runs.folder import read_kind, refuse_output
+from fastformer.apps.runs.kinds import application_of
 from fastformer.settings import check_value
-
-# Of a table, and characters of a cell: a stranger's settings may be any, and rich lays out some 700 rows a second.
-_MOST_ROWS, _LONGEST = 500, 500
 
 _TRANSLATION = "Of translation runs"
 
@@ -58,7 +56,7 @@ def attention(
 
 
 def _check_figure(output: Path, *runs: Path) -> None:
-    """Refuse, before any work, one of the runs' own files and a format that figures do not have."""
+    """Refuse a file of the runs, and a format that figures do not have."""
     refuse_output(output, runs=runs)
     figure_format(output)
 
@@ -104,12 +102,18 @@ def positions(
     else:
         if d_model is not None:
             raise ValueError("--d-model is for positions without a run; leave it out, or leave out --run")
-        config, embedding, where = part_of(run, "positions_of", {"side": side})(
-            run=run, checkpoint=checkpoint or "best"
-        )
-        length = length or config.longest or 100
+        check_value("side", side, str | None, choices=("source", "target"))
+        application = application_of(read_kind(run))
+        model = application.load_weights(run, checkpoint or "best")
+        sided = hasattr(model, "source_embedding")
+        if side is not None and not sided:
+            raise ValueError(f"{run} is a {application.title} run; --side is not for it")
+        side = side or "source"
+        embedding = getattr(model, f"{side}_embedding" if sided else "embedding")
+        length = length or model.config.longest or 100
         encoding = embedding.encodings(length)[:length]
-        title = f"{config.positions} positions of {where}, d_model {config.d_model}"
+        where = f"{run}, {side}" if sided else run
+        title = f"{model.config.positions} positions of {where}, d_model {model.config.d_model}"
     console.print(f"wrote {save(plot_positions(encoding, title), output)}")
 
 
@@ -146,12 +150,9 @@ def compare(
     table.add_column("")
     for run in comparison.runs:
         table.add_column(run.name, justify="right", overflow="fold")
-    rows = _rows(comparison)
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(*(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…" for text in row))
+    for row in _rows(comparison):
+        table.add_row(*row)
     console.print(table)
-    if len(rows) > _MOST_ROWS:
-        console.print(f"and {len(rows) - _MOST_ROWS:,} more")
     if any(name in ("loss", "perplexity") for name in comparison.values) and not comparison.same_tokens:
         console.print("The runs differ in text or vocabulary: their losses and perplexities per token do not compare.")
     if not comparison.same_bleu:

@@ -1,13 +1,11 @@
-"""CTranslate2: what all models share of its description of them; which model becomes which is its application's.
+"""Export translation and language models to CTranslate2.
 
-CTranslate2 takes tokens, not text: an exported folder holds the tokenizers too, and `eos` has to end each source, which
-the exported configuration asks for. Positions that are added to embeddings are written as a table, because sinusoids of
-other programs come in another order; sequences beyond its end are refused there.
-
-Letters: D model width, H heads of queries, Hkv of keys and values, K head size.
+CTranslate2 takes tokens, not text: an exported folder holds the tokenizers too, and its configuration adds eos to each
+source. Positions that are added to embeddings are written as a table, because the sinusoids of other programs come in
+another order; CTranslate2 refuses sequences beyond its end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,7 +56,7 @@ def export_ctranslate2(
             tokenizers as the model has sides, or a model that has more of its own than settings and weights.
     """
     application = application_for(model, tokenizers)
-    if application.ctranslate2 is None:
+    if application.kind not in _SPECS:
         raise ValueError(f"CTranslate2 has no models like {type(model).__name__}; export it as safetensors")
     try:
         import ctranslate2.specs as specs
@@ -67,8 +65,9 @@ def export_ctranslate2(
     check_value("quantization", quantization, str, choices=get_args(Quantization))
     check_value("positions", positions, int, at_least=1)
     c = model.config
-    spec = application.ctranslate2(model, tokenizers, _settings(c, specs), positions)
-    target = vocabulary(tokenizers[-1])
+    vocabularies = [tokenizer.pieces(range(tokenizer.size)) for tokenizer in tokenizers]
+    spec = _SPECS[application.kind](model, specs, _settings(c, specs), vocabularies, positions)
+    target = vocabularies[-1]
     _linear(spec.decoder.projection, model.output.weight, model.output.bias)
     spec.config.unk_token = target[tokenizers[-1].unk_id]
     spec.config.bos_token, spec.config.eos_token = target[c.bos_id], target[c.eos_id]
@@ -80,12 +79,43 @@ def export_ctranslate2(
         application.save_tokenizers(new, tokenizers)
 
 
-def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
-    """The arguments of its stacks' constructors.
+def _translation(
+    model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]], positions: int
+) -> Any:
+    if model.config.qk_norm:  # CTranslate2 4.8 leaves it out of cross-attention without an error
+        raise ValueError("CTranslate2 has no cross-attention with qk_norm")
+    heads = model.config.heads
+    encoder = specs.TransformerEncoderSpec(len(model.encoder.layers), heads, **settings)
+    decoder = specs.TransformerDecoderSpec(len(model.decoder.layers), heads, **settings)
+    spec = specs.TransformerSpec(encoder, decoder)
+    _embedding(spec.encoder.embeddings[0], spec.encoder, model.source_embedding, positions)
+    _embedding(spec.decoder.embeddings, spec.decoder, model.target_embedding, positions)
+    _stack(spec.encoder, model.encoder)
+    _stack(spec.decoder, model.decoder)
+    source, target = vocabularies
+    spec.register_source_vocabulary(source)
+    spec.register_target_vocabulary(target)
+    spec.config.add_source_eos = True
+    spec.config.decoder_start_token = target[model.config.bos_id]
+    return spec
 
-    Raises:
-        ValueError: it knows no such layers.
-    """
+
+def _language(model: Any, specs: Any, settings: dict[str, Any], vocabularies: list[list[str]], positions: int) -> Any:
+    layers = len(model.decoder.layers)
+    decoder = specs.TransformerDecoderSpec(layers, model.config.heads, with_encoder_attention=False, **settings)
+    spec = specs.TransformerDecoderModelSpec(decoder)
+    _embedding(spec.decoder.embeddings, spec.decoder, model.embedding, positions)
+    _stack(spec.decoder, model.decoder)
+    spec.register_vocabulary(*vocabularies)
+    return spec
+
+
+# By the kind of run: makes CTranslate2's description of a model, but for the output projection.
+_SPECS: dict[str, Callable[..., Any]] = {"translation": _translation, "language": _language}
+
+
+def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
+    """Return the arguments of CTranslate2's stacks; raise ValueError for layers that it does not have."""
     beyond = {
         "window": c.window is not None,
         "softcap": c.softcap is not None,
@@ -116,11 +146,6 @@ def _settings(c: ModelSettings, specs: Any) -> dict[str, Any]:
     }
 
 
-def vocabulary(tokenizer: Tokenizer) -> list[str]:
-    """Every token of a vocabulary, by id."""
-    return tokenizer.pieces(range(tokenizer.size))
-
-
 def _array(x: Tensor) -> Any:
     return x.detach().float().cpu().contiguous().numpy()
 
@@ -138,8 +163,7 @@ def _norm(spec: Any, norm: nn.Module) -> None:
         spec.beta = _array(torch.zeros_like(weight) if bias is None else bias)  # type: ignore[arg-type]
 
 
-def write_embedding(spec: Any, stack: Any, embedding: Embedding, positions: int) -> None:
-    """Write tokens, and positions that are added to them; `positions` is how many of sinusoidal ones."""
+def _embedding(spec: Any, stack: Any, embedding: Embedding, positions: int) -> None:
     spec.weight = _array(embedding.tokens.weight)
     stack.scale_embeddings = embedding.scale != 1.0
     if hasattr(stack, "position_encodings"):
@@ -154,8 +178,7 @@ def _positions(embedding: Embedding, positions: int) -> Tensor:
     return sinusoidal_positions(positions, width, halves=embedding.halves) if learned is None else learned.weight
 
 
-def write_stack(spec: Any, stack: Any) -> None:
-    """Write the layers and the final norm of a stack; `[q, k, v]` are one matrix on both sides."""
+def _stack(spec: Any, stack: Any) -> None:
     spec.pre_norm = stack.layers[0].norm_first
     for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
         _attention(layer_spec.self_attention, layer.self_attn, layer.norm1)
@@ -169,7 +192,7 @@ def write_stack(spec: Any, stack: Any) -> None:
 
 
 def _attention(spec: Any, module: Projections, norm: nn.Module) -> None:
-    """Write an attention module; its projections to queries, keys and values are one matrix there, or two."""
+    """Write an attention module; CTranslate2 has its input projections as one matrix, or as queries and the rest."""
     *inputs, output = spec.linear
     weight, bias = module.in_proj_weight, module.in_proj_bias
     queries = module.num_heads * module.head_dim
@@ -184,7 +207,7 @@ def _attention(spec: Any, module: Projections, norm: nn.Module) -> None:
 
 
 def _feed_forward(spec: Any, layer: Any, norm: nn.Module) -> None:
-    """Write both projections, of a gated one that of the gate apart."""
+    """Write both projections, and that of a gate separately."""
     _norm(spec.layer_norm, norm)
     weight, bias = layer.linear1.weight, layer.linear1.bias
     inputs = [spec.linear_0, spec.linear_0_noact] if hasattr(spec, "linear_0_noact") else [spec.linear_0]

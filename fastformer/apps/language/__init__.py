@@ -1,6 +1,5 @@
-"""Language models: the model, sampling with a cache, the generator around it, perplexity, and runs that train one."""
+"""Language models: the model, sampling with a cache, the text generator, perplexity, and training runs."""
 
-from fastformer.apps.language.attention_maps import attend_text
 from fastformer.apps.language.data import LanguageDataConfig, build_tokenizer, read_text_corpora
 from fastformer.apps.language.evaluation import Perplexity, perplexity
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel, language_model_loss
@@ -13,7 +12,7 @@ from fastformer.apps.language.run import (
     load_language_model,
 )
 from fastformer.apps.language.sampling import SamplingOptions, choose_ids, random_streams, sample
-from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.language.text_generator import TextGenerator, attend_text
 from fastformer.apps.language.window import LanguageState
 
 __all__ = [

@@ -18,15 +18,9 @@ from fastformer.apps.cli.console import (
 from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
-from fastformer.apps.language.attention_maps import attend_text
-from fastformer.apps.language.run import (
-    APPLICATION,
-    LanguageRun,
-    evaluate_text,
-    load_generator,
-    load_language_model,
-)
+from fastformer.apps.language.run import APPLICATION, LanguageRun, evaluate_text, load_generator
 from fastformer.apps.language.sampling import SamplingOptions
+from fastformer.apps.language.text_generator import attend_text
 from fastformer.apps.runs.folder import refuse_output
 from fastformer.apps.text import checked_lines, write_texts
 from fastformer.nn import pack_weights
@@ -96,9 +90,3 @@ def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any, *, overlap
 def attention_of(run: Path, checkpoint: str, device: str, text: str) -> Callable[..., Any]:
     """Return what draws the attention maps of a text."""
     return attend_text(load_generator(run, checkpoint, device), text).figure
-
-
-def positions_of(run: Path, checkpoint: str) -> tuple[Any, Any, str]:
-    """Return the configuration, the embedding and its name."""
-    model = load_language_model(run, checkpoint)[0]
-    return model.config, model.embedding, str(run)

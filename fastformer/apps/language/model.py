@@ -1,33 +1,30 @@
 """The decoder-only Transformer for language modelling (Liu et al. 2018, section 4.2.3), from ids to hidden states.
 
-Documents, or pieces of them, lie one after another in one run of tokens. Attention is causal and stays within each;
-positions count from its first token. So no token knows what else is in its batch, and there is no padding. As in the
-translation model, hidden states are returned, not logits: the loss projects them where it needs them.
+Documents, or pieces of them, are packed: attention is causal and stays within each, positions count from its first
+token. Hidden states are returned, not logits: the loss projects them in parts.
 
 Letters: B documents, T positions (packed: of all documents together), D model width, V vocabulary.
 """
 
 from dataclasses import KW_ONLY, MISSING
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.apps.models.common import (
+    SingleStack,
     exported,
     layouts_of,
     packed_ids,
     real_of,
-    self_attention_maps,
-    sequences_of,
     summed_cross_entropy,
     tie,
 )
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_model
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import LanguageBatch
 from fastformer.nn.layers import TransformerEncoderLayer
@@ -42,8 +39,8 @@ CLASSICAL: dict[str, Any] = {"activation": "relu", "norm": "layer", "bias": True
 class LanguageConfig(ModelSettings):
     """Everything that decides the shape of a `LanguageModel`; stored with every checkpoint.
 
-    Layers are of the kind of Llama's by default, which learn more from as many tokens than those of 2017 (`CLASSICAL`):
-    the figures stand in the documentation.
+    By default layers are Llama's, which learn more from as many tokens than those of 2017 (`CLASSICAL`); figures are in
+    docs/language-models.md.
     """
 
     vocabulary: int = setting(MISSING, "size of the vocabulary", at_least=1, at_most=LARGEST, derived="the tokenizer")
@@ -78,11 +75,10 @@ class LanguageConfig(ModelSettings):
         return rows * self.d_model + self.numbers_in_layers(self.layers)
 
 
-class LanguageModel(nn.Module):
-    """Embedding and decoder; `output` projects hidden states to logits.
+class LanguageModel(SingleStack):
+    """Embedding and decoder, a stack of causal encoder layers; `output` projects hidden states to logits."""
 
-    The decoder is a stack of encoder layers: without a source to attend to, causality is all that sets them apart.
-    """
+    stack_name, causal = "decoder", True
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
@@ -126,34 +122,6 @@ class LanguageModel(nn.Module):
         """Project hidden states `[..., D]` to logits `[..., V]`."""
         return self.output(hidden)  # type: ignore[no-any-return]
 
-    @overload
-    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
-
-    @overload
-    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
-
-    @torch.no_grad()
-    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
-        """Compute every attention weight for one text, or for each of several; call `.eval()` first.
-
-        In training, dropout takes some of them away.
-
-        Args:
-            ids: int64 `[T]`, one text with what stands before it; or several, as `forward` takes them.
-            lengths: of several, as `forward` takes them.
-
-        Returns:
-            `[layers, H, T, T]`: row t is how position t spreads over those up to itself. With lengths,
-            a list of one such tensor for each of the B texts, of its own T.
-
-        Raises:
-            ValueError: T is beyond what learned positions hold, or ids are of another shape.
-        """
-        packed, layout = sequences_of("ids", ids, lengths)
-        x = self.embedding(packed, layout.positions, layout.max_length)
-        maps = self_attention_maps(self.decoder, x, layout, causal=True)[1]
-        return maps[0] if lengths is None else maps
-
 
 def language_model_loss(
     model: LanguageModel, batch: LanguageBatch, label_smoothing: float = 0.0, counted: Tensor | None = None
@@ -175,9 +143,6 @@ def language_model_loss(
 
 
 def describe(config: LanguageConfig) -> str:
-    """Parameters and shape of a model, in words."""
-    return (
-        f"{describe_size(LanguageModel, config)}: {config.layers} layers, d_model {config.d_model}, heads "
-        f"{config.heads}, feed_forward {config.feed_forward}, vocabulary {config.vocabulary}, embeddings "
-        f"{config.embeddings}"
-    )
+    """Describe the parameters and the shape of a model."""
+    more = f"vocabulary {config.vocabulary}, embeddings {config.embeddings}"
+    return describe_model(LanguageModel, config, config.layers, more)

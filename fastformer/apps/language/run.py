@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from fastformer.apps.language.data import STREAMS, LanguageDataConfig, Split, build_tokenizer, read_text_corpora
 from fastformer.apps.language.evaluation import HeldOutText, Perplexity, encode_corpus, perplexity
-from fastformer.apps.language.export import ctranslate2_spec
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, describe, language_model_loss
 from fastformer.apps.language.pretrained import ARCHITECTURES
 from fastformer.apps.language.text_generator import TextGenerator
@@ -54,7 +53,6 @@ APPLICATION = Application(
     metrics={"loss": "", "perplexity": "", "word_perplexity": "tokens that are not the words between spaces"},
     reading=("context", "stream"),
     automatic=(*CHOSEN, "layers", "context", "batch_tokens"),
-    ctranslate2=ctranslate2_spec,
     architectures=ARCHITECTURES,
 )
 

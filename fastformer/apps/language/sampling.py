@@ -1,9 +1,8 @@
-"""Sampling from a language model: what comes next, and the loop that goes on from prompts.
+"""Sampling from a language model: the choice of the next token, and the loop that continues prompts.
 
-What follows a prompt depends on the prompt, the options and the seed, not on the other prompts nor on how they are
-batched: every text draws from a stream of random numbers of its own, one number a token, seeded by the seed and the
-prompt. (The last bits of the logits may differ with the batch, as everywhere, and with them a choice that hangs on
-them.) A prompt that is given several times goes on differently each time.
+A text depends on its prompt, the options and the seed, not on the other prompts of its batch (up to the last bits of
+the logits): each text draws one number a token from a stream of its own, seeded by the seed, the prompt, and how often
+the prompt occurred before.
 
 Letters: B rows, V vocabulary.
 """
@@ -25,8 +24,6 @@ from fastformer.host.devices import send
 
 # Tokens ranked at first for top-p. V 33,278, one CPU core: ranking 256 takes 0.18 ms, sorting all of them 3.1 ms.
 _FIRST_RANKED = 256
-
-
 _DRAWN = {"draws": "a temperature above 0"}
 
 
@@ -46,16 +43,13 @@ class SamplingOptions(Settings):
         at_most=1,
         only=_DRAWN,
     )
-    repetition_penalty: float = setting(
-        1.0, "makes tokens of the prompt and of the text so far less probable; 1: off, 1.2: usual", above=0
-    )
     seed: int | None = setting(None, "same seed, same text; unset: another text each time", at_least=0, only=_DRAWN)
     stop_at_eos: bool = setting(True, "end at the end token; else it is an end of line, and the text goes on")
     allow_unk: bool = setting(False, "let the model write the unknown token")
 
     @property
     def draws(self) -> str:
-        """Whether chance has a part, in words."""
+        """Describe whether tokens are drawn."""
         return "a temperature above 0" if self.temperature > 0 else "temperature 0"
 
 
@@ -63,26 +57,22 @@ def choose_ids(
     logits: Tensor,
     options: SamplingOptions,
     uniform: Tensor | None = None,
-    seen: Tensor | None = None,
     forbidden: Sequence[int] = (),
 ) -> Tensor:
     """Choose the next token of each row, by these steps in this order, in fp32.
 
     1. `forbidden` ids are ruled out.
-    2. Repetition penalty (Keskar et al. 2019, section 4.1, aware of the sign, so that it always makes a token less
-       probable): a positive logit of a `seen` id is divided by it, a negative one multiplied.
-    3. Temperature 0: the largest logit, the lowest id among equals; done. Else logits are divided by the temperature.
-    4. top-k (Fan et al. 2018): the k largest logits stay.
-    5. top-p (Holtzman et al. 2020): of softmax over what stayed, the smallest set whose mass is at least p stays.
+    2. Temperature 0: the largest logit, the lowest id among equals; done. Else logits are divided by the temperature.
+    3. top-k (Fan et al. 2018): the k largest logits stay.
+    4. top-p (Holtzman et al. 2020): of softmax over what stayed, the smallest set whose mass is at least p stays.
        Both keep exactly as many as they must: among equals, the lowest ids.
-    6. The first id, in order of ids, at which the cumulative probability of what stayed exceeds `uniform` (fp64 sums:
+    5. The first id, in order of ids, at which the cumulative probability of what stayed exceeds `uniform` (fp64 sums:
        in fp32 the rare words of a large vocabulary would round to nothing).
 
     Args:
         logits: `[B, V]`; not changed.
-        options: temperature, top_k, top_p and repetition_penalty matter here.
+        options: temperature, top_k and top_p matter here.
         uniform: fp64 `[B]` in [0, 1); not needed for temperature 0.
-        seen: bool `[B, V]`, the tokens to be penalised.
         forbidden: ids.
 
     Returns:
@@ -96,10 +86,6 @@ def choose_ids(
     logits = logits.float().clone()
     for i in forbidden:  # a list of indices would be copied to the device, for which the host waits
         logits[:, i] = -math.inf
-    if seen is not None and options.repetition_penalty != 1:
-        penalty = min(max(options.repetition_penalty, limits.tiny), limits.max)
-        changed = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
-        logits = torch.where(seen & logits.isfinite(), changed, logits)
     best, ids = logits.max(-1, keepdim=True)
     if not bool(best.isfinite().all()):
         raise FloatingPointError("the model's scores are not numbers: it has diverged")
@@ -124,7 +110,7 @@ def choose_ids(
 
 
 def _nucleus(p: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """The largest of the probabilities `[B, V]` in order, `[B, n]`, and how few of them reach `mass`, `[B, 1]`."""
+    """Return the largest probabilities of `[B, V]` in order, `[B, n]`, and how few of them reach `mass`, `[B, 1]`."""
     V = p.shape[-1]
     n = min(V, _FIRST_RANKED)
     while True:
@@ -146,14 +132,14 @@ def _largest(x: Tensor, ranked: Tensor, counts: Tensor) -> Tensor:
 
 
 class RandomStreams:
-    """A stream of random numbers for each prompt: of the seed, the prompt, and how often it occurred before."""
+    """Makes a stream of random numbers for each prompt, of the seed, the prompt, and how often it occurred before."""
 
     def __init__(self, seed: int | None) -> None:
         self._seed = secrets.randbits(63) if seed is None else seed
         self._copies: Counter[tuple[int, ...]] = Counter()
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[np.random.Generator]:
-        """The streams of the next prompts."""
+        """Return the streams of the next prompts."""
         streams = []
         for prompt in map(tuple, prompts):
             # With the length, because numpy takes entropy that ends in zeros for the same without them.
@@ -163,7 +149,7 @@ class RandomStreams:
 
 
 def random_streams(prompts: Sequence[Sequence[int]], seed: int | None) -> list[np.random.Generator]:
-    """The `RandomStreams` of prompts that are all known."""
+    """Return the `RandomStreams` of all prompts."""
     return RandomStreams(seed).take(prompts)
 
 
@@ -176,7 +162,7 @@ def sample(
     streams: Sequence[np.random.Generator],
     unk_id: int | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Go on from prompts, in one batch; texts that ended leave it.
+    """Continue prompts in one batch; texts that ended leave it.
 
     Args:
         model: runs in evaluation mode, and is in its own mode again whenever this yields.
@@ -194,25 +180,19 @@ def sample(
         FloatingPointError: the model gives NaN.
     """
     c = model.config
-    special = ({c.pad_id, c.bos_id} - {c.eos_id}) | (
-        {unk_id} if unk_id is not None and not options.allow_unk else set()
-    )
+    special = {c.pad_id, c.bos_id} - {c.eos_id}
+    if unk_id is not None and not options.allow_unk:
+        special.add(unk_id)
     modules = list(model.modules())
     with evaluation(modules):
         state = LanguageState(model, prompts, context)
     logits = state.logits
     active, streams = list(range(len(prompts))), list(streams)
-    seen = None
-    if options.repetition_penalty != 1:
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            seen[row, list(prompt)] = True
-        seen[:, [c.pad_id, c.bos_id, c.eos_id]] = False  # how texts begin and end is no repetition
     for t in range(options.max_new_tokens):
         drawn = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device="cpu")
         (uniform,) = send(logits.device, drawn)
         forbidden = special | ({c.eos_id} if t < options.min_new_tokens else set())
-        ids = choose_ids(logits, options, uniform, seen, sorted(forbidden))
+        ids = choose_ids(logits, options, uniform, sorted(forbidden))
         found = ids.tolist()
         yield list(zip(active, found, strict=True))
         rows = [row for row, i in enumerate(found) if not (options.stop_at_eos and i == c.eos_id)]
@@ -221,18 +201,14 @@ def sample(
         if len(rows) < len(found):
             (kept,) = send(ids.device, torch.tensor(rows, device="cpu"))
             state.keep(kept)
-            ids, seen = ids[kept], None if seen is None else seen[kept]
-            active, streams = [active[row] for row in rows], [streams[row] for row in rows]
-        if seen is not None:
-            seen.scatter_(1, ids[:, None], True)
-            seen[:, c.eos_id] = False
+            ids, active, streams = ids[kept], [active[row] for row in rows], [streams[row] for row in rows]
         with evaluation(modules):
             logits = state.step(ids)
 
 
 @contextmanager
 def evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode for a while; every module is in its own mode afterwards."""
+    """Put modules into evaluation mode for a block."""
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False

@@ -4,33 +4,32 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from numpy.random import Generator
-
 from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.sampling import RandomStreams, SamplingOptions, random_streams, sample
 from fastformer.apps.language.window import check_context
-from fastformer.apps.text import SentencePieceTokenizer, Tokenizer, WordTokenizer, check_texts
+from fastformer.apps.models.common import check_tokenizer
+from fastformer.apps.plots.attention_maps import AttentionMaps, attend_ids
+from fastformer.apps.text import Tokenizer, WordTokenizer, check_texts
 from fastformer.apps.text.special_ids import UNK
 from fastformer.settings import check_value
 
 logger = logging.getLogger("fastformer")
 
 _LISTED = 10  # unknown words in a warning
-_REMEMBERED = 16  # tokens of a line that are decoded again with the next; one with text would do
 _INCOMPLETE = "\ufffd"  # what a tokenizer shows for the first bytes of a character whose others are yet to come
 
 
 class TextGenerator:
     """A language model with its tokenizer.
 
-    The text that is returned is what follows the prompt, with a space in front where it begins a new word: prompt and
-    text belong one after the other. An empty prompt leaves everything to the model. New lines in a prompt are read as
-    eos, and eos is written as a new line where the options let the text go on.
+    The returned text is what follows the prompt, with a space in front where it begins a new word. An empty prompt
+    leaves everything to the model. New lines in a prompt are read as eos, and eos is written as a new line where the
+    options let the text go on.
 
     Args:
         model: runs in evaluation mode and without gradients; its own mode is restored.
         tokenizer: the one that it was trained with.
-        context: the number of positions that it was trained with; it never reads more (the rule stands in
+        context: the number of positions that it was trained with; it never reads more (see
             `fastformer.apps.language.window`).
         first_id: what stands before every prompt; bos if None. A model that was trained on a stream without bos knows
             eos as what comes before a line.
@@ -42,12 +41,7 @@ class TextGenerator:
     def __init__(
         self, model: LanguageModel, tokenizer: Tokenizer, context: int, *, first_id: int | None = None
     ) -> None:
-        if tokenizer.size != model.config.vocabulary:
-            raise ValueError(f"the tokenizer has {tokenizer.size} entries, the model {model.config.vocabulary}")
-        for name in ("pad_id", "bos_id", "eos_id"):
-            ours, theirs = getattr(tokenizer, name), getattr(model.config, name)
-            if ours != theirs:
-                raise ValueError(f"the tokenizer has {name} {ours}, the model {theirs}")
+        check_tokenizer("", tokenizer, model.config.vocabulary, model.config)
         check_context(model, context)
         check_value("first_id", first_id, int | None, {"vocabulary": tokenizer.size}, at_least=0, below="vocabulary")
         self.model, self.tokenizer, self.context = model, tokenizer, context
@@ -56,7 +50,7 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[str], options: SamplingOptions | None = None, batch_size: int = 32
     ) -> list[str]:
-        """Go on from prompts; the same prompt given twice goes on differently, unless the temperature is 0.
+        """Continue prompts; the same prompt given twice goes on differently, unless the temperature is 0.
 
         Args:
             prompts: plain text; words that the model does not know and prompts beyond its context give a warning.
@@ -68,88 +62,78 @@ class TextGenerator:
             ValueError: batch_size is below 1.
             FloatingPointError: the model gives NaN.
         """
-        self._check(prompts, batch_size)
-        read, options = self.encode(prompts), options or SamplingOptions()
-        streams = random_streams(read, options.seed)
+        check_texts("prompts", prompts)
         # Rows of the same length take the shortest way through attention.
-        order = sorted(range(len(read)), key=lambda i: -len(read[i]))
-        texts: dict[int, str] = {}
-        for start in range(0, len(order), batch_size):
-            texts |= self._finished(read, streams, order[start : start + batch_size], options)
-        return [texts[i] for i in range(len(read))]
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        texts = self.generate_each([prompts[i] for i in order], options, batch_size)
+        return [text for _, text in sorted(zip(order, texts, strict=True))]
 
     def generate_each(
         self, prompts: Iterable[str], options: SamplingOptions | None = None, batch_size: int = 32
     ) -> Iterator[str]:
-        """The texts that `generate` returns, each given out once it and those before it are finished.
+        """Yield the texts that `generate` returns, each once it and those before it are finished.
 
-        Prompts are read in batches and in order, a batch when its first text is asked for. Arguments as in `generate`,
-        errors too.
+        Prompts are read in batches and in order, a batch when its first text is asked for. Arguments and errors as in
+        `generate`.
         """
-        self._check(prompts, batch_size)
-        return self._each(iter(prompts), options or SamplingOptions(), batch_size)
-
-    def _each(self, prompts: Iterator[str], options: SamplingOptions, batch_size: int) -> Iterator[str]:
-        streams = RandomStreams(options.seed)
-        while batch := list(islice(prompts, batch_size)):
-            read = self.encode(batch)
-            yield from self._in_order(self._finished(read, streams.take(read), range(len(read)), options))
-
-    @staticmethod
-    def _check(prompts: Iterable[str], batch_size: int) -> None:
         check_texts("prompts", prompts)
         check_value("batch_size", batch_size, int, at_least=1)
+        return self._each(iter(prompts), options or SamplingOptions(), batch_size)  # so that errors come at once
 
-    @staticmethod
-    def _in_order(finished: Iterator[tuple[int, str]]) -> Iterator[str]:
-        waiting: dict[int, str] = {}
-        count = 0
-        for i, text in finished:
-            waiting[i] = text
-            while count in waiting:
-                yield waiting.pop(count)
-                count += 1
-
-    def _finished(
-        self, read: list[list[int]], streams: list[Generator], indices: Sequence[int], options: SamplingOptions
-    ) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt of a batch as soon as its text ends."""
-        eos = self.tokenizer.eos_id
-        found: list[list[int]] = [[] for _ in indices]
-        batch = [read[i] for i in indices], options, self.context, [streams[i] for i in indices]
-        for step in sample(self.model, *batch, self.tokenizer.unk_id):
-            for row, token in step:
-                found[row].append(token)
-                if options.stop_at_eos and token == eos:
-                    yield indices[row], self._text(read[indices[row]], found[row], options)
-        for i, ids in zip(indices, found, strict=True):
-            if not (options.stop_at_eos and ids[-1] == eos):
-                yield i, self._text(read[i], ids, options)
+    def _each(self, prompts: Iterator[str], options: SamplingOptions, batch_size: int) -> Iterator[str]:
+        streams, eos = RandomStreams(options.seed), self.tokenizer.eos_id
+        while batch := list(islice(prompts, batch_size)):
+            read = self.encode(batch)
+            found: list[list[int]] = [[] for _ in read]
+            ended, given = [False] * len(read), 0
+            steps = sample(self.model, read, options, self.context, streams.take(read), self.tokenizer.unk_id)
+            for step in steps:
+                for row, token in step:
+                    found[row].append(token)
+                    ended[row] = options.stop_at_eos and token == eos
+                while given < len(read) and ended[given]:
+                    yield self._text(read[given], found[given][:-1])
+                    given += 1
+            for row in range(given, len(read)):
+                yield self._text(read[row], found[row][:-1] if ended[row] else found[row])
 
     def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[str]:
-        """Go on from one prompt, piece by piece; joined, the pieces are what `generate` returns.
+        """Continue one prompt piece by piece; joined, the pieces are what `generate` returns.
 
-        A piece is given out once no later token can change it. Arguments as in `generate`, errors too.
+        A piece is yielded once no later token can change it. Arguments and errors as in `generate`.
         """
         if not isinstance(prompt, str):
             raise TypeError(f"prompt must be a string, not {type(prompt).__name__}")
         options = options or SamplingOptions()
         [ids] = self.encode([prompt])
-        return self._stream(ids, options)  # a function of its own, so that warnings come before the first piece
+        return self._stream(ids, options)  # so that warnings come before the first piece
 
     def _stream(self, ids: list[int], options: SamplingOptions) -> Iterator[str]:
-        pieces = _Pieces(self.tokenizer, ids)
+        eos, decode = self.tokenizer.eos_id, self.tokenizer.decode
+        line = self._lines(ids)[-1]  # the last line so far; spaces and quotation marks depend on the tokens before
+        given = len(decode(line))  # characters of the line that were given out
         streams = random_streams([ids], options.seed)
         for [(_, token)] in sample(self.model, [ids], options, self.context, streams, self.tokenizer.unk_id):
-            if options.stop_at_eos and token == self.tokenizer.eos_id:
-                break
-            if piece := pieces.add(token):
-                yield piece
-        if piece := pieces.end():
-            yield piece
+            if token == eos:
+                rest = decode(line)[given:]
+                line, given = [], 0
+                if options.stop_at_eos:
+                    if rest:
+                        yield rest
+                    return
+                yield f"{rest}\n"
+                continue
+            line.append(token)
+            text = decode(line)
+            end = len(text.rstrip(_INCOMPLETE))
+            if end > given:
+                yield text[given:end]
+                given = end
+        if rest := decode(line)[given:]:
+            yield rest
 
     def unknown_words(self, prompt: str) -> list[str]:
-        """The words of a prompt that the tokenizer does not know, each once; the model reads the unknown token."""
+        """Return the words of a prompt that the tokenizer does not know; the model reads the unknown token."""
         unk = self.tokenizer.unk_id
         if isinstance(self.tokenizer, WordTokenizer):
             words = self.tokenizer.split(prompt)
@@ -160,7 +144,7 @@ class TextGenerator:
         return list(dict.fromkeys(unknown))
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Prompts as ids that begin with first_id; warns of what the model will not see as it was meant."""
+        """Encode prompts as ids that begin with first_id; warn of unknown words and of too long prompts."""
         unknown = list(dict.fromkeys(word for prompt in prompts for word in self.unknown_words(prompt)))
         if unknown:
             more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
@@ -179,61 +163,31 @@ class TextGenerator:
             )
         return read
 
-    def _text(self, prompt: list[int], ids: list[int], options: SamplingOptions) -> str:
-        if options.stop_at_eos and ids[-1] == self.tokenizer.eos_id:
-            ids = ids[:-1]
-        before, whole = self._lines(prompt), self._lines([*prompt, *ids])
+    def _text(self, prompt: list[int], ids: list[int]) -> str:
+        before, whole = ("\n".join(map(self.tokenizer.decode, self._lines(each))) for each in (prompt, [*prompt, *ids]))
         return whole[len(before) :]
 
-    def _lines(self, ids: list[int]) -> str:
-        """The text of ids, without the first of them."""
-        ends = [n for n, i in enumerate(ids) if n and i == self.tokenizer.eos_id]
-        spans = zip([0, *ends], [*ends, len(ids)], strict=True)
-        return "\n".join(self.tokenizer.decode(ids[begin + 1 : end]) for begin, end in spans)
+    def _lines(self, ids: list[int]) -> list[list[int]]:
+        """Split ids, without the first of them, at each eos."""
+        lines: list[list[int]] = [[]]
+        for i in ids[1:]:
+            if i == self.tokenizer.eos_id:
+                lines.append([])
+            else:
+                lines[-1].append(i)
+        return lines
 
 
-class _Pieces:
-    """Text as it comes: tokens are decoded with those before them in the line, on which spaces and the like depend.
+def attend_text(generator: TextGenerator, text: str) -> AttentionMaps:
+    """Compute every attention weight of a language model that reads a text.
 
-    What was decoded stays as it is when tokens are added, except for a character of which bytes are missing. So once
-    all of a line is given out, only its last tokens are decoded again; the whole line where quotation marks matter.
+    Row t is where the model looked when it had read token t, and was about to predict the next one.
+
+    Args:
+        generator: a model with its tokenizer and its context; of a longer text, the last tokens are read, with a
+            warning.
+        text: read as a prompt of `TextGenerator` is; an empty one leaves what stands before every text.
     """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        # Joined by punctuation, every second of the quotation marks in a line closes.
-        self.local = isinstance(tokenizer, SentencePieceTokenizer) or (
-            isinstance(tokenizer, WordTokenizer) and tokenizer.splitting == "whitespace"
-        )
-        begin = max(n for n, i in enumerate(prompt) if n == 0 or i == tokenizer.eos_id)
-        self.line = list(prompt[begin + 1 :])
-        self.given = len(tokenizer.decode(self.line))  # characters of the line that were given out
-
-    def add(self, token: int) -> str:
-        """What one more token makes final."""
-        if token == self.tokenizer.eos_id:
-            rest = self.end()
-            self.line, self.given = [], 0
-            return rest + "\n"
-        self.line.append(token)
-        text = self.tokenizer.decode(self.line)
-        piece = self._give(text, len(text.rstrip(_INCOMPLETE)))
-        if self.local and len(self.line) >= 2 * _REMEMBERED and self.given == len(text):
-            self._shorten()
-        return piece
-
-    def end(self) -> str:
-        """What was still open."""
-        text = self.tokenizer.decode(self.line)
-        return self._give(text, len(text))
-
-    def _shorten(self) -> None:
-        """Keep the last tokens of the line, of which all text was given out."""
-        kept = self.line[-_REMEMBERED:]
-        text = self.tokenizer.decode(kept)
-        if text.strip():  # else the next token would be taken for the first of a line, whose space goes
-            self.line, self.given = kept, len(text)
-
-    def _give(self, text: str, end: int) -> str:
-        piece, self.given = text[self.given : end], max(self.given, end)
-        return piece
+    [ids] = generator.encode([text])
+    ids = ids[-generator.context :]
+    return attend_ids(generator.model.eval(), ids, generator.tokenizer.pieces(ids), text)

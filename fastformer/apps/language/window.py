@@ -1,11 +1,9 @@
 """Texts in progress: the window that a language model reads of each, in the cache of its decoder.
 
-The window rule. A row reads at most `context` tokens, at positions 0 to context - 1, the ones that the model was
-trained with. Of a longer prompt it reads the last `context` tokens. A full row that is given one more token first
-forgets all but its last context // 2 tokens and reads these again from position 0, in one pass. So every token is
-predicted from at least context // 2 tokens before it, if there are as many; memory does not grow; and the passes add up
-to no more than about one token read again for each token written. Keys cannot simply be moved along instead: positions
-were added to them before the projection.
+The window rule. A row reads at most `context` tokens, at positions 0 to context - 1. Of a longer prompt it reads the
+last `context` tokens. A full row that is given one more token first forgets all but its last context // 2 tokens and
+reads these again from position 0, in one pass: memory does not grow, and about one token is read again for each token
+written. Keys cannot be moved along instead, because positions were added before the projection.
 
 Letters: R rows, T packed tokens, D model width, V vocabulary.
 """
@@ -24,7 +22,7 @@ from fastformer.settings import check_value
 
 
 class LanguageState:
-    """Texts in progress, a row each; rows may have different lengths and do not know of one another.
+    """Texts in progress, a row each; rows may have different lengths and are independent.
 
     Args:
         model: its mode (train or eval) is left as it is; call `.eval()` first.
@@ -36,7 +34,7 @@ class LanguageState:
 
     Raises:
         ValueError: there is no prompt, or one is empty; context is below 1 or beyond what learned positions hold.
-        RuntimeError: a layer, or attention in it, has hooks or is somebody's own.
+        RuntimeError: a layer, or attention in it, has hooks or a class that fastformer does not know.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[Sequence[int]], context: int) -> None:
@@ -48,8 +46,6 @@ class LanguageState:
         windows = [list(ids[-context:]) for ids in prompts]
         self.cache = model.decoder.new_cache(len(windows), longest=context)
         self.window = torch.zeros(len(windows), 0, dtype=torch.int64, device=device)  # what each row has read
-        # Rows that forgot all, and were not read again.
-        self._unread = torch.zeros(len(windows), dtype=torch.bool, device="cpu")
         layout = Layout.from_lengths([len(window) for window in windows])
         together = torch.tensor([i for window in windows for i in window], device="cpu")
         ids, *placed = send(device, together, *layout.tensors)  # [T]
@@ -76,30 +72,27 @@ class LanguageState:
         """Go on with these rows only, int64, ascending."""
         self.window = self.window.index_select(0, rows)
         self.cache.keep(rows)
-        self._unread = self._unread[rows.cpu()]
 
     def _widen(self, tokens: int) -> None:
-        """Make room for as many, and for some more: a context may be a stranger's number, and far beyond all texts."""
+        """Make room for so many tokens, and for some more; a context may be far beyond all texts."""
         width = self.window.shape[1]
         if tokens > width:
             self.window = F.pad(self.window, (0, min(self.context, max(tokens, 2 * width)) - width))
 
     def _slide(self) -> None:
         """Let full rows forget, and read the rest of them again."""
-        full = (self.lengths == self.context) | self._unread
+        full = self.lengths == self.context
         if not bool(full.any()):
             return
         kept = self.context // 2
-        self._unread = full  # until it is read: a step that was interrupted may be repeated
         self.cache.crop(self.lengths.masked_fill(full, 0))
         (rows,) = send(self.window.device, full.nonzero().squeeze(1))
         ids = self.window[rows, self.context - kept :].flatten()
         if kept:
             self._read(ids, Layout.from_lengths(full.long() * kept, ids.device))
-        self._unread = torch.zeros_like(full)
 
     def _read(self, ids: Tensor, layout: Layout) -> Tensor:
-        """Read packed ids `[T]` of rows that are empty: the hidden states `[T, D]`."""
+        """Read packed ids `[T]` into empty rows; return the hidden states `[T, D]`."""
         of = torch.arange(layout.batch, device=ids.device).repeat_interleave(
             layout.offsets.diff(), output_size=layout.total
         )
@@ -110,11 +103,7 @@ class LanguageState:
 
 
 def check_context(model: LanguageModel, context: int) -> None:
-    """Refuse a window that the model cannot read.
-
-    Raises:
-        ValueError: context is below 1, or beyond what learned positions hold.
-    """
+    """Raise ValueError if context is below 1 or beyond what learned positions hold."""
     longest = model.config.longest
     most = None if longest is None else "max_positions"
     check_value("context", context, int, {"max_positions": longest}, at_least=1, at_most=most)

@@ -4,13 +4,15 @@ Letters: B batch, H heads, L layers, T packed positions, S positions attended to
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.apps.models.embeddings import Embedding
+from fastformer.apps.text import Tokenizer
 from fastformer.host.devices import check_types
 from fastformer.modes import exporting
 from fastformer.nn.inspection import plain
@@ -31,6 +33,17 @@ def tie(model: Any, _keys: object = None) -> None:
         weight, shared = (part._parameters.get("weight") for part in (module, owner))
         if weight is not None and shared is not None and weight is not shared:
             module.weight = shared
+
+
+def check_tokenizer(side: str, tokenizer: Tokenizer, size: int, config: Any = None) -> None:
+    """Raise ValueError unless a tokenizer has `size` entries, and the special ids of `config` if that is given."""
+    name = f"the {side} tokenizer" if side else "the tokenizer"
+    if tokenizer.size != size:
+        raise ValueError(f"{name} has {tokenizer.size} entries, the model {size}")
+    for each in ("pad_id", "bos_id", "eos_id") if config is not None else ():
+        ours, theirs = getattr(tokenizer, each), getattr(config, each)
+        if ours != theirs:
+            raise ValueError(f"{name} has {each} {ours}, the model {theirs}")
 
 
 def packed_ids(name: str, ids: Tensor, lengths: Tensor | Layout) -> tuple[Tensor, Layout]:
@@ -126,3 +139,45 @@ def maps_of_each(weights: Tensor, queries: Layout, keys: Layout) -> list[Tensor]
     """Weights of a padded batch `[L, B, H, T, S]` -> of each sequence `[L, H, T, S]`, without its padding."""
     lengths = zip(queries.lengths.tolist(), keys.lengths.tolist(), strict=True)
     return [weights[:, b, :, :t, :s].contiguous() for b, (t, s) in enumerate(lengths)]
+
+
+class SingleStack(nn.Module):
+    """Base of models that have one embedding and one stack.
+
+    Attributes:
+        embedding: of the ids.
+        stack_name: the attribute that holds the stack.
+        causal: whether the stack is a decoder.
+    """
+
+    embedding: Embedding
+    stack_name: ClassVar[str]
+    causal: ClassVar[bool]
+
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: None = None) -> Tensor: ...
+
+    @overload
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout) -> list[Tensor]: ...
+
+    @torch.no_grad()
+    def attention_maps(self, ids: Tensor, lengths: Tensor | Layout | None = None) -> Tensor | list[Tensor]:
+        """Compute every attention weight for one text, or for each of several; call `.eval()` first.
+
+        Dropout removes some weights in training mode.
+
+        Args:
+            ids: int64 `[T]`, one text; or several, as `forward` takes them.
+            lengths: of several, as `forward` takes them.
+
+        Returns:
+            `[layers, H, T, T]`: row t is the distribution of position t over all that it sees. With lengths, a list of
+            one such tensor for each text, of its own T.
+
+        Raises:
+            ValueError: T is beyond what learned positions hold, or ids are of another shape.
+        """
+        packed, layout = sequences_of("ids", ids, lengths)
+        x = self.embedding(packed, layout.positions, layout.max_length)
+        maps = self_attention_maps(getattr(self, self.stack_name), x, layout, self.causal)[1]
+        return maps[0] if lengths is None else maps

@@ -16,13 +16,14 @@ LARGEST = 2**31 - 1  # of one size: what kernels count to
 MOST_LAYERS = 10_000  # of one stack; each takes a millisecond and tens of kilobytes to make, however narrow it is
 
 
-def describe_size(network: Callable[[Any], nn.Module], config: Any) -> str:
-    """Distinct parameters and their bytes in words, of the model that is made of a configuration."""
+def describe_model(network: Callable[[Any], nn.Module], config: Any, layers: int | str, more: str) -> str:
+    """Describe a model by its distinct parameters, their bytes, and its settings; `more` comes last."""
     with torch.device("meta"):
         parameters = list(network(config).parameters())
     count = sum(p.numel() for p in parameters)
     size = sum(p.numel() * p.element_size() for p in parameters)
-    return f"{count:,} parameters, {size / 2**20:.1f} MiB"
+    widths = f"d_model {config.d_model}, heads {config.heads}, feed_forward {config.feed_forward}"
+    return f"{count:,} parameters, {size / 2**20:.1f} MiB: {layers} layers, {widths}, {more}"
 
 
 def check_memory(settings: Any) -> None:

@@ -1,8 +1,7 @@
-"""What an application says of an architecture of transformers: its settings as ours, and which weight is which.
+"""Declare an architecture of transformers: its settings and weights as those of fastformer.
 
-Nothing is passed over. A setting of theirs is read, or is known to change nothing that is computed, or must be what
-transformers makes it by itself; a weight of theirs becomes one of ours, or follows from others and is compared with
-what it follows from.
+Nothing is passed over: a setting of transformers is read, known to change no number, or must have its default; a weight
+becomes one of fastformer, or is compared with the weights that it follows from.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Name of theirs -> of ours; of several the last is what is written.
+# Name in transformers -> in fastformer; of several the last is written.
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -21,9 +20,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-# Of all architectures: how they are trained, run and stored, and what generation reads.
+# Settings of all architectures that change no number.
 _IDLE = frozenset({"use_cache", "initializer_range", "init_std"})
-# Drawn before training, or only in training: what one side has no setting of, it may be converted without.
+# Settings of training, which may be lost in a conversion.
 TRAINING = frozenset(
     {
         "dropout",
@@ -40,12 +39,7 @@ TRAINING = frozenset(
 
 
 class Reader:
-    """A configuration of transformers that keeps account of what was read.
-
-    Attributes:
-        config: as transformers has it.
-        weights: the names of the model's weights.
-    """
+    """A configuration of transformers, with the names of the model's weights, that records what was read."""
 
     def __init__(self, config: Any, weights: Iterable[str]) -> None:
         self.config, self.weights = config, frozenset(weights)
@@ -60,28 +54,28 @@ class Reader:
 
     @property
     def kind(self) -> str:
-        """The model type, as transformers names it."""
+        """Return the model type, as transformers names it."""
         return str(type(self.config).model_type)
 
     def refuse(self, name: str, value: Any, allowed: str) -> ValueError:
-        """The error that names a setting."""
+        """Return the error that names a setting."""
         return ValueError(f"{self.kind}: {name} must be {allowed}, not {value!r}")
 
     def require(self, **wanted: Any) -> None:
-        """Refuse a setting with another value than the wanted one."""
+        """Raise ValueError for a setting with another value."""
         for name, value in wanted.items():
             if (found := getattr(self, name)) != value:
                 raise self.refuse(name, found, repr(value))
 
     def choose(self, name: str, ours: Mapping[str, str]) -> str:
-        """What a setting is called here."""
+        """Return the name of a setting's value in fastformer."""
         value = getattr(self, name)
         if value not in ours:
             raise self.refuse(name, value, f"one of {', '.join(ours)}")
         return ours[value]
 
     def ids(self, bos: str = "bos_token_id") -> dict[str, int]:
-        """The special ids: padding is eos, and so is bos, where there is none; of several eos, the first counts."""
+        """Return the special ids; where there is no padding or bos, it is eos; of several eos, the first counts."""
         size, eos = self.vocab_size, self.eos_token_id
         eos = eos[0] if isinstance(eos, list | tuple) and eos else eos
         if not isinstance(eos, int) or not 0 <= eos < size:
@@ -90,7 +84,7 @@ class Reader:
         return {name: i if isinstance(i, int) and 0 <= i < size else eos for name, i in found.items()}
 
     def refuse_unread(self, idle: Iterable[str]) -> None:
-        """Refuse what nobody read, unless it is idle, or as transformers has it by itself."""
+        """Raise ValueError for a setting that was not read, is not idle, and has not its default."""
         if getattr(self.config, "quantization_config", None) is not None:
             raise self.refuse("quantization_config", self.config.quantization_config, "None")
         bases = [each for each in type(self.config).__mro__ if each.__name__ == "PreTrainedConfig"]
@@ -109,14 +103,14 @@ class Architecture:
     """One class of models of transformers.
 
     Attributes:
-        network, config: the class of ours, and of its settings.
-        settings: the settings of ours that a configuration asks for; raises ValueError naming one that ours cannot be.
-        weights: name of ours -> theirs, that lie in it one below the other; {n} is the number of a layer, `.T` a
-            transposed matrix, `[0]` the one row of a matrix. Names that a model of ours has not are passed over.
-        implied: name of theirs -> what it must be, of our model and of the tensor.
-        idle: settings of theirs that change nothing that is computed.
-        configuration: the keywords of their configuration, of our settings; None: there is no way back.
-        unlike: our settings that may be other than what comes back from theirs.
+        network, config: class of fastformer, and of its settings.
+        settings: makes the settings of fastformer; raises ValueError naming one that it does not have.
+        weights: name in fastformer -> in transformers, of several one below the other; {n} is the number of a layer,
+            `.T` marks a transposed matrix, `[0]` the one row of a matrix.
+        implied: name in transformers -> its value, of our model and of the tensor.
+        idle: settings of transformers that change no number.
+        configuration: makes the keywords of transformers' configuration; None: there is no way back.
+        unlike: settings of fastformer that may change on the way there and back.
     """
 
     network: type[nn.Module]
@@ -129,11 +123,7 @@ class Architecture:
     unlike: frozenset[str] = frozenset()
 
     def read(self, config: Any, weights: Iterable[str]) -> Any:
-        """The settings of ours, of a configuration of transformers.
-
-        Raises:
-            ValueError: naming a setting that ours cannot be, and its value.
-        """
+        """Return the settings of fastformer; raise ValueError naming a setting that it cannot have, and its value."""
         reader = Reader(config, weights)
         found = self.settings(reader)
         reader.refuse_unread(self.idle)

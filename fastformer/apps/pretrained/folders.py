@@ -1,8 +1,7 @@
-"""Folders of transformers, as `save_pretrained` writes them: read here, and compared before a model is built.
+"""Load folders of transformers, as `save_pretrained` writes them, after their sizes are compared with the files.
 
-They may be a stranger's. transformers by itself follows links and an index out of the folder, takes up an adapter that
-lies beside the model, fetches the kernels that a configuration names, casts weights of any kind, and builds whatever
-sizes it is asked for. So it gets settings and tensors, and opens no file.
+transformers by itself follows an index out of the folder, loads an adapter beside the model, fetches kernels that a
+configuration names, casts weights of any kind, and builds any size. So it gets settings and tensors, and opens no file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -79,7 +78,7 @@ def _class_of(folder: Path, content: Mapping[str, Any], kinds: Mapping[str, Arch
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of weights, each a regular one in the folder."""
+    """Return the files of weights; those that an index names must lie in the folder."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     index = folder / _INDEX
@@ -97,7 +96,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_settings(folder: Path, content: Mapping[str, Any], largest: int) -> None:
-    """Refuse settings that transformers would act on; largest: of the sizes of all weights."""
+    """Raise ValueError for settings that transformers acts on; `largest`: of the sizes of all weights."""
     for name in _REFUSED:
         if content.get(name) is not None:
             raise ValueError(f"{folder}: {name} must be None, not {str(content[name])[:200]}")
@@ -119,7 +118,7 @@ def _check_report(folder: Path, kind: str, report: Mapping[str, Any], left: Mapp
 
 @contextmanager
 def _no_progress(logging: Any) -> Iterator[None]:
-    """Without their progress bar, whose writes to a broken terminal would end us."""
+    """Disable transformers' progress bar, whose writes to a broken terminal raise."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -131,7 +130,7 @@ def _no_progress(logging: Any) -> Iterator[None]:
 
 @contextmanager
 def refusals(of: Path | str) -> Iterator[None]:
-    """Turn what transformers raises over settings of anybody's, which has no bounds, into one kind of error."""
+    """Turn any error that transformers raises for unusual settings into a ValueError."""
     try:
         yield
     except (ValueError, MemoryError):

@@ -1,7 +1,4 @@
-"""`from_transformers` and `to_transformers`: whole models, objects or folders, by what the applications know.
-
-Folders are read from safetensors alone and without a network (`folders.py`); no code of theirs is run.
-"""
+"""Convert models of transformers, objects or folders, to models of fastformer and back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +17,12 @@ _HOME = "transformers."
 
 
 def architectures() -> dict[str, Architecture]:
-    """All that applications know, by the name of their class in transformers."""
+    """Return the architectures of all applications, by the name of their class in transformers."""
     return {name: found for each in applications() for name, found in each.architectures.items()}
 
 
 def from_transformers(source: Any) -> Any:
-    """Make a model of ours that computes what a model of Hugging Face transformers does, with copies of its weights.
+    """Make a model of fastformer that computes what a model of transformers does, with copies of its weights.
 
     Args:
         source: a model, of one of the classes of `docs/hugging-face.md`; or a folder that `save_pretrained` wrote.
@@ -56,7 +53,7 @@ def from_transformers(source: Any) -> Any:
 
 
 def to_transformers(model: Any) -> Any:
-    """Make a model of Hugging Face transformers that computes what one of ours does; the reverse of the above.
+    """Make a model of transformers that computes what a model of fastformer does.
 
     Args:
         model: whose settings an architecture of transformers has: GPT-2's of `LanguageModel`, Marian's of
@@ -95,7 +92,7 @@ def to_transformers(model: Any) -> Any:
 
 
 def _check_numbers(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise ValueError for weights that are not there, no usual numbers, or of several dtypes: a model has one."""
+    """Raise ValueError for weights on meta, of fewer than 16 bits, or of several dtypes."""
     for name, x in weights.items():
         if x.is_meta:
             raise ValueError(f"{name} is on meta, and has no numbers: load the weights before")
@@ -106,7 +103,7 @@ def _check_numbers(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def _resolved(config: Any) -> dict[str, Any]:
-    """Settings with what those that are unset stand for, and without those that have no effect."""
+    """Return settings with the values that unset ones stand for, and without those that have no effect."""
     found = dict(vars(config))
     found |= {"head_size": config.head_width, "kv_heads": config.kv_heads or config.heads}
     found["qkv_bias"] = config.bias if config.qkv_bias is None else config.qkv_bias
@@ -115,7 +112,7 @@ def _resolved(config: Any) -> dict[str, Any]:
 
 
 def _architecture_of(kind: type) -> Architecture:
-    """Raises ValueError where there is none: a subclass may compute anything."""
+    """Return the architecture of a class; raise ValueError for others, because a subclass may compute anything."""
     known = architectures()
     if not kind.__module__.startswith(_HOME) or kind.__name__ not in known:
         raise ValueError(

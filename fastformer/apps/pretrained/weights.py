@@ -1,8 +1,8 @@
-"""Weights by name, from transformers to ours and back, each by the same table."""
+"""Convert weights by name, from transformers to fastformer and back, by the same table."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,33 +12,45 @@ from fastformer.apps.pretrained.architecture import Architecture
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def theirs_of(name: str, architecture: Architecture) -> list[str] | None:
-    """What lies in a weight of ours, marks included; None: the table does not have it."""
+class _Part(NamedTuple):
+    """A weight of transformers, and its mark: `.T` is transposed in fastformer, `[0]` a row of a matrix."""
+
+    name: str
+    mark: str
+
+    def as_ours(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        return x.t() if self.mark == ".T" else x[0] if self.mark else x
+
+    def as_theirs(self, x: Tensor) -> Tensor:
+        return x.t() if self.mark == ".T" else x[None] if self.mark else x
+
+
+def _parts(name: str, architecture: Architecture) -> list[_Part]:
+    """Return the weights of transformers that one of fastformer consists of, from top to bottom."""
     layer = _LAYER.search(name)
     found = architecture.weights.get(_LAYER.sub("{n}", name, count=1))
-    return None if found is None else found.format(n=layer[0] if layer else "").split()
+    if found is None:
+        raise ValueError(f"{name} has no counterpart in these models")
+    return [
+        _Part(*re.fullmatch(r"(.*?)(\.T|\[0\])?", each).groups(""))  # type: ignore[union-attr]
+        for each in found.format(n=layer[0] if layer else "").split()
+    ]
 
 
 def read(ours: nn.Module, theirs: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Our weights, of theirs; nothing of theirs is shared.
-
-    Args:
-        ours: what is to have them; its weights may be on "meta".
-        theirs: by name.
-        architecture: of theirs.
+    """Return copies of the weights of a model of transformers, for a model of fastformer.
 
     Raises:
         ValueError: naming a weight that is missing, that is left over, or that does not fit.
     """
     found, left = {}, set(theirs)
     for name, like in ours.state_dict().items():
-        marked = theirs_of(name, architecture)
-        if marked is None:
-            raise ValueError(f"{name} has no counterpart in these models")
-        names = [_plain(each) for each in marked]
+        sources = _parts(name, architecture)
+        names = [source.name for source in sources]
         if missing := [each for each in names if each not in theirs]:
             raise ValueError(f"{', '.join(missing)}: not among the weights, for {name}")
-        parts = [_as_ours(theirs[_plain(each)], each) for each in marked]
+        parts = [source.as_ours(theirs[source.name]) for source in sources]
         shapes = " and ".join(str(list(part.shape)) for part in parts)
         if {part.shape[1:] for part in parts} != {like.shape[1:]} or sum(map(len, parts)) != len(like):
             raise ValueError(f"{', '.join(names)}: {shapes} is not what {name} takes, {list(like.shape)}")
@@ -50,7 +62,7 @@ def read(ours: nn.Module, theirs: Mapping[str, Tensor], architecture: Architectu
 
 
 def check_ties(ours: Any, found: Mapping[str, Tensor]) -> None:
-    """Refuse weights that differ where the model has one for both; raises ValueError naming them."""
+    """Raise ValueError for weights that differ although the model ties them."""
     names = {id(module): name for name, module in ours.named_modules()}
     for module, owner in ours.tied() if hasattr(ours, "tied") else ():
         one, other = (f"{names[id(each)]}.weight" for each in (module, owner))
@@ -59,7 +71,7 @@ def check_ties(ours: Any, found: Mapping[str, Tensor]) -> None:
 
 
 def check_implied(ours: nn.Module, theirs: Mapping[str, Tensor], architecture: Architecture) -> None:
-    """Refuse weights that are not what they should follow from; raises ValueError naming the first."""
+    """Raise ValueError for a weight that differs from what it should follow from."""
     for name, implied in architecture.implied.items():
         if name in theirs:
             x = theirs[name].detach()
@@ -69,39 +81,20 @@ def check_implied(ours: nn.Module, theirs: Mapping[str, Tensor], architecture: A
 
 
 def write(ours: nn.Module, theirs: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Their weights, of ours.
-
-    Args:
-        ours: the model.
-        theirs: the weights that are to be, for their shapes.
-        architecture: of theirs.
+    """Return copies of the weights of a model of fastformer, in the names and shapes of `theirs`.
 
     Raises:
-        ValueError: naming a weight of ours that has no counterpart.
+        ValueError: naming a weight that has no counterpart.
     """
     found: dict[str, Tensor] = {}
     for name, x in ours.state_dict().items():
-        marked = theirs_of(name, architecture)
-        names = [_plain(each) for each in marked or ()]
-        if marked is None or not all(each in theirs for each in names):
+        targets = _parts(name, architecture)
+        if not all(target.name in theirs for target in targets):
             raise ValueError(f"{name} has no counterpart in these models")
-        sizes = [len(_as_ours(theirs[_plain(each)], each)) for each in marked]
-        for each, part in zip(marked, x.split(sizes), strict=True):
-            found[_plain(each)] = _as_theirs(part, each).detach().clone()
+        sizes = [len(target.as_ours(theirs[target.name])) for target in targets]
+        for target, part in zip(targets, x.split(sizes), strict=True):
+            found[target.name] = target.as_theirs(part).detach().clone()
     for name, implied in architecture.implied.items():
         if name in theirs:
             found[name] = implied(ours, theirs[name]).detach().clone()
     return {name: found.get(name, torch.zeros_like(like)) for name, like in theirs.items()}
-
-
-def _plain(marked: str) -> str:
-    return marked.removesuffix(".T").removesuffix("[0]")
-
-
-def _as_ours(x: Tensor, marked: str) -> Tensor:
-    x = x.detach()
-    return x.t() if marked.endswith(".T") else x[0] if marked.endswith("[0]") else x
-
-
-def _as_theirs(x: Tensor, marked: str) -> Tensor:
-    return x.t() if marked.endswith(".T") else x[None] if marked.endswith("[0]") else x

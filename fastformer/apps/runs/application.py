@@ -64,10 +64,9 @@ class Application:
     `fastformer.apps.runs.automatic_settings`.
 
     `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
-    that a model cannot be used without. `ctranslate2` makes CTranslate2's description of a model, where that program
-    has such models; see `fastformer.apps.export.ctranslate2`. `architectures`: which models of transformers become
-    ones of this kind, by the names of their classes; see `fastformer.apps.pretrained`. `pretrained` reads a folder that
-    a run may begin with: a model and its tokenizers.
+    that a model cannot be used without. `architectures`: which models of transformers become ones of this kind, by the
+    names of their classes; see `fastformer.apps.pretrained`. `pretrained` reads a folder that a run may begin with: a
+    model and its tokenizers.
     """
 
     kind: str
@@ -85,7 +84,6 @@ class Application:
     metrics: Mapping[str, str]
     reading: tuple[str, ...]
     automatic: tuple[str, ...] = ()
-    ctranslate2: Callable[..., Any] | None = None
     architectures: Mapping[str, Any] = field(default_factory=dict)
     pretrained: Callable[[Path], tuple[Any, tuple[Tokenizer, ...]]] | None = None
     counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)

@@ -176,11 +176,3 @@ def attention_of(
     draw = functools.partial(found.figure, kind or "cross")  # type: ignore[arg-type]
     console.print(f"{found.source} -> {found.target}")
     return draw
-
-
-def positions_of(run: Path, checkpoint: str, side: str | None = None) -> tuple[Any, Any, str]:
-    """Return the configuration, the embedding of a side, and its name."""
-    side = side or "source"
-    check_value("side", side, str, choices=("source", "target"))
-    model = load_translator(run, checkpoint).model
-    return model.config, getattr(model, f"{side}_embedding"), f"{run}, {side}"

@@ -26,7 +26,7 @@ from fastformer.apps.models.common import (
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.initialisation import initialise
 from fastformer.apps.models.settings import ModelSettings
-from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_size
+from fastformer.apps.models.sizes import LARGEST, MOST_LAYERS, describe_model
 from fastformer.apps.settings import inherited, setting
 from fastformer.apps.text import Batch
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -211,9 +211,6 @@ def translation_loss(model: TranslationModel, batch: Batch, label_smoothing: flo
 
 
 def describe(config: TranslationConfig) -> str:
-    """Parameters and shape of a model, in words."""
-    return (
-        f"{describe_size(TranslationModel, config)}: {config.encoder_layers}+{config.decoder_layers} layers, "
-        f"d_model {config.d_model}, heads {config.heads}, feed_forward {config.feed_forward}, vocabularies "
-        f"{config.source_vocabulary} and {config.target_vocabulary}, embeddings {config.embeddings}"
-    )
+    """Describe the parameters and the shape of a model."""
+    more = f"vocabularies {config.source_vocabulary} and {config.target_vocabulary}, embeddings {config.embeddings}"
+    return describe_model(TranslationModel, config, f"{config.encoder_layers}+{config.decoder_layers}", more)

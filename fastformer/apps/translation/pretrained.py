@@ -12,38 +12,42 @@ from fastformer.apps.pretrained import from_transformers
 from fastformer.apps.pretrained.architecture import ACTIVATIONS, Architecture, Reader
 from fastformer.apps.text import Tokenizer, read_marian
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
+from fastformer.apps.translation.translator import Translator
 
 _LONGEST = 1 << 16  # rows of the table of positions, which transformers computes before it has a weight
 
 
-def _attention(ours: str, theirs: str) -> dict[str, str]:
-    both = {
-        f"{ours}.in_proj_{part}": " ".join(f"{theirs}.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")
-    }
-    return both | {f"{ours}.out_proj.{part}": f"{theirs}.out_proj.{part}" for part in ("weight", "bias")}
+_PARTS = {
+    "self_attn.out_proj": "self_attn.out_proj",
+    "linear1": "fc1",
+    "linear2": "fc2",
+    "norm1": "self_attn_layer_norm",
+}
+_ENCODER = {**_PARTS, "norm2": "final_layer_norm"}
+_DECODER = {
+    **_PARTS,
+    "multihead_attn.out_proj": "encoder_attn.out_proj",
+    "norm2": "encoder_attn_layer_norm",
+    "norm3": "final_layer_norm",
+}
 
 
-def _parts(**theirs: str) -> dict[str, str]:
-    """Weight and bias of linear layers and norms; ours -> theirs."""
-    return {f"{ours}.{part}": f"{name}.{part}" for ours, name in theirs.items() for part in ("weight", "bias")}
+def _stack(name: str, layer: dict[str, str], attention: dict[str, str]) -> dict[str, str]:
+    """Return the weights of a stack: of its linear layers and norms, and the input projections of its attention."""
+    layers, found = f"{name}.layers.{{n}}.", {}
+    for part in ("weight", "bias"):
+        found |= {f"{layers}{ours}.{part}": f"model.{layers}{theirs}.{part}" for ours, theirs in layer.items()}
+        for ours, theirs in attention.items():
+            qkv = " ".join(f"model.{layers}{theirs}.{x}_proj.{part}" for x in "qkv")
+            found[f"{layers}{ours}.in_proj_{part}"] = qkv
+    return found
 
 
-def _stack(name: str, layer: dict[str, str]) -> dict[str, str]:
-    layers = f"{name}.layers.{{n}}."
-    return {f"{layers}{ours}": " ".join(f"model.{layers}{x}" for x in theirs.split()) for ours, theirs in layer.items()}
-
-
-_LAYER = _attention("self_attn", "self_attn") | _parts(linear1="fc1", linear2="fc2", norm1="self_attn_layer_norm")
 _WEIGHTS = {
     "source_embedding.tokens.weight": "model.encoder.embed_tokens.weight",
     "target_embedding.tokens.weight": "model.decoder.embed_tokens.weight",
-    **_stack("encoder", _LAYER | _parts(norm2="final_layer_norm")),
-    **_stack(
-        "decoder",
-        _LAYER
-        | _attention("multihead_attn", "encoder_attn")
-        | _parts(norm2="encoder_attn_layer_norm", norm3="final_layer_norm"),
-    ),
+    **_stack("encoder", _ENCODER, {"self_attn": "self_attn"}),
+    **_stack("decoder", _DECODER, {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}),
     "output.weight": "lm_head.weight",
     "output.bias": "final_logits_bias[0]",
 }
@@ -114,21 +118,14 @@ def _configuration(c: TranslationConfig) -> dict[str, Any]:
 
 
 def read_pretrained(folder: Path | str) -> tuple[TranslationModel, tuple[Tokenizer, ...]]:
-    """Read a folder of transformers with a Marian model and its tokenizers: the model in fp32, and both sides'.
-
-    Raises:
-        ImportError, FileNotFoundError, ValueError: as `from_transformers` and `read_marian`; or the two do not fit.
-    """
+    """Read a Marian model in fp32 and the tokenizers of both sides from a folder of transformers."""
     model, tokenizers = from_transformers(folder), read_marian(folder)
     if not isinstance(model, TranslationModel):
         raise ValueError(f"{folder} must hold a Marian model, not one that becomes a {type(model).__name__}")
-    c = model.config
-    for tokenizer, size in zip(tokenizers, (c.source_vocabulary, c.target_vocabulary), strict=True):
-        if tokenizer.size != size:
-            raise ValueError(f"{folder}: a vocabulary has {tokenizer.size} entries, the model {size}")
-    for name in ("pad_id", "bos_id", "eos_id"):
-        if getattr(c, name) != (theirs := getattr(tokenizers[1], name)):
-            raise ValueError(f"{folder}: the model has {name} {getattr(c, name)}, the vocabulary {theirs}")
+    try:
+        Translator(model, *tokenizers)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return model.float(), tokenizers
 
 

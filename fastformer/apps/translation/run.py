@@ -20,7 +20,6 @@ from fastformer.apps.text import Batches, EncodedPairs, ParallelCorpus, Tokenize
 from fastformer.apps.text.scores import Scores, check_bleu_tokenizer, score_translations, warn_without_spaces
 from fastformer.apps.train import Processes, TrainConfig, Trainer, Validation
 from fastformer.apps.translation.data import DataConfig, Split, build_tokenizers, read_corpora
-from fastformer.apps.translation.export import ctranslate2_spec
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel, describe, translation_loss
 from fastformer.apps.translation.pretrained import ARCHITECTURES, read_pretrained
 from fastformer.apps.translation.search import SearchOptions
@@ -56,7 +55,6 @@ APPLICATION = Application(
     },
     reading=("max_length",),
     automatic=(*CHOSEN, "encoder_layers", "decoder_layers", "embeddings", "batch_tokens", "schedule"),
-    ctranslate2=ctranslate2_spec,
     architectures=ARCHITECTURES,
     pretrained=read_pretrained,
     upgrade=_without_idle_size,

@@ -15,22 +15,16 @@ from torch import Tensor
 from fastformer.apps.models.sizes import LARGEST
 from fastformer.apps.settings import Settings, setting
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.state import DecoderState
-from fastformer.apps.translation.static_state import StaticDecoderState
+from fastformer.apps.translation.state import DecoderState, StaticDecoderState
 from fastformer.host.devices import send
 from fastformer.packing import lengths_of
 
-# Rows that finished are taken out once they are this share of the batch: each removal copies the cache.
-_COMPACT_AT = 0.125
-# Where steps are CUDA graphs, a removal takes another graph too, so more must have finished, and few rows stay as they
-# are: a row takes 2 operations a weight, so by its data sheet an H200 reads weights for longer than it computes up to
-# 206 rows in bf16 (989 TFLOP/s, 4.8 TB/s) and 28 in fp32 (67 TFLOP/s). Not measured on a GPU.
-_REPLAYED_COMPACT_AT = 0.5
+# Finished rows leave once they are an eighth of the batch: each removal copies the cache. Where steps are CUDA graphs,
+# it takes another graph too, so half of the rows must have finished, of more than 64: an H200 reads weights for longer
+# than it computes up to 206 rows in bf16 and 28 in fp32, by its data sheet (not measured on a GPU).
 _REPLAYED_ROWS = 64
-# Tokens: what is beyond does not fit into 64 bits, or not together with another such number.
-_UNLIMITED = 1 << 31
-# Of a number of tokens: a double holds (2 ** 31) ** 30.
-_HIGHEST_POWER = 30
+_UNLIMITED = 1 << 31  # tokens; the sum of two such numbers fits into 64 bits
+_HIGHEST_POWER = 30  # a double holds (2 ** 31) ** 30
 _DIVERGED = "the model's scores are not numbers: it has diverged"
 _BEAM = {"search": "a beam above 1"}
 
@@ -229,10 +223,8 @@ def _state(
 
 
 def _compacts(state: DecoderState, left: int, rows: int) -> bool:
-    """Whether to take finished rows out, so that `left` of them go on."""
-    if isinstance(state, StaticDecoderState) and state.replays:
-        return rows > _REPLAYED_ROWS and left <= (1 - _REPLAYED_COMPACT_AT) * rows
-    return left <= (1 - _COMPACT_AT) * rows
+    """Return whether to take finished rows out, so that `left` of them go on."""
+    return rows > _REPLAYED_ROWS and left <= rows // 2 if state.replays else left <= 7 * rows / 8
 
 
 class _Finished:
@@ -286,7 +278,7 @@ def _hypothesis(ids: list[int], length: int, log_probability: float, score: floa
 def _forbid(scores: Tensor, tokens: Tensor, config: TranslationConfig, options: SearchOptions) -> None:
     """Rule out, in place, what may not follow `tokens` `[R, t]`: set its scores `[R, V]` to -inf.
 
-    Padding and bos never may, eos not before the minimum length, except where nothing else is left.
+    Padding and bos never may, eos not before the minimum length unless nothing else is left.
     """
     for i in {config.pad_id, config.bos_id} - {config.eos_id}:  # a list would be copied to the device: a wait
         scores[:, i] = -math.inf

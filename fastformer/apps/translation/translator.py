@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fastformer.apps.models.common import layouts_of
+from fastformer.apps.models.common import check_tokenizer, layouts_of
 from fastformer.apps.text import EncodedPairs, Sequences, Tokenizer, check_texts, collate, collate_source, encode_source
 from fastformer.apps.translation.model import TranslationModel
 from fastformer.apps.translation.search import Hypothesis, SearchOptions, beam_search, greedy_search
@@ -45,16 +45,8 @@ class Translator:
         target_tokenizer: Tokenizer,
         max_source_length: int = 256,
     ) -> None:
-        for side, tokenizer, size in (
-            ("source", source_tokenizer, model.config.source_vocabulary),
-            ("target", target_tokenizer, model.config.target_vocabulary),
-        ):
-            if tokenizer.size != size:
-                raise ValueError(f"the {side} tokenizer has {tokenizer.size} entries, the model {size}")
-        for name in ("pad_id", "bos_id", "eos_id"):
-            ours, theirs = getattr(target_tokenizer, name), getattr(model.config, name)
-            if ours != theirs:
-                raise ValueError(f"the target tokenizer has {name} {ours}, the model {theirs}")
+        check_tokenizer("source", source_tokenizer, model.config.source_vocabulary)
+        check_tokenizer("target", target_tokenizer, model.config.target_vocabulary, model.config)
         check_value("max_source_length", max_source_length, int, at_least=2)  # a token and eos
         self.model = model.eval()
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
@@ -118,10 +110,7 @@ class Translator:
     def score_each(
         self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64, first: int = 1
     ) -> Iterator[tuple[float, int]]:
-        """Like `score`, but each batch is scored when its first pair is asked for; `first`: number of the first pair.
-
-        Errors as for `score`, at once.
-        """
+        """Score like `score`, a batch when its first pair is asked for; `first`: number of the first pair in errors."""
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sources", sources)
         check_texts("targets", targets)
@@ -153,7 +142,7 @@ class Translator:
             yield from [(float(part.sum()), length) for part, length in zip(parts, lengths, strict=True)]
 
     def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer, first: int) -> Sequences:
-        """The ids of sentences of which none is cut or left out."""
+        """Encode sentences of which none may be cut or left out."""
         sequences = Sequences.from_lists(tokenizer.encode_batch(list(sentences)))
         most = self.max_source_length - 1
         for number, length in enumerate(sequences.lengths.tolist(), start=first):

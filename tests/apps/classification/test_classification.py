@@ -1,8 +1,5 @@
 """Classifiers of tokens and of sequences, against torch.nn on padded batches, and what must hold of any such model."""
 
-import copy
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,6 @@ from fastformer.apps.classification.model import (
     token_classification_loss,
 )
 from fastformer.apps.text import LabelledBatch, LabelledBatches, Sequences
-from fastformer.apps.train import TrainConfig, Trainer
 from fastformer.packing import Layout, pack
 from tests.support.fused_op import DEVICE, assert_model_as_accurate_as_reference, needs_kernels
 from tests.support.translation_task import paper_positions
@@ -235,17 +231,6 @@ def test_labels_of_minus_100_count_for_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_token_sees_its_whole_sequence(kind):
-    model = random_model(kind, 8).double()
-    ids, lengths = torch.randint(1, 17, (7,)), torch.tensor([3, 4])
-    before = model(ids, lengths)
-    changed = ids.clone()
-    changed[2] = 0  # the last of the first sequence
-    moved = ((model(changed, lengths) - before).abs().amax(1) > 1e-9).tolist()
-    assert moved == ([True] * 3 + [False] * 4 if kind is TokenClassifier else [True, False])
-
-
-@pytest.mark.parametrize("kind", MODELS)
 def test_dropout_stands_before_the_output_layer_too_and_is_active_in_training_only(kind):
     batch = random_batch(kind, RAGGED)
     model = random_model(kind, 9, dropout=0.5)
@@ -257,36 +242,6 @@ def test_dropout_stands_before_the_output_layer_too_and_is_active_in_training_on
     every = random_batch(kind, [12, 12, 12])
     _, gradients = loss_and_gradients(random_model(kind, 13).train(), every)
     assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
-def test_copies_are_the_same_model(kind, how):
-    model = random_model(kind, 10)
-    if how == "state_dict":
-        twin = kind(model.config).eval()
-        twin.load_state_dict(model.state_dict())
-    else:
-        twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    batch = random_batch(kind, RAGGED)
-    assert torch.equal(twin(batch.ids, batch.lengths), model(batch.ids, batch.lengths))
-    names = set(model.state_dict())
-    assert {"embedding.tokens.weight", "output.weight", "output.bias", "encoder.norm.weight"} <= names
-    assert {name.split(".")[0] for name in names} == {"embedding", "encoder", "output"}
-
-
-def test_initial_values_are_those_of_the_other_models():
-    """Embeddings from N(0, 1/D), so that a token is as large as a position; the rest as the setting says."""
-    torch.manual_seed(0)
-    model = TokenClassifier(config(vocabulary=500, d_model=96, initialisation="normal"))
-    assert model.embedding.tokens.weight.std().item() == pytest.approx(96**-0.5, rel=0.02)
-    assert model.encoder.layers[0].linear1.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert (model.output.bias == 0).all()
-
-
-def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match=r"^heads \(5\) must divide d_model \(12\)$"):
-        config(heads=5)
 
 
 def test_inputs_that_do_not_fit_are_refused():
@@ -354,26 +309,3 @@ def test_batches_refuse_what_does_not_fit():
         LabelledBatches(sequences, labels, size=0)
     with pytest.raises(ValueError, match="there are no sequences"):
         LabelledBatches(*numbered([]), size=2)
-
-
-def test_the_training_loop_trains_them_and_resumes_bit_for_bit(tmp_path: Path):
-    sequences, labels = numbered([3, 1, 0, 2, 4])
-    labels = Sequences(sequences.ids % CLASSES, sequences.offsets)
-
-    def trainer(folder: Path, steps: int) -> Trainer:
-        torch.manual_seed(0)
-        model = TokenClassifier(config(vocabulary=50, dropout=0.1))
-        settings = TrainConfig(lr=1e-2, steps=steps, warmup_steps=1, log_every=10)
-        batches = LabelledBatches(sequences, labels, size=2)
-        return Trainer(
-            model, token_classification_loss, batches, settings, folder, architecture=model.config, show=False
-        )
-
-    whole = trainer(tmp_path / "whole", 7)
-    whole.fit()
-    trainer(tmp_path / "parts", 4).fit()
-    rest = trainer(tmp_path / "parts", 7)
-    rest.resume()
-    rest.fit()
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(rest.model.state_dict()[name], value), name

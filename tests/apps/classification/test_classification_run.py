@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +24,8 @@ from fastformer.apps.classification import (
     load_classifier,
     sequence_classification_loss,
 )
-from fastformer.apps.classification.commands import _labelled
 from fastformer.apps.export import load_safetensors
-from fastformer.apps.text import LabelledBatch, LabelledBatches, WordTokenizer
+from fastformer.apps.text import LabelledBatches, WordTokenizer
 from fastformer.apps.train import CheckpointFolder, Trainer, read_weights
 from tests.support.command_line import Done, fastformer
 
@@ -128,35 +126,6 @@ def test_labels_of_arguments_files_and_standard_input(folder: Path) -> None:
     assert classifier.classify([]) == []
 
 
-def test_every_label_of_every_text_is_never_held_at_once() -> None:
-    labels, texts = 2000, ["one two"] * 100
-    tokenizer = WordTokenizer.from_lines(["one two"])
-    config = ClassifierConfig(tokenizer.size, labels, d_model=8, heads=2, layers=1, feed_forward=8)
-    classifier = Classifier(SequenceClassifier(config), tokenizer, [str(i) for i in range(labels)], 9)
-    lines = _labelled(classifier, texts[:1], 8, True)
-    (expected,) = list(lines)
-    tracemalloc.start()
-    try:
-        assert all(line == expected for line in _labelled(classifier, texts, 8, True))
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 100 * labels * 8  # a pointer each is more
-
-
-def test_probabilities_are_the_models_and_no_text_depends_on_its_neighbours(folder: Path) -> None:
-    classifier = load_classifier(folder / "run", "last")
-    texts = ["the cat", "the cat falls is here is there", "oak", ""]
-    together = classifier.probabilities(texts)
-    one = torch.cat([classifier.probabilities([text]) for text in texts])
-    ids = [[classifier.tokenizer.bos_id, *classifier.tokenizer.encode(text)] for text in texts]
-    model = classifier.model
-    wanted = [model.logits(model(torch.tensor(each), torch.tensor([len(each)]))).softmax(-1) for each in ids]
-    # Sums over 16 features in another order: a few roundings of fp32.
-    torch.testing.assert_close(together, one, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(together, torch.cat(wanted).detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_a_diverged_model_says_so(folder: Path) -> None:
     """NaN is larger than any number to torch, and would be a label."""
     classifier = load_classifier(folder / "run", "last")
@@ -209,40 +178,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path, tmp_pa
     (tmp_path / "text.tsv").write_text(text + "stone\tthe flint\n")
     error = refused(tmp_path, "train classify --run parts --resume --steps 14 --device cpu")
     assert "text.tsv:109: label 'stone' is not among those of training: animal, plant, tool" in error
-
-
-def test_the_seed_orders_the_batches_and_a_resumed_run_goes_on_at_the_same_one(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the setting to what the model is trained with: 5 batches an epoch, and two runs that stop in the first."""
-    trained: list[list[int]] = []
-
-    def loss(run: ClassificationRun, model: SequenceClassifier, batch: LabelledBatch) -> torch.Tensor:
-        trained.append([*batch.ids.tolist(), *batch.labels.tolist()])
-        return sequence_classification_loss(model, batch)
-
-    def batches(name: str, steps: int, resume: bool = False, **train: int) -> list[list[int]]:
-        """What a run of that name is trained with up to a step."""
-        trained.clear()
-        if resume:
-            run = ClassificationRun.open(tmp_path / name, {"steps": steps})
-        else:
-            data = ClassificationDataConfig(train_text=folder / "text.tsv", held_out=0.15, tokenizer="words")
-            model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 16}
-            config = ClassificationTrainConfig(steps=steps, batch_sentences=16, threads=1, **train)
-            run = ClassificationRun.create(tmp_path / name, data, model, config)
-        run.fit(resume=resume, show=False)
-        return trained[:]
-
-    monkeypatch.setattr(ClassificationRun, "loss", loss)
-    first = batches("first", 12, seed=1)
-    assert len(first) == 12
-    epochs = [{tuple(batch) for batch in part} for part in (first[:5], first[5:10])]
-    assert not epochs[0] & epochs[1]  # each epoch has an order of its own
-    assert batches("again", 3, seed=1) + batches("again", 12, resume=True) == first
-    other = batches("other", 4, seed=2)
-    assert not {tuple(batch) for batch in other} & epochs[0]
-    assert other + batches("other", 7, resume=True) == batches("other, whole", 7, seed=2)
 
 
 def test_given_parts_and_a_file_of_settings(folder: Path, tmp_path: Path) -> None:
@@ -382,20 +317,6 @@ def test_a_run_by_hand_must_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             complete_run(trainer, tokenizer, labels, length)
     assert not (tmp_path / "mine" / "config.toml").exists()
-
-
-def test_python_makes_the_run_that_the_command_line_makes(folder: Path, tmp_path: Path) -> None:
-    data = ClassificationDataConfig(train_text=folder / "text.tsv", held_out=0.15, tokenizer="words")
-    model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 32, "dropout": 0.0}
-    train = ClassificationTrainConfig(
-        lr=0.02, warmup_steps=4, batch_sentences=16, validate_every=5, threads=1, steps=30
-    )
-    run = ClassificationRun.create(tmp_path / "run", data, model, train)
-    assert run.data.labels == tuple(WORDS)
-    run.fit(show=False)
-    texts = ["my oak is here", "nothing known"]
-    mine, theirs = (load_classifier(path / "run").probabilities(texts) for path in (tmp_path, folder))
-    assert torch.equal(mine, theirs)
 
 
 def test_numbers_need_no_file(tmp_path: Path) -> None:

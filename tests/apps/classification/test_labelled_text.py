@@ -1,19 +1,15 @@
 """Labelled files, what is wrong in them, how they are split, and the scores of predictions."""
 
 import gzip
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fastformer.apps.classification import Scores, encode_texts, number_texts, read_labelled
-from fastformer.apps.classification.classifier import Classifier
+from fastformer.apps.classification import Scores, read_labelled
 from fastformer.apps.classification.corpus import LabelledCorpus, split_labelled
-from fastformer.apps.classification.evaluation import score, score_logits
-from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
-from fastformer.apps.text import WordTokenizer, english
+from fastformer.apps.classification.evaluation import score_logits
 
 
 def test_a_line_is_a_label_a_tab_and_a_text(tmp_path: Path) -> None:
@@ -61,14 +57,6 @@ def test_composed_and_decomposed_labels_are_one_class(tmp_path: Path) -> None:
     assert read_labelled(path, ["cafe\u0301", "bar", "caf\u00e9"]).classes.tolist() == [2, 0, 1]
 
 
-def test_one_label_is_no_choice_and_many_are_not_all_listed(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("a\tx\na\ty\n")
-    with pytest.raises(ValueError, match="text: every text has the label 'a'; a classifier needs two labels at least"):
-        read_labelled(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more$"):
-        read_labelled(tmp_path / "text", [str(i) for i in range(12)])
-
-
 def test_parts_share_no_text_and_what_is_given_stays() -> None:
     texts = [f"text {i % 40}" for i in range(50)]
     corpus = LabelledCorpus(texts, np.arange(50) % 3, ("a", "b", "c"), "mine", dropped=4)
@@ -85,24 +73,6 @@ def test_parts_share_no_text_and_what_is_given_stays() -> None:
     assert with_valid["train"].texts == [text for text in texts if text not in parts["test"].texts]
     with pytest.raises(ValueError, match=r"mine: 2 different texts are too few .* give valid_text and test_text"):
         split_labelled(corpus.take([0, 1], "mine"), 0.1)
-
-
-def test_number_texts_are_labelled_by_their_digits() -> None:
-    found = number_texts(400)
-    names = {english(n).replace("-", " "): str(len(str(n))) for n in range(1000)}
-    short = [i for i, text in enumerate(found.texts) if text in names]
-    assert len(short) > 100
-    assert all(found.labels[found.classes[i]] == names[found.texts[i]] for i in short)
-    assert len(found) == len(set(found.texts)) == 400
-    assert found.texts == number_texts(400).texts != number_texts(400, seed=2).texts
-
-
-def test_every_text_begins_with_bos_and_is_cut() -> None:
-    tokenizer = WordTokenizer.from_lines(["a b c d"])
-    sequences, cut = encode_texts(["a b c d", "", "b"], tokenizer, 4)
-    a, b, c = tokenizer.encode("a b c")
-    assert [sequences[i] for i in range(3)] == [[tokenizer.bos_id, a, b, c], [tokenizer.bos_id], [tokenizer.bos_id, b]]
-    assert cut == 1
 
 
 def test_scores_against_counting_by_hand() -> None:
@@ -144,52 +114,3 @@ def test_logits_of_other_texts_are_refused(texts: int, sizes: list[tuple[int, in
     corpus = LabelledCorpus(["x"] * texts, np.zeros(texts, np.int64), ("a", "b", "c"), "few")
     with pytest.raises(ValueError, match=message):
         score_logits([torch.zeros(size) for size in sizes], corpus)
-
-
-def test_many_labels_take_time_and_memory_of_their_number_not_of_its_square(tmp_path: Path) -> None:
-    labels = tuple(f"label {i:06}" for i in range(100_000))
-    path = tmp_path / "text"
-    path.write_text("".join(f"{label}\tx\n" for label in labels[-3000:]))
-    corpus = read_labelled(path, _Counting(labels))
-    assert len(corpus) == 3000
-    assert _Counting.asked == 0  # a search from the first label to the last, for every line
-    few = corpus.take([0, 1, 2], "few")
-    logits = torch.zeros(3, len(labels))
-    logits[[0, 1, 2], [97_000, 97_001, 0]] = 1.0
-    found = score_logits([logits], few)  # a table of all pairs would have 80 GB
-    assert found.accuracy == 2 / 3
-    assert found.macro_f1 == 2 / 4
-    assert found.each[97_000].f1 == 1.0
-
-
-def test_logits_of_all_texts_are_never_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = WordTokenizer.from_lines(["a b"])
-    sizes = {"d_model": 8, "heads": 2, "layers": 1, "feed_forward": 8}
-    model = SequenceClassifier(ClassifierConfig(tokenizer.size, 2, **sizes)).eval()
-    made: list[weakref.ref[torch.Tensor]] = []
-    most, project = [0], model.logits
-
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        logits = project(hidden)
-        made.append(weakref.ref(logits))
-        most.append(sum(each() is not None for each in made))
-        return logits
-
-    monkeypatch.setattr(model, "logits", counted)
-    texts = ["a b", "b", "b b a"] * 100
-    corpus = LabelledCorpus(texts, np.zeros(300, np.int64), ("x", "y"))
-    found = score(model, corpus, tokenizer, 8)
-    labels = Classifier(model, tokenizer, ("x", "y"), 8).classify(texts)
-    assert max(most) <= 2 < len(made)  # that of a batch, and the one before
-    assert [("x", "y")[i] for i in found.predicted] == labels
-
-
-class _Counting(tuple[str, ...]):
-    """Labels that count how often one is looked for among them."""
-
-    __slots__ = ()
-    asked = 0
-
-    def __contains__(self, label: object) -> bool:
-        type(self).asked += 1
-        return super().__contains__(label)

@@ -12,10 +12,8 @@ import pytest
 from rich.console import Console
 
 from fastformer.apps import cli
-from fastformer.apps.system.run_lock import lock_run
 from fastformer.apps.train import CheckpointFolder, Result, read_metrics
 from fastformer.apps.train.interrupt import Interrupt
-from fastformer.apps.train.progress import Progress
 from fastformer.apps.translation import demo
 from fastformer.apps.translation.commands import demo as demo_command
 from fastformer.apps.translation.demo import run_demo
@@ -77,24 +75,6 @@ def test_a_broken_stream_ends_the_showing_and_no_run(tmp_path, monkeypatch, erro
     assert result.reason == "steps"
     assert last_step(tmp_path) == 20
     assert stream.asked == good + 1
-
-
-def test_no_stream_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    assert trainer(tmp_path, config(), show=True).fit().reason == "steps"
-
-
-def test_what_is_shown_is_saved_before(tmp_path, monkeypatch):
-    shown = []
-
-    def line(self, text):
-        shown.append((text.split(":")[0], CheckpointFolder(tmp_path / "checkpoints").last()))
-
-    monkeypatch.setattr(Progress, "line", line)
-    trainer(tmp_path, config(steps=None, epochs=2, validate_every=None)).fit()
-    step = {"step-7": tmp_path / "checkpoints" / "step-7", "step-14": tmp_path / "checkpoints" / "step-14"}
-    told = [(kind, path) for kind, path in shown if kind in ("mean of training", "validation")]
-    assert sorted(told) == sorted((kind, path) for path in step.values() for kind in ("mean of training", "validation"))
 
 
 @pytest.mark.slow
@@ -213,18 +193,6 @@ def test_nohup_is_respected(tmp_path):
         signal.signal(signal.SIGTERM, of_others)
 
 
-def test_a_handler_of_the_caller_stays():
-    came = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
-        with Interrupt(lambda: None) as interrupt:
-            signal.raise_signal(signal.SIGTERM)
-            assert not interrupt.requested
-        assert came == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_a_demo_that_is_asked_to_end_ends_once_it_is_saved(tmp_path, monkeypatch):
     ended = Result("interrupted", 1, 1, 1, 1.0, {}, None, None, int(signal.SIGTERM))
     monkeypatch.setattr(TranslationRun, "fit", lambda self: ended)
@@ -250,26 +218,6 @@ def test_a_broken_output_ends_no_demo(tmp_path, monkeypatch, short_demo, error):
     demo_command(run=tmp_path / "demo", target="fr", device="cpu")
     assert stream.asked == 1
     assert (tmp_path / "demo" / "attention.png").exists()
-
-
-def test_a_demo_keeps_its_folder_to_its_end(tmp_path, monkeypatch, short_demo):
-    """Else one that begins while the first evaluates would remove the model that it evaluates."""
-    called = []
-
-    def holding(call):
-        def held(*arguments, **options):
-            called.append(call.__name__)
-            lock = lock_run(tmp_path / "demo")
-            assert lock.lock_counter == 2
-            lock.release()
-            return call(*arguments, **options)
-
-        return held
-
-    for name in ("evaluate", "plot_history", "attend"):
-        monkeypatch.setattr(demo, name, holding(getattr(demo, name)))
-    run_demo(tmp_path / "demo", "fr", "cpu", Console(quiet=True))
-    assert called == ["evaluate", "plot_history", "attend"]
 
 
 def test_a_demo_that_was_killed_is_followed_by_the_next(tmp_path, monkeypatch, short_demo):

@@ -178,16 +178,6 @@ def test_cuda_graphs_do_nothing_to_results_on_a_cpu(run: Path, beam: str) -> Non
     assert not static.stderr
 
 
-def test_n_best_prints_scores_in_order(run: Path) -> None:
-    done = fastformer(
-        *["translate", "--run", "run", "--beam", "3", "--n-best", "3", "--scores", "--max-length", "6", "nine"], cwd=run
-    )
-    assert done.returncode == 0, done.stderr
-    scores = [float(line.split("\t")[0]) for line in done.stdout.strip("\n").split("\n")]
-    assert len(scores) == 3
-    assert scores == sorted(scores, reverse=True)
-
-
 def test_evaluate_takes_another_tokenizer_for_bleu(run: Path) -> None:
     done = fastformer(*["evaluate", "--run", "run", "--bleu-tokenizer", "char", "--beam", "1"], cwd=run)
     assert done.returncode == 0, done.stderr
@@ -223,16 +213,6 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     config = (tmp_path / "r" / "config.toml").read_text()
     assert "lr = 0.25" in config
     assert "d_model = 16" in config
-
-
-@pytest.mark.parametrize("target", ["fr", "de"])
-def test_demo_refuses_a_folder_that_is_not_a_demo(tmp_path: Path, target: str) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    done = fastformer("demo", "--target", target, "--run", "mine", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "mine is not empty" in done.stderr
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
 WRONG = [
@@ -344,13 +324,6 @@ def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
     assert done.returncode == 2
     assert weights.name in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_help_names_every_command_and_setting(tmp_path: Path) -> None:
-    text = fastformer("--help", cwd=tmp_path).stdout
-    assert all(name in text for name in ("demo", "data", "train", "translate", "evaluate", "info"))
-    text = fastformer("train", "--help", cwd=tmp_path).stdout
-    assert all(name in text for name in ("--d-model", "--lr", "--vocabulary", "Settings: train"))
 
 
 @pytest.mark.slow

@@ -54,14 +54,6 @@ def test_one_prompt_is_streamed(loaded, generator, tmp_path, monkeypatch):
     assert generate("the cat", "--temperature", "0", "--top-k", "3", cwd=tmp_path).stdout != done.stdout
 
 
-def test_without_a_prompt_the_model_begins(loaded, tmp_path):
-    done = generate(cwd=tmp_path)
-    assert done.returncode == 0
-    assert len(done.stdout.split()) > 4
-    assert not done.stdout.startswith(" ")
-    assert done.stdout == generate("", cwd=tmp_path).stdout
-
-
 def test_several_prompts_arguments_files_and_single_ones_agree(loaded, tmp_path):
     prompts = ["the cat", "", "a mat , and"]
     single = [generate(prompt, cwd=tmp_path).stdout for prompt in prompts]
@@ -111,22 +103,11 @@ def test_texts_of_several_lines(loaded, tmp_path):
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == done.stdout
 
 
-def test_unknown_words_and_long_prompts_are_warnings(loaded, tmp_path, caplog):
-    done = generate("the zebra", cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.startswith("the zebra ")
-    assert "the model does not know these words: zebra" in caplog.text
-    done = generate("the cat " * 6, cwd=tmp_path)
-    assert done.returncode == 0
-    assert "the last 8 tokens are read" in caplog.text
-
-
 WRONG = [
     (["the", "--temperature", "-1"], "temperature must be at least 0, not -1.0"),
     (["the", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
     (["the", "--top-p", "1.5"], "top_p must be above 0 and at most 1, not 1.5"),
     (["the", "--top-k", "-2"], "top_k must be at least 0, not -2"),
-    (["the", "--repetition-penalty", "0"], "repetition_penalty must be above 0, not 0.0"),
     (["the", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
     (["the", "a", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
     (["the", "--seed", "-1"], "seed must be at least 0, not -1"),
@@ -151,10 +132,3 @@ def test_a_mistake_gets_one_line(loaded, generator, tmp_path, monkeypatch, argum
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().split("\n")) == 1
     assert done.stdout == ""
-
-
-def test_help_names_every_setting(tmp_path):
-    text = fastformer("generate", "--help", cwd=tmp_path).stdout
-    names = "--max-new-tokens --temperature --top-k --top-p --repetition-penalty --seed --prompt-file --output"
-    assert all(name in text for name in names.split())
-    assert "generate" in fastformer("--help", cwd=tmp_path).stdout

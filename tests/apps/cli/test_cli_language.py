@@ -1,6 +1,5 @@
 """Language models on the command line: train, evaluate, generate, info, and what is refused."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -36,18 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_run_folder_says_what_it_is(folder: Path) -> None:
-    assert '[run]\nkind = "language"\n' in (folder / "lm" / "config.toml").read_text()
-    assert '[run]\nkind = "translation"\n' in (folder / "tr" / "config.toml").read_text()
-    names = {path.name for path in (folder / "lm").iterdir()}
-    assert {"config.toml", "data.json", "tokenizer", "checkpoints", "metrics.jsonl", "history.png"} <= names
-    for run, kind in (("lm", "language-model"), ("tr", "translation")):
-        done = fastformer("info", "--run", run, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert f"{run}: {kind} run, " in done.stdout
-        assert "parameters" in done.stdout
-
-
 def test_evaluate_prints_perplexity_with_the_counts(folder: Path) -> None:
     done = fastformer("evaluate", "--run", "lm", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -68,12 +55,6 @@ def test_windows_overlap_where_asked_for(folder: Path) -> None:
     assert re.search(r"\(46 predicted, <eos> counted\); each window rereads 6 tokens$", found.stdout.strip())
 
 
-def test_generate_uses_the_run(folder: Path) -> None:
-    done = fastformer("generate", "--run", "lm", "--device", "cpu", "the cat", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("the cat")
-
-
 def test_files_and_flags_fill_in_the_defaults_of_language_models(folder: Path) -> None:
     (folder / "own.toml").write_text("[train]\nlr = 0.01\nwarmup_steps = 3\n")
     command = TRAIN_LM.replace("--warmup-steps 2", "--config own.toml").replace("--label-smoothing 0", "").split()
@@ -85,23 +66,6 @@ def test_files_and_flags_fill_in_the_defaults_of_language_models(folder: Path) -
     for command, shown in (("train lm", "cosine"), ("train", "chosen for corpus and budget")):
         text = " ".join(fastformer(*command.split(), "--help", cwd=folder).stdout.split())
         assert f"[default: {shown}]" in text
-
-
-def test_resume(folder: Path) -> None:
-    done = fastformer("train", "lm", "--run", "lm", "--resume", "--steps", "6", "--device", "cpu", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    steps = [json.loads(line)["step"] for line in (folder / "lm" / "metrics.jsonl").read_text().splitlines()]
-    assert max(steps) == 6
-
-
-def test_help_names_both_applications(tmp_path: Path) -> None:
-    text = fastformer("train", "--help", cwd=tmp_path).stdout
-    assert re.search(r"\blm\b.*language model", text)
-    assert "--encoder-layers" in text
-    text = fastformer("train", "lm", "--help", cwd=tmp_path).stdout
-    assert all(name in text for name in ("--columns", "--context", "--d-model", "--lr", "Settings: data"))
-    assert all(f"--{place}-dropout" in text for place in ("embedding", "attention", "output"))
-    assert "--encoder-layers" not in text
 
 
 LM = "train lm --train-text text.txt --tokenizer words --steps 1 --run new"

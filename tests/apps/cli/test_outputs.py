@@ -99,22 +99,6 @@ def test_an_output_never_replaces_standard_input(runs):
     assert "would be replaced" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "export --run translation --to loop",
-        "compare loop",
-        "data multi30k --from . --to loop",
-        "translate --run translation --beam 9223372036854775807 the",
-        "translate --run translation --beam 99999999999999999999 the",
-    ],
-)
-def test_a_loop_of_links_and_a_number_beyond_all_are_a_users_mistakes(runs, invoke, line):
-    if not (runs / "loop").is_symlink():
-        (runs / "loop").symlink_to("loop")
-    assert isinstance(invoke(line).exception, ValueError | OSError)
-
-
 WRITES = {
     **{name: line for name, line in OUTPUTS.items() if name != "evaluate the run's own"},
     "plot history": "plot history translation --output {}",
@@ -177,13 +161,3 @@ def test_an_output_never_replaces_the_data_set_of_its_run(invoke, tmp_path):
         assert "would be replaced" in str(ended.exception), output
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert invoke(f"evaluate --run {tmp_path / 'run'} --beam 1 --output {folder / 'new'}").exit_code == 0
-
-
-def test_an_output_without_a_name_is_written_to(invoke, tmp_path):
-    with (tmp_path / "file").open("w+b") as file:
-        (tmp_path / "file").unlink()
-        ended = invoke(f"translate --run translation --input source.txt --output /proc/self/fd/{file.fileno()}")
-        assert ended.exit_code == 0, ended.exception
-        file.seek(0)
-        assert len(file.read().splitlines()) == 200
-    assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,5 @@
 """What reaches a terminal, and what the command line says of closed streams and strays in a run folder."""
 
-import io
-import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,20 +10,13 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.text import WordTokenizer
-from fastformer.apps.train import CheckpointFolder, TrainConfig, write_weights
+from fastformer.apps.train import CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
 from fastformer.apps.translation.run import APPLICATION as TRANSLATION
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from tests.support.command_line import fastformer
-from tests.support.train_task import config, trainer
 
-PACKAGE = Path(__file__).resolve().parents[3] / "fastformer"
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -69,26 +59,3 @@ def test_devices_that_cannot_train_are_named(evil: Path, device: str) -> None:
     if device == "mps":
         said = "device 'mps' was asked for, but torch sees no MPS devices"
     assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
-
-
-@pytest.mark.parametrize("name", [".new-x", ".old-x", ".swap-x", ".new-step-9", ".old-step-9", ".swap-step-9"])
-def test_a_stray_file_does_not_block_a_run(tmp_path: Path, name: str) -> None:
-    trainer(tmp_path, config(steps=2)).fit()
-    (tmp_path / "checkpoints" / name).write_text("somebody's")
-    again = trainer(tmp_path, config(steps=4))
-    again.resume()
-    again.fit()
-    assert (tmp_path / "checkpoints" / name).read_text() == "somebody's"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_weights_have_the_permissions_of_other_files(tmp_path: Path, mask: int) -> None:
-    before = os.umask(mask)
-    try:
-        write_weights(tmp_path / "w.safetensors", {"w": torch.ones(2)})
-        (tmp_path / "other").write_text("")
-    finally:
-        assert os.umask(before) == mask
-    found = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("w.safetensors", "other")]
-    assert found[0] == found[1]

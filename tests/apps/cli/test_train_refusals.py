@@ -13,7 +13,7 @@ import fastformer as package
 from fastformer.apps.language import run as language_modelling
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, LanguageTrainConfig
 from fastformer.apps.text import write_lines
-from fastformer.apps.train import CheckpointError, TrainConfig, Trainer, read_metrics
+from fastformer.apps.train import CheckpointError, TrainConfig, Trainer
 from fastformer.apps.translation import demo
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, TranslationRun
@@ -175,18 +175,3 @@ def test_a_trainer_loses_nothing_to_a_metric_that_its_validation_does_not_comput
     trainer(tmp_path / "rated", "accuracy").fit()
     with pytest.raises(CheckpointError, match="was trained with metric=accuracy, not bleu"):
         trainer(tmp_path / "rated", "bleu").resume()
-
-
-def test_of_word_perplexities_the_lowest_is_the_best(tmp_path: Path) -> None:
-    write_lines(tmp_path / "t.txt", TEXT)
-    files: dict[str, Any] = {f"{part}_text": tmp_path / "t.txt" for part in ("train", "valid", "test")}
-    data = LanguageDataConfig(**files, vocabulary=40, context=8)
-    # A rate that first learns, and then ruins it.
-    train = TrainConfig(
-        steps=30, validate_every=1, lr=3.0, schedule="constant", warmup_steps=60, clip_norm=0.0, batch_tokens=64,
-        metric="word_perplexity", threads=1,
-    )  # fmt: skip
-    model = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 16}
-    result = LanguageRun.create(tmp_path / "run", data, model, train).fit(show=False)
-    found = [r["word_perplexity"] for r in read_metrics(tmp_path / "run") if r["kind"] == "validation"]
-    assert result.best_value == min(found) < max(found)

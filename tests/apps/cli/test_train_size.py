@@ -1,8 +1,6 @@
 """The first pairs of a corpus, whatever it is made of, and settings that are paths."""
 
-import gzip
 import os
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,10 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.language.run import LanguageDataConfig, evaluate_text
-from fastformer.apps.text import TextError, open_dataset, prepare, read_parallel, write_lines
-from fastformer.apps.train import TrainConfig
+from fastformer.apps.language.run import LanguageDataConfig
+from fastformer.apps.text import TextError, open_dataset, prepare, write_lines
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, read_corpora
-from tests.apps.cli.test_cli_language import TEXT, TRAIN_LM
 from tests.support.command_line import fastformer
 
 SMALL = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 16}
@@ -87,38 +83,6 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
         translation.APPLICATION.read_config(tmp_path / "new")
 
 
-def peak_of_reading(folder: Path, suffix: str, lines: int) -> int:
-    """Bytes at the most, of Python's own, while the first 100 pairs of two files are taken."""
-    paths = folder / f"s{suffix}", folder / f"t{suffix}"
-    for path in paths:
-        with (gzip.open if suffix else open)(path, "wb") as file:  # type: ignore[operator]
-            file.writelines(b"%06d " % i + b"word " * 15 + b"\n" for i in range(lines))
-    tracemalloc.start()
-    try:
-        corpus = read_parallel(*paths, limit=100)
-        assert (len(corpus), corpus.beyond) == (100, lines - 100)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_what_is_left_out_is_not_held_but_checked(tmp_path: Path, suffix: str) -> None:
-    # A line is 82 characters in 49 bytes of Python's and 8 of a list: as many more as this would be seen if held.
-    held = 2 * 30_000 * (82 + 49 + 8)
-    assert peak_of_reading(tmp_path, suffix, 60_000) - peak_of_reading(tmp_path, suffix, 30_000) < held / 10
-    paths = tmp_path / f"s{suffix}", tmp_path / f"t{suffix}"
-    opened: Any = gzip.open if suffix else open
-    with opened(paths[1], "ab") as file:
-        file.write(b"one more\n")
-    with pytest.raises(TextError, match=r"has 30,000 lines but .* has 30,001"):
-        read_parallel(*paths, limit=100)
-    with opened(paths[0], "ab") as file:
-        file.write(b"\xff\n")
-    with pytest.raises(TextError, match=rf"s{suffix}:30001: not valid UTF-8"):
-        read_parallel(*paths, limit=100)
-
-
 # Paths in Python.
 
 
@@ -143,16 +107,3 @@ def test_paths_are_taken_in_any_form(tmp_path: Path, form: Any) -> None:
     for value in (7, b"s", ["s"]):
         with pytest.raises(ValueError, match=r"train_source must be a path, not "):
             DataConfig(**{**files, "train_source": value})  # type: ignore[arg-type]
-
-
-def test_lists_are_taken_for_tuples() -> None:
-    assert TrainConfig(steps=1, betas=[0.5, 0.6]).betas == (0.5, 0.6)  # type: ignore[arg-type]
-
-
-def test_a_text_to_evaluate_is_a_split_or_a_path(tmp_path: Path) -> None:
-    write_lines(tmp_path / "text.txt", TEXT)
-    done = fastformer(*TRAIN_LM.split(), "--run", "lm", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(ValueError, match=r"split must be test, valid or the Path of a file, not 'text.txt'"):
-        evaluate_text(tmp_path / "lm", "text.txt")  # type: ignore[arg-type]
-    assert evaluate_text(tmp_path / "lm", _Link(tmp_path / "text.txt"))[1].tokens == 6 * len(TEXT)  # type: ignore[arg-type]

@@ -1,8 +1,6 @@
 """The language model's rates of dropout: each at its place and only there, and none but in training."""
 
-import copy
 import json
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.language_task import config, random_batch, random_model
+from tests.support.language_task import random_batch, random_model
 
 pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
-from fastformer import functional
-from fastformer.apps.export import export_safetensors, load_safetensors
-from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
+from fastformer.apps.language.model import LanguageModel
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, load_language_model
-from fastformer.apps.text import WordTokenizer, write_lines
-from fastformer.apps.train import CheckpointError, TrainConfig
-from fastformer.packing import Layout
+from fastformer.apps.text import write_lines
+from fastformer.apps.train import TrainConfig
 
 LENGTHS = [70, 1, 29]
 OWN = ("embedding_dropout", "attention_dropout", "output_dropout")
@@ -89,50 +84,6 @@ def test_output_dropout_scales_what_it_keeps() -> None:
     torch.testing.assert_close(found[kept], plain[kept] / 0.75, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("rates", [{}, {"embedding_dropout": 0.3, "attention_dropout": 0.3, "output_dropout": 0.0}])
-def test_by_default_nothing_changes_and_no_more_seeds_are_drawn(rates: dict[str, float]) -> None:
-    """What the model computed before it had the rates, written out: embedding and decoder, each with `dropout`."""
-    model, batch = model_of(dropout=0.3, **rates), random_batch(LENGTHS)
-    layout = Layout.from_lengths(batch.lengths, torch.device("cpu"))
-    weight, table = model.embedding.tokens.weight, model.embedding.encodings(layout.max_length)
-    torch.manual_seed(5)
-    x = functional.embedding(batch.ids_in, weight, table, layout.positions, scale=48**0.5, dropout_p=0.3)
-    for layer in model.decoder.layers:
-        layer.self_attn.dropout = 0.3
-    expected, state = model.decoder.packed(x, layout, causal=True), torch.get_rng_state()
-    model = model_of(dropout=0.3, **rates)
-    torch.manual_seed(5)
-    assert torch.equal(model(batch.ids_in, batch.lengths), expected)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(6)
-    first = LanguageModel(config(dropout=0.3)).state_dict()
-    torch.manual_seed(6)
-    assert all(
-        torch.equal(first[name], x) for name, x in LanguageModel(config(dropout=0.3, **rates)).state_dict().items()
-    )
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_keep_their_rates(how: str) -> None:
-    model = model_of(dropout=0.0, embedding_dropout=0.1, attention_dropout=0.2, output_dropout=0.6)
-    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert torch.equal(hidden_of(twin), hidden_of(model))
-    assert [layer.self_attn.dropout for layer in twin.decoder.layers] == [0.2, 0.2]
-
-
-def test_every_rate_reaches_the_gradient() -> None:
-    batch = random_batch(LENGTHS)
-    for name in OWN:
-        losses = []
-        for seed in (1, 1, 2):
-            model = model_of(**{**NONE, name: 0.5})
-            torch.manual_seed(seed)
-            language_model_loss(model, batch).backward()
-            losses.append(model.embedding.tokens.weight.grad)
-        assert torch.equal(losses[0], losses[1])
-        assert not torch.equal(losses[0], losses[2])
-
-
 # Settings and checkpoints of before there were the rates.
 
 
@@ -167,29 +118,3 @@ def test_an_older_run_loads_and_resumes(tmp_path: Path, data: LanguageDataConfig
     LanguageRun.open(tmp_path / "old", {"steps": 6}).fit(resume=True, show=False)
     one, two = (load_language_model(tmp_path / name, "last")[0].state_dict() for name in ("whole", "old"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_an_older_checkpoint_has_the_defaults_and_no_other_rates(tmp_path: Path, data: LanguageDataConfig) -> None:
-    LanguageRun.create(tmp_path / "run", data, MODEL, replace(TRAIN, steps=3)).fit(show=False)
-    forget(tmp_path / "run")
-    text = (tmp_path / "run" / "config.toml").read_text()
-    for name, default in (("output_dropout", "0.0"), ("embedding_dropout", "None")):
-        (tmp_path / "run" / "config.toml").write_text(text.replace("[model]", f"[model]\n{name} = 0.3"))
-        with pytest.raises(CheckpointError, match=rf"another architecture: it has {name}={default}, this model 0\.3$"):
-            load_language_model(tmp_path / "run")
-
-
-def test_rates_go_through_the_run_folder_and_export(tmp_path: Path, data: LanguageDataConfig) -> None:
-    rates = {"embedding_dropout": 0.1, "attention_dropout": 0.0, "output_dropout": 0.4}
-    LanguageRun.create(tmp_path / "run", data, {**MODEL, **rates}, replace(TRAIN, steps=3)).fit(show=False)
-    model, tokenizer, _ = load_language_model(tmp_path / "run")
-    assert {name: getattr(model.config, name) for name in OWN} == rates
-    assert isinstance(tokenizer, WordTokenizer)
-    export_safetensors(tmp_path / "export", model, [tokenizer])
-    assert load_safetensors(tmp_path / "export").config == model.config
-    content = json.loads((tmp_path / "export" / "config.json").read_text())
-    for name in OWN:
-        del content["model"][name]
-    (tmp_path / "export" / "config.json").write_text(json.dumps(content))
-    without = replace(model.config, **{name: LanguageConfig.__dataclass_fields__[name].default for name in OWN})
-    assert load_safetensors(tmp_path / "export").config == without

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 pytest.importorskip("safetensors", reason="checkpoints need the extra `apps`")
 pytest.importorskip("tomli_w", reason="run folders need the extra `apps`")
 
-from fastformer import functional
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
 from fastformer.apps.language.run import (
     APPLICATION as LANGUAGE,
@@ -21,7 +20,6 @@ from fastformer.apps.language.run import (
 from fastformer.apps.language.run import (
     LanguageDataConfig,
     LanguageRun,
-    LanguageTrainConfig,
     evaluate_text,
     load_generator,
     load_language_model,
@@ -29,12 +27,9 @@ from fastformer.apps.language.run import (
     read_text_corpora,
 )
 from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.runs.application import Application
 from fastformer.apps.runs.folder import read_kind
-from fastformer.apps.text import ColumnBatches, TextCorpus, WordTokenizer, write_lines
-from fastformer.apps.train import CheckpointError, TrainConfig
-from fastformer.apps.translation.run import APPLICATION as TRANSLATION
-from fastformer.apps.translation.run import TranslationRun
+from fastformer.apps.text import ColumnBatches, WordTokenizer, write_lines
+from fastformer.apps.train import TrainConfig
 
 MODEL = {"d_model": 16, "heads": 2, "layers": 1, "feed_forward": 32, "dropout": 0.1}
 TRAIN = TrainConfig(steps=4, warmup_steps=2, validate_every=2, batch_tokens=64, threads=1, schedule="constant", lr=0.01)
@@ -120,18 +115,6 @@ def test_the_window_is_honoured_in_columns(tmp_path: Path, data: LanguageDataCon
     assert sum(batch.tokens for batch in batches.epoch(0)) == 5 * (rows - 1)
 
 
-def test_a_stream_is_evaluated_in_windows_of_all_its_tokens(tmp_path: Path, data: LanguageDataConfig) -> None:
-    data = replace(data, stream="columns", columns=5, context=7)
-    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
-    corpus, found = evaluate_text(tmp_path / "run")
-    model, tokenizer, _ = load_language_model(tmp_path / "run")
-    stream = [tokenizer.eos_id]
-    for line in corpus.lines:
-        stream += [*tokenizer.encode(line), tokenizer.eos_id]
-    assert found.tokens == corpus.words == len(stream) - 1
-    assert found.nats == pytest.approx(window_nats(model, stream, 7), rel=1e-5)
-
-
 def test_a_text_of_a_stream_model_begins_like_a_line(tmp_path: Path, data: LanguageDataConfig) -> None:
     model = {**MODEL, "embeddings": "separate"}
     LanguageRun.create(tmp_path / "run", replace(data, stream="columns", columns=5), model, TRAIN).fit(show=False)
@@ -188,25 +171,6 @@ def test_a_file_without_held_out_text_is_split(tmp_path: Path, data: LanguageDat
     assert given["valid"].lines == LINES[40:50]
 
 
-def test_the_vocabulary_is_that_of_the_training_text(data: LanguageDataConfig, tmp_path: Path) -> None:
-    run = LanguageRun(tmp_path, data, MODEL, TRAIN)
-    (tokenizer,) = run.tokenizers
-    assert tokenizer.encode("unicorn") == [tokenizer.unk_id]
-
-
-@pytest.mark.parametrize("tokens", [4096, 20, 1])
-def test_documents_are_never_looked_at_by_others(
-    tmp_path: Path, data: LanguageDataConfig, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastformer.apps.language.evaluation._EVALUATION_TOKENS", tokens)
-    run = LanguageRun(tmp_path, data, MODEL, TRAIN)
-    model = run.new_model().eval()
-    lines = run.corpora["valid"].lines
-    alone = [perplexity(model, TextCorpus([[line]]), run.tokenizer, 6, "documents").nats for line in lines]
-    together = perplexity(model, run.corpora["valid"], run.tokenizer, 6, "documents")
-    assert together.nats == pytest.approx(sum(alone), rel=1e-5)
-
-
 @torch.no_grad()
 def slow_nats(model: LanguageModel, ids: list[int], context: int, overlap: int) -> float:
     """The loss of all ids but the first: for each, the model reads what its window holds before it, no more."""
@@ -242,115 +206,11 @@ def test_overlapping_windows_are_those_of_a_plain_loop(
     assert (plain.nats == found.nats) == (overlap == 0 or (stream == "documents" and context == 40))
 
 
-def test_what_is_read_again_is_not_projected(
-    tmp_path: Path, data: LanguageDataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = LanguageRun(tmp_path, data, MODEL, TRAIN)
-    rows: list[int] = []
-    project = functional.linear_cross_entropy
-    monkeypatch.setattr(
-        functional, "linear_cross_entropy", lambda x, *rest, **named: rows.append(len(x)) or project(x, *rest, **named)
-    )
-    found = perplexity(run.new_model().eval(), run.corpora["test"], run.tokenizer, 6, "columns", 5)
-    assert sum(rows) == found.tokens
-
-
-def test_the_overlap_is_stated_and_checked(tmp_path: Path, data: LanguageDataConfig) -> None:
-    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
-    found = evaluate_text(tmp_path / "run", overlap=4)[1]
-    assert str(found).endswith("; each window rereads 4 tokens")
-    assert "rereads" not in str(evaluate_text(tmp_path / "run")[1])
-    for overlap in (-1, 6):
-        with pytest.raises(ValueError, match=rf"^overlap must be at least 0 and below context \(6\), not {overlap}$"):
-            evaluate_text(tmp_path / "run", overlap=overlap)
-
-
-def test_resuming_with_other_text_is_refused(tmp_path: Path, data: LanguageDataConfig) -> None:
-    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
-    assert data.train_text is not None
-    write_lines(data.train_text, ["the cat sees the cat and the cat", *LINES[1:40]])
-    with pytest.raises(ValueError, match="training data differs"):
-        LanguageRun.open(tmp_path / "run")
-
-
-def test_a_run_of_the_other_kind_is_refused(tmp_path: Path, data: LanguageDataConfig) -> None:
-    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
-    for refused in (TranslationRun.open, TRANSLATION.read_config):
-        with pytest.raises(ValueError, match="run is a language-model run; use `fastformer generate`"):
-            refused(tmp_path / "run")
-    # A folder of before there was a choice holds translation.
-    config = tmp_path / "run" / "config.toml"
-    config.write_text(config.read_text().replace('[run]\nkind = "language"\n', ""))
-    assert read_kind(tmp_path / "run") == "translation"
-    with pytest.raises(ValueError, match="run is a translation run; use `fastformer translate`"):
-        LANGUAGE.read_config(tmp_path / "run")
-
-
-def test_a_checkpoint_of_another_kind_or_architecture_is_refused(tmp_path: Path, data: LanguageDataConfig) -> None:
-    LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
-    config = tmp_path / "run" / "config.toml"
-    config.write_text(config.read_text().replace("feed_forward = 32", "feed_forward = 64"))
-    with pytest.raises(CheckpointError, match="feed_forward"):
-        load_generator(tmp_path / "run")
-    meta = next((tmp_path / "run" / "checkpoints").glob("step-*/meta.json"))
-    content = json.loads(meta.read_text())
-    content["config"] = {"source_vocabulary": 9, "target_vocabulary": 9}
-    for path in (tmp_path / "run" / "checkpoints").glob("step-*/meta.json"):
-        path.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="another architecture"):
-        load_generator(tmp_path / "run")
-
-
 def test_nothing_of_a_run_is_pickled_modules(tmp_path: Path, data: LanguageDataConfig) -> None:
     LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN).fit(show=False)
     for path in (tmp_path / "run").rglob("*.pt"):
         torch.load(path, weights_only=True)  # raises on anything but tensors and plain values
     assert list((tmp_path / "run").rglob("model.safetensors"))
-
-
-def test_language_models_have_training_defaults_of_their_own() -> None:
-    ours, base = LanguageTrainConfig(steps=1), TrainConfig(steps=1)
-    changed = {each.name for each in fields(base) if getattr(ours, each.name) != getattr(base, each.name)}
-    assert changed == {"schedule", "warmup_steps", "label_smoothing", "batch_tokens"}
-    assert {each.name: each.metadata for each in fields(ours)} == {each.name: each.metadata for each in fields(base)}
-    assert (ours.schedule, ours.label_smoothing) == ("cosine", 0.0)
-    # config.toml leaves out what is unset: a default in its place would change the settings of runs that exist.
-    assert all(getattr(base, name) is not None for name in changed)
-    with pytest.raises(ValueError, match="label_smoothing must be at least 0 and below 1, not 1"):
-        LanguageTrainConfig(steps=1, label_smoothing=1)
-
-
-def test_a_resumed_run_keeps_its_settings_whatever_the_defaults(tmp_path: Path, data: LanguageDataConfig) -> None:
-    settings = {"steps": 2, "label_smoothing": 0.1, "schedule": "inverse_sqrt", "warmup_steps": 4000, "threads": 1}
-    LanguageRun.create(tmp_path / "run", data, MODEL, TrainConfig(**settings))
-    run = LanguageRun.open(tmp_path / "run", {"steps": 3})
-    assert isinstance(run.train_config, LanguageTrainConfig)
-    assert vars(run.train_config) == vars(TrainConfig(**{**settings, "steps": 3}))
-
-
-@pytest.mark.parametrize("application", [LANGUAGE, TRANSLATION], ids=["language", "translation"])
-@pytest.mark.parametrize("name", ["vocabulary", "source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id"])
-def test_what_follows_from_the_tokenizer_is_no_users(tmp_path: Path, application: Application, name: str) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(f"[model]\n{name} = 7\n")
-    known = name in {each.name for each in fields(application.model)}
-    message = f"{name} is set from the tokenizer; leave it out" if known else f"unknown key {name!r}"
-    with pytest.raises(ValueError, match=message):
-        application.read_settings(path)
-
-
-def test_the_tokenizer_wins_over_settings_in_code(tmp_path: Path, data: LanguageDataConfig) -> None:
-    run = LanguageRun(tmp_path, data, {**MODEL, "vocabulary": 999, "pad_id": 7, "bos_id": 8, "eos_id": 9}, TRAIN)
-    config = run.model_config
-    assert (config.vocabulary, config.pad_id, config.bos_id, config.eos_id) == (run.tokenizer.size, 1, 2, 3)
-
-
-def test_an_empty_text_keeps_its_name(data: LanguageDataConfig, tmp_path: Path) -> None:
-    assert data.valid_text is not None
-    data.valid_text.write_text("\n\n")
-    with pytest.raises(ValueError, match=r"valid\.txt: holds no word"):
-        LanguageRun.create(tmp_path / "run", data, MODEL, TRAIN)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[3] / "recipes").glob("wikitext2-*.toml")))

@@ -133,36 +133,6 @@ def test_no_position_knows_a_later_one():
 
 
 @torch.no_grad()
-def test_logits_of_a_position_are_those_of_the_text_that_ends_there():
-    """The logits at t of a text read token by token, at once, and up to t only, are the same."""
-    model = random_model(4).double()
-    text = [2, *random_tokens(1, 15)[:, 0].tolist()]
-    state = LanguageState(model, [text[:1]], 16)
-    stepped = [state.logits, *(state.step(torch.tensor([i])) for i in text[1:])]
-    for t, logits in enumerate(stepped, start=1):
-        torch.testing.assert_close(LanguageState(model, [text[:t]], 16).logits, logits, atol=1e-10, rtol=0)
-
-
-@torch.no_grad()
-def test_a_step_that_was_interrupted_while_its_window_slid_may_be_repeated(monkeypatch):
-    """Between forgetting and reading again: the rows have lost nothing."""
-    model = random_model(2).double()
-    state, reference = LanguageState(model, PROMPTS, 8), Uncached(model, PROMPTS, 8)
-    read, interrupted = LanguageState._read, 0
-    for ids in random_tokens(4, 12):
-        with monkeypatch.context() as patch:
-            patch.setattr(LanguageState, "_read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            try:
-                found = state.step(ids)
-            except KeyboardInterrupt:
-                interrupted += 1
-                patch.setattr(LanguageState, "_read", read)
-                found = state.step(ids)
-        torch.testing.assert_close(found, reference.step(ids.tolist()), atol=1e-10, rtol=1e-10)
-    assert interrupted >= 3
-
-
-@torch.no_grad()
 def test_a_row_does_not_know_the_others():
     """Alone, in another order, and after others have left the batch; rows slide at different times."""
     model = random_model(5).double()
@@ -205,13 +175,6 @@ def test_with_the_kernels():
     state, prompts = LanguageState(model, PROMPTS[:2], 5), PROMPTS[:2]
     reference = Uncached(model, prompts, 5)
     follow(state, reference, 5, 2e-5)
-
-
-def test_the_model_is_left_in_its_mode():
-    model = random_model(1).train()
-    state = LanguageState(model, [[2]], 4)
-    state.step(torch.tensor([5]))
-    assert model.training
 
 
 def test_errors():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
-from fastformer.apps.export import export_safetensors, load_safetensors, on_hub
+from fastformer.apps.export import export_safetensors, load_safetensors
 from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.models import sizes
 from fastformer.apps.models.embeddings import Embedding
@@ -143,7 +143,7 @@ def test_an_exported_model_that_claims_to_be_large_is_refused_before_it_is_built
     assert process_time() - began < 2  # building takes 20 s
 
 
-@pytest.mark.parametrize("where", ["run", "exported", "on the hub"])
+@pytest.mark.parametrize("where", ["run", "exported"])
 def test_a_model_beyond_the_memory_is_not_built_whatever_size_its_file_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -151,16 +151,11 @@ def test_a_model_beyond_the_memory_is_not_built_whatever_size_its_file_states(
     load: Callable[[Path], Any] = load_translator
     if where == "run":
         run_folder(tmp_path)
-    elif where == "exported":
+    else:
         tokenizer = WordTokenizer.from_lines(["a b c d e f"])
         settings = TranslationConfig(tokenizer.size, tokenizer.size, **LAYERS, **SMALL)
         export_safetensors(tmp_path, TranslationModel(settings), [tokenizer, tokenizer])
         load = load_safetensors
-    else:
-        pytest.importorskip("huggingface_hub")
-        network = on_hub(TranslationModel)
-        network(TranslationConfig(9, 9, **LAYERS, **SMALL)).save_pretrained(tmp_path)
-        load = network.from_pretrained
     load(tmp_path)
     monkeypatch.setattr(sizes, "_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"at least [\d,]+ parameters, .* but this machine has 0\.0 GiB"):

@@ -178,10 +178,10 @@ def test_folders_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> No
     shutil.copytree(folder, copy)
     words = json.loads((copy / "vocab.json").read_text())
     (copy / "vocab.json").write_text(json.dumps({**words, "more": len(words)}))
-    with pytest.raises(ValueError, match=f"a vocabulary has {len(words) + 1} entries, the model {len(words)}"):
+    with pytest.raises(ValueError, match=f"the source tokenizer has {len(words) + 1} entries, the model {len(words)}"):
         read_pretrained(copy)
     (copy / "vocab.json").write_text(json.dumps({**words, "<pad>": words[CODE], CODE: words["<pad>"]}))
-    with pytest.raises(ValueError, match=r"the model has pad_id \d+, the vocabulary 2"):
+    with pytest.raises(ValueError, match=r"the target tokenizer has pad_id 2, the model \d+"):
         read_pretrained(copy)
     (copy / "vocab.json").write_text(json.dumps({**words, "<pad>": 3}))
     with pytest.raises(TextError, match="ids must be 0 to"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from fastformer.apps.pretrained import from_transformers
-from fastformer.apps.pretrained.architecture import Reader
 from fastformer.apps.pretrained.models import architectures
 from tests.apps.pretrained.tiny_models import ALL, build
 
@@ -144,18 +142,6 @@ def test_weights_that_are_no_usual_numbers_are_refused(change: Any, message: str
         from_transformers(theirs)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_setting_that_came_to_be_0_is_refused_or_idle(name: str) -> None:
-    theirs = build(name)
-    for each in dataclasses.fields(type(theirs.config)):
-        before = getattr(theirs.config, each.name, None)
-        if type(before) is int:
-            setattr(theirs.config, each.name, 0)
-            with suppress(ValueError):
-                from_transformers(theirs)
-            setattr(theirs.config, each.name, before)
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ALL)
 def test_what_changes_no_number_is_passed_over(name: str) -> None:
@@ -227,9 +213,3 @@ def test_files_with_other_weights_are_refused(tmp_path: Path, drop: str | None, 
     save_file(weights | ({add: torch.ones(2)} if add else {}), path, {"format": "pt"})
     with pytest.raises(ValueError, match=message):
         from_transformers(tmp_path)
-
-
-def test_a_reader_keeps_account() -> None:
-    reader = Reader(build("gpt2").config, ())
-    with pytest.raises(ValueError, match="n_embd must be 768, which alone is known, not 16"):
-        reader.refuse_unread({"vocab_size", "n_layer", "n_head", "n_positions", "bos_token_id", "eos_token_id"})

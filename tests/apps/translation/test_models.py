@@ -11,16 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel, translation_loss
-from fastformer.packing import Layout, pack
+from fastformer.apps.translation.model import TranslationModel, translation_loss
 from tests.support.torch_recorders import weights_of
 from tests.support.translation_task import (
     BOS,
     PAD,
     TorchTwin,
     config,
-    pairs_batch,
-    paper_positions,
     random_batch,
     random_ids,
     random_model,
@@ -92,58 +89,6 @@ def twin_name(name, wanted):
     return found if found in wanted else "source_tokens.weight"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_hidden_states_and_logits_are_torchs(variant):
-    model = random_model(2, **VARIANTS[variant]).double()
-    twin = TorchTwin(model.config).copy(model).double().train()
-    packed = random_batch([*RAGGED, (70, 66)] if "beyond" in variant else RAGGED, vocabulary=13)
-    padded = padded_like(packed)
-    logits = model.logits(hidden_states(model, packed))
-    expected = pack(twin(padded.source, padded.target_in), Layout.from_lengths(packed.target_lengths))
-    assert logits.shape == (packed.tokens, model.config.target_vocabulary)
-    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(hidden_states(model, padded), hidden_states(model, packed), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("initialisation", ["xavier_uniform", "xavier_normal", "normal", "uniform"])
-def test_initialisation(initialisation):
-    torch.manual_seed(0)
-    model = TranslationModel(config(d_model=96, heads=4, feed_forward=192, initialisation=initialisation))
-    for name, weight in model.named_parameters():
-        if weight.dim() < 2:
-            continue
-        rows, columns = weight.shape
-        xavier = (2 / (rows + columns)) ** 0.5
-        std = {"normal": 0.02, "uniform": 0.2 / 12**0.5}.get(initialisation, xavier)
-        std = 96**-0.5 if "tokens" in name else std
-        assert weight.std().item() == pytest.approx(std, rel=0.1), name
-        assert weight.mean().item() == pytest.approx(0, abs=5 * std / weight.numel() ** 0.5), name
-        bound = {"uniform": 0.1, "xavier_uniform": 3**0.5 * xavier}.get(initialisation, float("inf"))
-        assert "tokens" in name or weight.abs().max() <= bound, name
-    # No two matrices are the copies that torch's stacks start with.
-    first, second = (layer.linear1.weight for layer in model.encoder.layers)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])
-def test_tied_logits_start_near_one(embeddings):
-    torch.manual_seed(0)
-    model = TranslationModel(config(d_model=96, heads=4, embeddings=embeddings)).eval()
-    logits = model.logits(hidden_states(model, random_batch(RAGGED)))
-    assert 0.3 < logits.std() < 3
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_gets_a_gradient(variant):
-    model = random_model(3, **VARIANTS[variant]).train()
-    every = list(range(4, 13))
-    batch = pairs_batch([every], [every])
-    translation_loss(model, batch).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
-
-
 def test_dropout_is_active_in_training_only():
     batch = random_batch(RAGGED)
     model = random_model(4, dropout=0.3)
@@ -154,34 +99,6 @@ def test_dropout_is_active_in_training_only():
     torch.manual_seed(0)
     assert not torch.allclose(first, second)
     torch.testing.assert_close(hidden_states(model, batch), first, atol=0, rtol=0)
-
-
-def test_a_sentence_does_not_depend_on_the_others():
-    model = random_model(5).double()
-    together = hidden_states(model, random_batch(RAGGED))
-    parts = torch.split(together, [target + 1 for _, target in RAGGED])
-    batch = padded_like(random_batch(RAGGED))
-    for i, part in enumerate(parts):
-        source = batch.source[i][: batch.source_lengths[i]]
-        target = batch.target_in[i][: batch.target_lengths[i]]
-        alone = model(source, batch.source_lengths[i : i + 1], target, batch.target_lengths[i : i + 1])
-        torch.testing.assert_close(alone, part, atol=1e-12, rtol=0)
-
-
-def test_decoder_is_causal_and_sees_its_past_and_the_whole_source():
-    model = random_model(6).double()
-    batch = random_batch([(5, 6)])
-    before = hidden_states(model, batch)
-    for position in range(7):
-        changed = batch.target_in.clone()
-        changed[position] = changed[position] % 12 + 4 if position else 5
-        moved = (hidden_states(model, replace(batch, target_in=changed)) - before).abs().amax(1) > 1e-9
-        assert moved.tolist() == [False] * position + [True] * (7 - position)
-    for position in range(6):
-        changed = batch.source.clone()
-        changed[position] = changed[position] % 12 + 4
-        moved = (hidden_states(model, replace(batch, source=changed)) - before).abs().amax(1) > 1e-9
-        assert moved.all()
 
 
 @pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])
@@ -245,19 +162,6 @@ def test_input_errors():
         Embedding(5, 4, positions="rotary")
 
 
-def test_longest_sequence():
-    assert config().longest is None
-    assert config(positions="learned", max_positions=7).longest == 7
-
-
-@pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 2), (40, 12), (5, 7)])
-def test_sinusoidal_positions_are_the_papers(length, width):
-    table = sinusoidal_positions(length, width)
-    assert table.shape == (length, width)
-    assert table.dtype == torch.float32
-    torch.testing.assert_close(table.double(), paper_positions(length, width), atol=1e-7, rtol=0)
-
-
 def test_far_positions_are_exact():
     """Angles of thousands of radians: they must not be computed in fp32."""
     row = sinusoidal_positions(20_001, 6)[20_000].double()
@@ -292,57 +196,6 @@ def test_tables_are_not_in_the_checkpoint():
     long.load_state_dict(TranslationModel(config(max_positions=8)).state_dict())
 
 
-def test_embedding_scale_and_sum():
-    torch.manual_seed(0)
-    for scale in (True, False):
-        embedding = Embedding(9, 16, scale=scale, dropout=0.0)
-        ids = torch.tensor([[3, 8], [0, 1]])
-        out = embedding(ids, torch.tensor([[0, 5], [2, 0]]), 6)
-        expected = embedding.tokens.weight[ids] * (4.0 if scale else 1.0)
-        expected = expected + paper_positions(6, 16).float()[torch.tensor([[0, 5], [2, 0]])]
-        torch.testing.assert_close(out, expected)
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("output_bias", [False, True])
-def test_loss_is_the_sum_of_torchs_cross_entropy(label_smoothing, output_bias):
-    model = random_model(9, output_bias=output_bias).double()
-    batch = random_batch(RAGGED)
-    logits = model.logits(hidden_states(model, batch))
-    expected = F.cross_entropy(logits, batch.target_out, label_smoothing=label_smoothing, reduction="sum")
-    for form in (batch, padded_like(batch), padded_like(batch, extra=5)):
-        loss = translation_loss(model, form, label_smoothing)
-        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)
-    # A sum: that of a batch is that of its sentences.
-    parts = [translation_loss(model, row, label_smoothing) for row in single_sentences(batch)]
-    torch.testing.assert_close(torch.stack(parts).sum(), expected, atol=1e-10, rtol=0)
-
-
-def single_sentences(batch):
-    padded = padded_like(batch)
-    for i in range(len(batch)):
-        rows = slice(i, i + 1)
-        yield replace(
-            padded,
-            source=padded.source[rows],
-            target_in=padded.target_in[rows],
-            target_out=padded.target_out[rows],
-            source_lengths=batch.source_lengths[rows],
-            target_lengths=batch.target_lengths[rows],
-        )
-
-
-def test_loss_is_fp32_under_autocast():
-    model = random_model(10, d_model=24)
-    batch = random_batch(RAGGED)
-    exact = translation_loss(model, batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = translation_loss(model, batch)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
-    loss.backward()
-
-
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_attention_maps(norm_first, final_norm):
@@ -367,12 +220,3 @@ def test_attention_maps(norm_first, final_norm):
     torch.testing.assert_close(maps["encoder"], torch.stack(seen[:2]), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(maps["decoder"], torch.stack(seen[2::2]), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(maps["cross"], torch.stack(seen[3::2]), atol=1e-5, rtol=1e-5)
-
-
-def test_config_describes_itself():
-    """Every field has a help text, and a model is rebuilt from the values alone."""
-    model = random_model(12)
-    values = {name: getattr(model.config, name) for name in TranslationConfig.__dataclass_fields__}
-    assert TranslationConfig(**values) == model.config
-    assert all(field.metadata["description"] for field in TranslationConfig.__dataclass_fields__.values())
-    TranslationModel(TranslationConfig(**values)).load_state_dict(model.state_dict())

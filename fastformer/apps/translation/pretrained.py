@@ -34,7 +34,8 @@ _DECODER = {
 
 def _stack(name: str, layer: dict[str, str], attention: dict[str, str]) -> dict[str, str]:
     """Return the weights of a stack: of its linear layers and norms, and the input projections of its attention."""
-    layers, found = f"{name}.layers.{{n}}.", {}
+    layers = f"{name}.layers.{{n}}."
+    found: dict[str, str] = {}
     for part in ("weight", "bias"):
         found |= {f"{layers}{ours}.{part}": f"model.{layers}{theirs}.{part}" for ours, theirs in layer.items()}
         for ours, theirs in attention.items():

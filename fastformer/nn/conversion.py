@@ -4,7 +4,7 @@ The drop-in classes add no state, so that a module changes with its class alone:
 optimiser's references and the names in the state dict stay.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,6 @@ ZEROED = (
     "them; what reads them, such as a mean over all positions, changes: padding_free=False keeps torch's"
 )
 _MARK = "_converted_from"  # in a converted module: its class before
-
-Also = Mapping[type[nn.Module], type[nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Conversion:
         return "\n".join(lines)
 
 
-def convert(model: nn.Module, *, padding_free: bool = True, also: Also | None = None) -> Conversion:
+def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
     """Let every torch.nn module in a model that fastformer has a version of run as that, in place.
 
     Changed are LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
@@ -73,23 +71,14 @@ def convert(model: nn.Module, *, padding_free: bool = True, also: Also | None = 
         model: any module; itself included.
         padding_free: whether stacks run batches with key padding masks without their padding. Their outputs are then
             0 at padding, in training too; the report says so of each (`zeroed`). False keeps what torch computes there.
-        also: subclasses of torch's classes that compute just what these do, and the fastformer class for each, as in
-            `{timm.layers.LayerNorm: fastformer.LayerNorm}`. Nothing checks that: compare the outputs once.
 
     Returns:
         The report. Nothing is left to do with it: the model has changed.
-
-    Raises:
-        TypeError, ValueError: also maps what is no class, to what is not fastformer's, or no subclass of torch's class.
     """
-    also = {} if also is None else also
-    _check(also)
     report = Conversion()
     for name, module in model.named_modules():
         kind = type(module)
         new = SequentialFeedForward if _is_feed_forward(module) else OURS.get(kind)
-        if kind in also and kind not in OURS.values():
-            new = also[kind]
         reason = _reason(module) if new is None or "forward" in module.__dict__ else None
         if reason is not None:
             report.left.append(Entry(name, name_of(kind), reason))
@@ -160,19 +149,6 @@ def _reason(module: nn.Module) -> str | None:
 
 def _is_feed_forward(module: nn.Module) -> bool:
     return type(module) is nn.Sequential and SequentialFeedForward.recognises(module)
-
-
-def _check(also: Also) -> None:
-    for given, new in also.items():
-        for cls in (given, new):
-            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-                raise TypeError(f"also must map classes of modules to fastformer's, not {cls!r}")
-        original = next((torchs for torchs, ours in OURS.items() if ours is new), None)
-        if original is None:
-            names = ", ".join(cls.__name__ for cls in OURS.values())
-            raise ValueError(f"also maps {name_of(given)} to {name_of(new)}, which is none of fastformer's {names}")
-        if not issubclass(given, original):
-            raise ValueError(f"also maps {name_of(given)} to {name_of(new)}: no subclass of {name_of(original)}")
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, TransformerEncoder | TransformerDecoder]]:

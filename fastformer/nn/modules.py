@@ -38,24 +38,11 @@ OURS: dict[type[nn.Module], type[nn.Module]] = {}  # torch's class -> our drop-i
 def drop_in(cls: type[M]) -> type[M]:
     """Register a class as ours for the class of torch.nn of the same name."""
     OURS[getattr(nn, cls.__name__)] = cls
-    return not_scriptable(cls)
-
-
-def not_scriptable(cls: type[M]) -> type[M]:
-    """Have torch.jit.script, which knows no kernels of others, say what to do instead of what it cannot parse."""
-
-    def refuse(self: nn.Module) -> None:
-        raise TypeError(
-            f"torch.jit.script cannot compile fastformer.{cls.__name__}: call fastformer.revert(model) before, which "
-            "gives torch's modules with the same parameters"
-        )
-
-    cls.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
     return cls
 
 
 def runs_as_torch(x: Tensor) -> bool:
-    """Return whether torch's own `forward` is the faster one: for few tokens in inference, on a CPU, without kernels.
+    """Return whether torch's own `forward` is faster: for few tokens in inference, on a CPU, without kernels.
 
     torch's fused ops for inference keep all scores, so they are not for many tokens.
     """
@@ -201,7 +188,6 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
-@not_scriptable
 class SequentialFeedForward(nn.Sequential):
     """nn.Sequential(Linear, activation, [Dropout], Linear, [Dropout]) on `fastformer.functional.feed_forward`.
 

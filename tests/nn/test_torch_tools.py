@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -41,17 +40,6 @@ def test_flops_are_counted() -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         attention(x, x, x)
     assert counter.get_total_flops() > 0
-
-
-def test_script_is_told_to_revert_and_then_compiles() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
-    fastformer.convert(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        with pytest.raises(TypeError, match=r"torch.jit.script cannot compile fastformer\.\w+: call fastformer.revert"):
-            torch.jit.script(nn.Sequential(model))
-        fastformer.revert(model)
-        torch.jit.script(model)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that torchao takes the place of torch.ao

@@ -1,20 +1,25 @@
-"""Where a model looks: every attention weight for a text, with what to call its rows and columns.
+"""Attention maps: every attention weight for a text, and the figures of one head, a layer's heads, or all layers.
 
 Letters: L layers, H heads, T query positions (of a translation: of the target), S key positions (of the source).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.plots.attention_figures import plot_attention, plot_attention_heads, plot_attention_layers
+from fastformer.apps.plots.figure import grid, label_inches, magnification, new_figure, set_ticks, set_title
 from fastformer.host.devices import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_BAR = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # numbers on the colour bar
+_LARGEST = 24.0  # inches of all panels of a grid side by side, as long as that leaves each its least
 
 
 class Reader(Protocol):
@@ -34,7 +39,7 @@ class AttentionMaps:
     """Every weight of one kind of attention.
 
     Attributes:
-        title: what attends to what: the begin of a figure's title, and its end.
+        title: the begin of a figure's title, and its end.
         weights: `[L, H, T, S]`, on the CPU; row t is how query t spreads over the keys.
         keys: the S tokens that are looked at.
         queries: the T tokens that look.
@@ -57,30 +62,25 @@ class AttentionMaps:
         Raises:
             ValueError: there is no such layer or head.
         """
-        weights = self.weights
+        weights, panel_names = self.weights, ["layer", "head"]
         layers, heads = weights.shape[:2]
         layer = layers if layer is None else layer
         _check_choice("layer", layer, layers, ("all",))
         _check_choice("head", head, heads, ("all", "mean"))
         which = "all layers" if layer == "all" else f"layer {layer}"
-        if head == "mean":
-            weights, which = weights.mean(1), f"{which}, mean of {heads} heads"
-        elif head != "all":
-            weights, which = weights[:, head - 1], f"{which}, head {head}"
-        draw = plot_attention_layers
+        if head != "all":
+            panel_names.remove("head")
+            which += f", mean of {heads} heads" if head == "mean" else f", head {head}"
+            weights = weights.mean(1) if head == "mean" else weights[:, head - 1]
         if layer != "all":
+            panel_names.remove("layer")
             weights = weights[layer - 1]
-            draw = plot_attention_heads if head == "all" else plot_attention
         what, text = self.title
-        return draw(weights, self.keys, self.queries, f"{what}, {which}: {text}", self.axis_names)
+        title = f"{what}, {which}: {text}"
+        return plot_attention(weights, self.keys, self.queries, title, self.axis_names, panel_names)
 
 
-def attend_ids(
-    model: Reader,
-    ids: Sequence[int],
-    tokens: Sequence[str],
-    text: str = "",
-) -> AttentionMaps:
+def attend_ids(model: Reader, ids: Sequence[int], tokens: Sequence[str], text: str = "") -> AttentionMaps:
     """Compute every attention weight of a model that reads one sequence.
 
     Args:
@@ -97,6 +97,70 @@ def attend_ids(
     weights = model.attention_maps(torch.tensor(ids, device=device_of(model))).cpu()
     title = "attention", text or " ".join(tokens)
     return AttentionMaps(title, weights, list(tokens), list(tokens), ("token looked at", "token"))
+
+
+def plot_attention(
+    weights: Tensor,
+    source_tokens: Sequence[str],
+    target_tokens: Sequence[str],
+    title: str = "",
+    axis_names: tuple[str, str] = ("source token", "target token"),
+    panel_names: Sequence[str] | None = None,
+) -> "Figure":
+    """Draw attention maps, side by side on one scale from 0 to 1; row t is how query t spreads over the keys.
+
+    Where a panel is too small for all labels, it has every n-th.
+
+    Args:
+        weights: one map `[T, S]`; maps `[H, T, S]`; or rows of maps `[L, H, T, S]`.
+        source_tokens: the S keys.
+        target_tokens: the T queries.
+        title: of the figure.
+        axis_names: of the keys and of the queries; for a self-attention, say.
+        panel_names: of the dimensions before `[T, S]`; None: "layer" and "head", or "head".
+
+    Raises:
+        ValueError: the shape of weights is not that of the tokens.
+    """
+    tokens = [len(target_tokens), len(source_tokens)]
+    if not 2 <= weights.dim() <= 4 or list(weights.shape[-2:]) != tokens or 0 in weights.shape:
+        raise ValueError(
+            f"weights must be [T, S], [H, T, S] or [L, H, T, S] with [T, S] = {tokens} for these tokens and no "
+            f"dimension of size 0, not {list(weights.shape)}"
+        )
+    sizes = weights.shape[:-2]  # one map, panels, or rows of panels
+    names = ("layer", "head")[2 - len(sizes) :] if panel_names is None else panel_names
+    count = math.prod(sizes)
+    columns = sizes[1] if len(sizes) == 2 else math.ceil(count / math.isqrt(count))
+    rows = math.ceil(count / columns)
+    across, down = (0.32, 0.28) if count == 1 else (0.22, 0.2)  # inches a token
+    width = min(max(across * tokens[1], 1.6), max(1.6, _LARGEST / columns))
+    height = min(max(down * tokens[0], 1.4), max(1.4, min(_LARGEST / rows, 2 * width)))
+    # Beside the panels: the labels, the name of the axis and the colour bar; above each, its name.
+    figure = new_figure(
+        columns * (width + 0.1) + label_inches(target_tokens) + 1.6,
+        rows * (height + 0.3) + label_inches(source_tokens) + 0.9,
+    )
+    panels = grid(figure, rows, columns, count)
+    for number, (index, axes) in enumerate(zip(product(*map(range, sizes)), panels, strict=True)):
+        values = weights[index].detach().float().cpu().numpy()
+        image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest")
+        axes.tick_params(length=2)
+        # Only the outer panels carry tokens: every panel of a column and of a row has the same.
+        set_ticks(axes, "x", source_tokens if number + columns >= count else (), width)
+        set_ticks(axes, "y", target_tokens if number % columns == 0 else (), height)
+        axes.set_title(", ".join(f"{name} {i + 1}" for name, i in zip(names, index, strict=True)), fontsize="small")
+    size = 10 * magnification(figure)
+    figure.supxlabel(axis_names[0], fontsize=size)
+    figure.supylabel(axis_names[1], fontsize=size)
+    set_title(figure, title)
+    # As thick as a line of text is high, whatever the height of the figure. Its numbers are fixed: matplotlib chooses
+    # them after the layout, and "0.25", where the layout has seen "0.2", pushed the label over the edge.
+    bar = figure.colorbar(
+        image, ax=panels, fraction=0.03, pad=0.02, aspect=max(20, 4 * figure.get_figheight()), ticks=_BAR, format="%.1f"
+    )
+    bar.set_label("attention weight", fontsize=size)
+    return figure
 
 
 def _check_choice(name: str, value: int | str, count: int, words: tuple[str, ...]) -> None:

@@ -1,15 +1,16 @@
-"""What all figures share: their frame, and text of any kind that never breaks one.
+"""What all figures share: size, title, labels and files.
 
-Tokens, sentences and names of runs come from users: they may hold dollar signs (which begin a formula), line ends, and
-characters that no installed font can draw. Lengths are inches, at the font sizes used here.
+Tokens, sentences and names of runs may hold dollar signs (which begin a formula), line ends, and characters that no
+installed font can draw. Lengths are inches, at the font sizes used here.
 """
 
 import functools
 import io
+import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from fastformer.apps.system.files import write_file
 
@@ -20,30 +21,23 @@ if TYPE_CHECKING:
 _FORMATS = (".png", ".pdf", ".svg")
 DPI = 120
 LONGEST = 24  # characters of a token's label
-INCHES_PER_LINE = 0.14  # of small text, so that neighbours do not touch
-INCHES_PER_CHARACTER = 0.085  # of small text, on average
+_INCHES_PER_LINE = 0.14  # of small text, so that neighbours do not touch
+_INCHES_PER_CHARACTER = 0.085  # of small text, on average
 _CHARACTERS_PER_INCH = 9.0  # of a title
-# matplotlib brings the first. Of the others, those that are installed draw what it cannot: Chinese, Japanese, Korean,
-# emoji. Colour emoji fonts are bitmaps, which matplotlib cannot load.
+# matplotlib brings the first. Of the others, those that are installed draw Chinese, Japanese, Korean and emoji.
 _FONTS = (
     "DejaVu Sans",
     "Noto Sans CJK JP",
     "Noto Sans CJK SC",
-    "Noto Sans JP",
-    "Noto Sans SC",
-    "Noto Sans KR",
-    "Source Han Sans",
     "WenQuanYi Zen Hei",
     "Droid Sans Fallback",
     "Hiragino Sans",
     "Apple SD Gothic Neo",
-    "Arial Unicode MS",
     "Microsoft YaHei",
     "Yu Gothic",
     "Malgun Gothic",
     "Noto Emoji",
     "Segoe UI Emoji",
-    "Symbola",
 )
 
 
@@ -74,7 +68,7 @@ def save(figure: "Figure", path: Path | str) -> Path:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of this size."""
+    """Return an empty figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -83,7 +77,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def grid(figure: "Figure", rows: int, columns: int, count: int) -> "list[Axes]":
-    """The first `count` of rows x columns panels."""
+    """Return the first `count` of rows x columns panels."""
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in axes[count:]:
         unused.remove()
@@ -91,18 +85,18 @@ def grid(figure: "Figure", rows: int, columns: int, count: int) -> "list[Axes]":
 
 
 def set_title(figure: "Figure", title: str) -> None:
-    """A title above the whole figure, in as many lines as its width asks for."""
+    """Write a title above the whole figure, in as many lines as its width asks for."""
     room = figure.get_figwidth() * _CHARACTERS_PER_INCH / magnification(figure)
     lines = textwrap.wrap(visible(title), max(int(room), LONGEST), break_on_hyphens=False)
     figure.suptitle(plain("\n".join(lines)), fontfamily=font_families(), fontsize=12 * magnification(figure))
 
 
 def magnification(figure: "Figure") -> float:
-    """How much larger the texts about a whole figure are in a large one, which a screen shows reduced."""
+    """Return how much larger the texts about a whole figure are in a large one, which a screen shows reduced."""
     return min(max(figure.get_figwidth() / 12, 1.0), 2.0)
 
 
-def set_ticks(axes: "Axes", which: str, tokens: Sequence[str], inches: float) -> None:
+def set_ticks(axes: "Axes", which: Literal["x", "y"], tokens: Sequence[str], inches: float) -> None:
     """Label the positions of an axis with tokens; of more than fit, every n-th, so that none overlap.
 
     Args:
@@ -111,67 +105,57 @@ def set_ticks(axes: "Axes", which: str, tokens: Sequence[str], inches: float) ->
         tokens: of all positions; none for an axis without labels.
         inches: the length of the axis.
     """
-    stride = max(1, -int(-len(tokens) * INCHES_PER_LINE // inches))
-    labels = [plain(shorten(token)) for token in tokens[::stride]]
-    options: dict[str, Any] = {
-        "fontsize": "small",
-        "fontfamily": font_families(),
-        "rotation": 90 if which == "x" else 0,
-    }
-    (axes.set_xticks if which == "x" else axes.set_yticks)(range(0, len(tokens), stride), labels=labels, **options)
+    stride = max(1, -int(-len(tokens) * _INCHES_PER_LINE // inches))
+    axes.tick_params(which, labelrotation=90 if which == "x" else 0)
+    (axes.set_xticks if which == "x" else axes.set_yticks)(
+        range(0, len(tokens), stride),
+        labels=[plain(shorten(token)) for token in tokens[::stride]],
+        fontsize="small",
+        fontfamily=font_families(),
+    )
 
 
 def label_inches(tokens: Sequence[str]) -> float:
-    """The room that the longest of the labels takes, along its text."""
-    return INCHES_PER_CHARACTER * max(len(shorten(token)) for token in tokens)
+    """Return the room that the longest of the labels takes, along its text."""
+    return _INCHES_PER_CHARACTER * max(len(shorten(token)) for token in tokens)
 
 
 def plain(text: str) -> str:
-    """Text in which matplotlib sees no formula."""
+    """Return text in which matplotlib sees no formula."""
     return text.replace("$", r"\$")
 
 
 def shorten(token: str, longest: int = LONGEST) -> str:
-    """A label of at most so many characters."""
+    """Return a label of at most so many characters."""
     token = visible(token)
     return token if len(token) <= longest else token[: longest - 1] + "…"
 
 
 def visible(text: str) -> str:
-    """Text that can be drawn and read: line ends and tabs as in Python, and U+XXXX where no font has a character."""
+    """Return text that can be drawn and read: line ends and tabs as in Python, U+XXXX where no font has a character."""
     if text and not text.strip(" "):
         return "␣" * len(text)
-    shown: list[str] = []
-    replaced = False
-    for character in text:
-        drawable = ord(character) in _characters() and (character.isprintable() or character == "\N{NO-BREAK SPACE}")
-        if drawable:
-            shown.append(character)
-        else:
-            code = repr(character)[1:-1] if character in "\n\r\t" else f"U+{ord(character):04X}"
-            shown.append(f" {code}" if replaced and shown else code)
-        replaced = not drawable
-    return "".join(shown)
+    runs = itertools.groupby(text, lambda character: character.isprintable() and ord(character) in _drawable())
+    return "".join("".join(run) if drawable else " ".join(map(_code, run)) for drawable, run in runs)
 
 
-def font_families() -> list[str]:
-    """The fonts to draw text with, in order of preference."""
-    return list(_fonts())
+def _code(character: str) -> str:
+    return repr(character)[1:-1] if character in "\n\r\t" else f"U+{ord(character):04X}"
 
 
 @functools.cache
-def _fonts() -> dict[str, frozenset[int]]:
-    """Those of the fonts that are installed, with the code points that each can draw."""
+def font_families() -> list[str]:
+    """Return the installed fonts to draw text with, in order of preference."""
+    from matplotlib.font_manager import fontManager
+
+    installed = {font.name for font in fontManager.ttflist}
+    return [name for name in _FONTS if name in installed]
+
+
+@functools.cache
+def _drawable() -> frozenset[int]:
+    """Return the code points that these fonts have."""
     from matplotlib import font_manager
 
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    found = {}
-    for name in (name for name in _FONTS if name in installed):
-        font = font_manager.get_font(font_manager.findfont(name))
-        found[name] = frozenset(font.get_charmap())
-    return found
-
-
-@functools.cache
-def _characters() -> frozenset[int]:
-    return frozenset().union(*_fonts().values())
+    fonts = (font_manager.get_font(font_manager.findfont(name)) for name in font_families())
+    return frozenset().union({ord("\N{NO-BREAK SPACE}")}, *(font.get_charmap() for font in fonts))

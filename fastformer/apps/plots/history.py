@@ -1,6 +1,5 @@
 """Learning curves of one or several runs."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# The Okabe-Ito palette, which people with colour-blindness can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^v"  # the next seven runs have the same colours and other points
 _LONGEST_NAME = 48
-_MOST = 48  # panels: each takes matplotlib 0.1 s and megabytes, and records may be a stranger's
 _LABELS = {
     "loss": "loss (nats per token)",
     "perplexity": "validation perplexity",
@@ -23,25 +22,23 @@ _LABELS = {
 }
 _COUNTS = ("step", "epoch", "seconds")
 
-logger = logging.getLogger("fastformer")
-
 Record = Mapping[str, Any]
 
 
 def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
-    """Loss, perplexity and every other validation value over the steps, one panel each, one colour a run.
+    """Draw loss, perplexity and every other validation value over the steps: one panel each, one colour a run.
 
-    histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind
-        "train" are drawn thin, of kind "validation" with points; of very many values, the first are drawn. Raises
-        ValueError when there is nothing to draw.
+    Args:
+        histories: {name of the run: its records}, as `fastformer.apps.train.read_metrics` gives them: records of kind
+            "train" are drawn thin, of kind "validation" with points.
+
+    Raises:
+        ValueError: there is nothing to draw.
     """
-    values = [name for records in histories.values() for record in records for name in _plottable(record)]
-    panels = sorted(dict.fromkeys(values), key=lambda name: list(_LABELS).index(name) if name in _LABELS else 99)
+    found = {name for records in histories.values() for record in records for name in _plottable(record)}
+    panels = sorted(found, key=lambda name: (list(_LABELS).index(name) if name in _LABELS else len(_LABELS), name))
     if not panels:
         raise ValueError("histories holds no record with a loss, perplexity or score; nothing to plot")
-    if len(panels) > _MOST:
-        logger.warning("%d values are not drawn: there are more than %d", len(panels) - _MOST, _MOST)
-        panels = panels[:_MOST]
     rows = 1 if len(panels) <= 3 else 2
     columns = math.ceil(len(panels) / rows)
     several = len(histories) > 1
@@ -53,7 +50,7 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
             _logarithmic(axes)
         axes.set_xlabel("optimiser step")
         axes.set_ylabel(plain(_LABELS.get(name) or f"validation {shorten(name, _LONGEST_NAME)}"))
-        axes.xaxis.set_major_formatter(_thousands())
+        axes.xaxis.set_major_formatter("{x:,.6g}")
         axes.grid(alpha=0.25)
         if not several:
             axes.legend(fontsize="small", frameon=False)
@@ -63,19 +60,19 @@ def plot_history(histories: Mapping[str, Sequence[Record]]) -> "Figure":
 
 
 def _legend(figure: "Figure", runs: Sequence[str]) -> None:
-    """One legend below all panels: the colour and points of each run, and what thin lines and points mean."""
+    """Draw one legend below all panels: the colour and points of each run, and what thin lines and points mean."""
     from matplotlib.lines import Line2D
 
     names = [*(_name(run) for run in runs), "thin: training", "points: validation"]
     handles = [Line2D([], [], **_style(number)) for number in range(len(runs))]
     handles += [Line2D([], [], color="gray", linewidth=0.8), Line2D([], [], color="gray", marker="o", markersize=3.5)]
     columns = max(1, min(len(names), int(figure.get_figwidth() * 12 / (max(map(len, names)) + 6))))
-    options = {"ncols": columns, "frameon": False, "prop": {"family": font_families(), "size": "small"}}
-    figure.legend(handles, names, loc="outside lower center", **options)
+    font = {"family": font_families(), "size": "small"}
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, prop=font)
 
 
 def _name(run: str) -> str:
-    """A run's name as a label: the end of a long path tells runs apart."""
+    """Return a run's name as a label: the end of a long path tells runs apart."""
     name = visible(run)
     name = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
     return plain(f" {name}" if name.startswith("_") else name)  # matplotlib hides labels that begin with _
@@ -95,18 +92,11 @@ def _plottable(record: Record) -> list[str]:
 
 def _draw_run(axes: "Axes", prefix: str, number: int, records: Sequence[Record], name: str) -> None:
     style = _style(number)
-    steps, values = _series(records, "train", name)
-    if steps:
-        thin = {"color": style["color"], "linewidth": 0.8, "alpha": 0.6}
-        axes.plot(steps, values, **thin, label=f"{prefix}training")
-    steps, values = _series(records, "validation", name)
-    if steps:
-        axes.plot(steps, values, **style, label=f"{prefix}validation")
-
-
-def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
-    found = [record for record in records if record.get("kind") == kind and name in _plottable(record)]
-    return [record["step"] for record in found], [record[name] for record in found]
+    thin = {"color": style["color"], "linewidth": 0.8, "alpha": 0.6}
+    for kind, label, look in (("train", "training", thin), ("validation", "validation", style)):
+        points = [(x["step"], x[name]) for x in records if x.get("kind") == kind and name in _plottable(x)]
+        if points:
+            axes.plot(*zip(*points, strict=True), **look, label=f"{prefix}{label}")
 
 
 def _logarithmic(axes: "Axes") -> None:
@@ -118,10 +108,4 @@ def _logarithmic(axes: "Axes") -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(_thousands())
-
-
-def _thousands() -> Any:
-    from matplotlib.ticker import FuncFormatter
-
-    return FuncFormatter(lambda value, _: f"{value:,.6g}")
+    axes.yaxis.set_major_formatter("{x:,.6g}")

@@ -1,6 +1,6 @@
 """Positional encodings: their values, and how alike positions are."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ _MOST = 2048  # rows of a picture, which has fewer points; matplotlib takes some
 
 
 def plot_positions(encoding: Tensor, title: str = "") -> "Figure":
-    """A positional encoding, its values and the cosine similarity of its positions; of many, every n-th is drawn.
+    """Draw a positional encoding `[T, D]` and the cosine similarity of its positions; of many, every n-th is drawn.
 
-    encoding: [T, D].
+    Raises:
+        ValueError: encoding has another number of dimensions, or one of size 0.
     """
     if encoding.dim() != 2 or 0 in encoding.shape:
         raise ValueError(f"encoding has shape {list(encoding.shape)}; it must be [T, D], both at least 1")
@@ -24,28 +25,21 @@ def plot_positions(encoding: Tensor, title: str = "") -> "Figure":
 
     T, D = encoding.shape
     values = encoding.detach()[:: -(-T // _MOST)].float().cpu()  # [at most _MOST, D]
+    normal = torch.nn.functional.normalize(values, dim=1)
+    limit = float(values.abs().max()) or 1.0
     figure = new_figure(11.0, 4.4)
     left, right = grid(figure, 1, 2, 2)
-    limit = float(values.abs().max()) or 1.0
-    across, all_positions = (
-        (-0.5, D - 0.5),
-        (T - 0.5, -0.5),
-    )  # as matplotlib has it: numbers in the middle of their cells
-    extent = (*across, *all_positions)
-    colours: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
-    image = left.imshow(values.numpy(), aspect="auto", interpolation="nearest", extent=extent, **colours)
-    left.set_xlabel("dimension")
-    left.set_ylabel("position")
-    left.set_title("value of each dimension")
+    # Left, right, bottom and top of a picture, so that the number of a position is in the middle of its cell.
+    extent = (-0.5, D - 0.5, T - 0.5, -0.5)
+    image = left.imshow(
+        values.numpy(), aspect="auto", interpolation="nearest", extent=extent, cmap="RdBu_r", vmin=-limit, vmax=limit
+    )
     figure.colorbar(image, ax=left, label="value")
-    normal = torch.nn.functional.normalize(values, dim=1)
-    similarity = normal @ normal.T  # [at most _MOST, at most _MOST]
-    extent = (*all_positions[::-1], *all_positions)
-    image = right.imshow(similarity.numpy(), cmap="viridis", interpolation="nearest", extent=extent)
-    right.set_xlabel("position")
-    right.set_ylabel("position")
-    right.set_title("similarity of positions")
+    left.set(xlabel="dimension", ylabel="position", title="value of each dimension")
+    extent = (-0.5, T - 0.5, T - 0.5, -0.5)
+    image = right.imshow((normal @ normal.T).numpy(), cmap="viridis", interpolation="nearest", extent=extent)
     figure.colorbar(image, ax=right, label="cosine similarity")
+    right.set(xlabel="position", ylabel="position", title="similarity of positions")
     for axis in (left.xaxis, left.yaxis, right.xaxis, right.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     set_title(figure, title)

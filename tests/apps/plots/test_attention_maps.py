@@ -32,25 +32,25 @@ def weights_of_torch(twin: nn.Module) -> torch.Tensor:
     return torch.stack(weights_of(twin, torch.tensor([IDS]), torch.tensor([len(IDS)])))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_of_a_language_model(variant):
-    model = random_model(3, **VARIANTS[variant])
-    found = model.attention_maps(torch.tensor(IDS))
-    assert found.shape == (2, 3, 5, 5)
-    assert found.triu(1).abs().max() == 0
-    torch.testing.assert_close(found, weights_of_torch(TorchTwin(model.config).copy(model)), atol=1e-5, rtol=1e-5)
-    assert not found.requires_grad
+def models_of(variant: str) -> list[tuple[nn.Module, nn.Module]]:
+    """A language model and classifiers, and their twins of torch's layers."""
+    options = VARIANTS[variant]
+    language = random_model(3, **options)
+    pairs = [(language, TorchTwin(language.config).copy(language))]
+    for kind in (TokenClassifier, SequenceClassifier):
+        model = test_classification.random_model(kind, 3, **options)
+        pairs.append((model, test_classification.TorchTwin(model.config, kind).copy(model)))
+    return pairs
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", [TokenClassifier, SequenceClassifier])
-def test_of_a_classifier(kind, variant):
-    model = test_classification.random_model(kind, 3, **VARIANTS[variant])
-    twin = test_classification.TorchTwin(model.config, kind).copy(model)
-    maps = attend_ids(model, IDS, TOKENS)
-    assert maps.weights.shape == (2, 3, 5, 5)
-    assert maps.weights.triu(1).abs().max() > 0
-    torch.testing.assert_close(maps.weights, weights_of_torch(twin), atol=1e-5, rtol=1e-5)
+def test_of_one_sequence_are_those_of_torchs_layers(variant):
+    for number, (model, twin) in enumerate(models_of(variant)):
+        maps = attend_ids(model, IDS, TOKENS)
+        assert maps.weights.shape == (2, 3, 5, 5)
+        assert (maps.weights.triu(1).abs().max() == 0) == (number == 0)  # causal
+        torch.testing.assert_close(maps.weights, weights_of_torch(twin), atol=1e-5, rtol=1e-5)
+        assert not maps.weights.requires_grad
 
 
 LENGTHS = [5, 1, 8, 3]
@@ -60,15 +60,11 @@ LENGTHS = [5, 1, 8, 3]
 @pytest.mark.parametrize("padded", [False, True])
 def test_of_several_texts_are_those_of_each(variant, padded):
     """Packed, padded and by their layout: no text sees another, or padding."""
-    models = [random_model(3, **VARIANTS[variant])]
-    models += [
-        test_classification.random_model(kind, 3, **VARIANTS[variant]) for kind in (TokenClassifier, SequenceClassifier)
-    ]
     generator = torch.Generator().manual_seed(0)
     texts = [torch.tensor(random_ids(n, generator, 12)) for n in LENGTHS]
     lengths = torch.tensor(LENGTHS)
     ids = nn.utils.rnn.pad_sequence(texts, batch_first=True) if padded else torch.cat(texts)
-    for model in models:
+    for model, _ in models_of(variant):
         model.double()
         expected = [model.attention_maps(text) for text in texts]
         for given in (lengths, Layout.from_lengths(lengths)):
@@ -135,34 +131,27 @@ def test_the_figure_has_the_maps_that_were_asked_for():
     ):
         figure = maps.figure(*choice)
         drawn = [torch.from_numpy(axes.images[0].get_array().filled()) for axes in figure.axes if axes.get_images()]
-        assert len([axes for axes in figure.axes if axes.get_images()]) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
         assert figure.get_suptitle().replace("\n", " ") == title
         assert (figure.get_supxlabel(), figure.get_supylabel()) == ("token looked at", "token")
+    assert [axes.get_title() for axes in figure.axes if axes.get_images()] == ["layer 1", "layer 2"]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["<bos>", "the", "cat", "sat"]
-    assert maps.figure(1, 1).axes[0].get_title() == ""
     title = attend_ids(random_model(0), IDS, TOKENS).figure(1, 1).get_suptitle()
     assert title.replace("\n", " ") == "attention, layer 1, head 1: <bos> the cat sat the"
-
-
-def test_wrong_shapes():
-    model, pairs = random_model(0), translation_task.random_model(0)
-    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, where no lengths are given, not \[1, 5\]"):
-        model.attention_maps(torch.tensor([IDS]))
-    with pytest.raises(ValueError, match=r"ids must be packed \[4\] or padded \[2, length\], not \[5\]"):
-        model.attention_maps(torch.tensor(IDS), torch.tensor([1, 3]))
-    ids = torch.tensor(IDS)
-    with pytest.raises(ValueError, match="source and target_in must be equally many, not 2 and 1"):
-        pairs.attention_maps(ids, ids, torch.tensor([2, 3]), torch.tensor([5]))
+    with pytest.raises(ValueError, match="layer must be 1 to 2 or all, not 3"):
+        maps.figure(3)
 
 
 def test_wrong_arguments():
-    for ids, tokens in (([], []), ([4], []), ([4], ["a", "b"])):
-        message = f"equally many and at least one, not {len(ids)} and {len(tokens)}"
-        with pytest.raises(ValueError, match=message):
-            attend_ids(random_model(0), ids, tokens)
-    learned = random_model(0, positions="learned", max_positions=2)
+    model, pairs, ids = random_model(0), translation_task.random_model(0), torch.tensor(IDS)
+    with pytest.raises(ValueError, match=r"ids must be \[T\], one sequence, where no lengths are given, not \[1, 5\]"):
+        model.attention_maps(ids[None])
+    with pytest.raises(ValueError, match=r"ids must be packed \[4\] or padded \[2, length\], not \[5\]"):
+        model.attention_maps(ids, torch.tensor([1, 3]))
+    with pytest.raises(ValueError, match="source and target_in must be equally many, not 2 and 1"):
+        pairs.attention_maps(ids, ids, torch.tensor([2, 3]), torch.tensor([5]))
     with pytest.raises(ValueError, match="a sequence of 5 is longer than max_length, 2"):
-        attend_ids(learned, IDS, TOKENS)
-    with pytest.raises(ValueError, match="layer must be 1 to 2 or all, not 3"):
-        attend_ids(random_model(0), IDS, TOKENS).figure(3)
+        attend_ids(random_model(0, positions="learned", max_positions=2), IDS, TOKENS)
+    for given, tokens in (([], []), ([4], []), ([4], ["a", "b"])):
+        with pytest.raises(ValueError, match=f"equally many and at least one, not {len(given)} and {len(tokens)}"):
+            attend_ids(model, given, tokens)

@@ -5,11 +5,22 @@ documents ─ tokenizers ─ encode_documents or encode_lines ─ LanguageBatche
 ids and labels as Sequences ─ LabelledBatches ─ LabelledBatch(ids, labels, lengths)
 """
 
-from .batches import Batch, Batches, collate, collate_source
-from .columns import ColumnBatches, cut_stream, token_stream
+from .batch import Batch, LabelledBatch, LanguageBatch, Side
+from .batches import Batches, ColumnBatches, LabelledBatches, LanguageBatches, collate, collate_source
+from .corpora import (
+    DOCUMENT_KINDS,
+    DocumentKind,
+    ParallelCorpus,
+    TextCorpus,
+    cut_lines,
+    hold_out,
+    read_parallel,
+    read_text,
+    split,
+    split_text,
+)
 from .datasets import DATASETS, DatasetReport, open_dataset, open_text_dataset, prepare
 from .docstrings import docstring_corpora
-from .documents import LanguageBatch, LanguageBatches, Pieces, collate_pieces, counted_positions, cut_documents
 from .encoding import (
     EncodedDocuments,
     EncodedPairs,
@@ -19,27 +30,13 @@ from .encoding import (
     encode_pairs,
     encode_source,
 )
-from .files import (
-    ParallelCorpus,
-    TextError,
-    check_texts,
-    checked_lines,
-    lines_of,
-    read_json,
-    read_lines,
-    read_parallel,
-    sample_lines,
-    split,
-    write_lines,
-    write_texts,
-)
-from .labelled import LabelledBatch, LabelledBatches
+from .files import TextError, check_texts, checked_lines, lines_of, read_json, read_lines, write_lines, write_texts
 from .marian import MarianTokenizer, read_marian
 from .numbers import english, french, german, number_corpus
-from .sides import Side
+from .pieces import Pieces, collate_pieces, counted_positions, cut_documents, cut_stream, token_stream
 from .special_ids import SpecialIds
-from .text_corpus import DOCUMENT_KINDS, DocumentKind, TextCorpus, cut_lines, hold_out, read_text, split_text
-from .tokenizers import SentencePieceTokenizer, Tokenizer, learn_tokenizer, load_tokenizer, train_sentencepiece
+from .tokenizer import Tokenizer
+from .tokenizers import SentencePieceTokenizer, learn_tokenizer, load_tokenizer, train_sentencepiece
 from .vocabulary import SPLITTINGS, WordTokenizer
 
 __all__ = [
@@ -98,7 +95,6 @@ __all__ = [
     "read_marian",
     "read_parallel",
     "read_text",
-    "sample_lines",
     "split",
     "split_text",
     "token_stream",

@@ -1,83 +1,59 @@
 """Token ids to batches: the only place where special ids are added, sequences are shifted and padding is made.
 
 A pair becomes source = tokens + eos, target_in = bos + tokens, target_out = tokens + eos, in training and, through
-`collate_source`, in inference. The order of the data depends on (seed, epoch) only, so a run resumed at batch i of
-epoch n sees exactly the batches that the uninterrupted run would have seen.
+`collate_source`, in inference. The sequences of classifiers are taken as they are.
 
-Buckets (sentences sorted by target, then source length, cut into batches, the batches shuffled) keep padding small, 7 %
-instead of 55 % on Multi30k with 4,000 tokens a batch, and cost some randomness: a batch holds sentences of one length.
-Packed batches have no padding, so they may also be random. There is no prefetching: a batch costs 0.3 ms.
+The order of the data depends on (seed, epoch) only, so a run resumed at batch i of epoch n sees exactly the batches
+that the uninterrupted run would have seen. There is no prefetching: a batch costs 0.3 ms.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.packing import Layout
 from fastformer.settings import check_value
 
-from .encoding import EncodedPairs, Ints, Sequences
-from .process_shares import rows_of, share_of
-from .sides import Side, on_device
+from .batch import Batch, LabelledBatch, LanguageBatch
+from .encoding import EncodedDocuments, EncodedPairs, Ints, Sequences
+from .pieces import Pieces, collate_pieces, cut_documents, cut_windows, token_stream
 from .special_ids import SpecialIds
 
+B = TypeVar("B", Batch, LanguageBatch, LabelledBatch)
 
-@dataclass(frozen=True)
-class Batch:
-    """B sentence pairs. Ids are int64, packed [S_total], [T_total] or padded at the end [B, S], [B, T].
 
-    The lengths count eos (source, target_out) or bos (target_in) and stay on the CPU, so that no device has to be
-    waited for to lay a batch out.
-    """
+class _EpochBatches(Generic[B]):
+    """The batches of each epoch."""
 
-    source: Tensor  # tokens + eos
-    source_lengths: Tensor  # [B]
-    target_in: Tensor  # bos + tokens
-    target_out: Tensor  # tokens + eos
-    target_lengths: Tensor  # [B]
+    def __init__(self, seed: int = 0, shuffle: bool = True) -> None:
+        self.seed, self.shuffle = seed, shuffle
+        self._planned: tuple[int, list[Ints]] | None = None
 
-    SIDES: ClassVar[tuple[Side, ...]] = (
-        Side("source_lengths", ("source",)),
-        Side("target_lengths", ("target_in",), ("target_out",)),
-    )
-    layouts: ClassVar[tuple[Layout, ...]] = ()
+    def plan(self, epoch: int) -> list[Ints]:
+        """Return the sequences of each batch of an epoch, as indices; the last epoch asked for is remembered."""
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = epoch, self._plan(np.random.default_rng((self.seed, epoch)))
+        return self._planned[1]
 
-    def __len__(self) -> int:
-        return len(self.source_lengths)
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        raise NotImplementedError
 
-    @property
-    def packed(self) -> bool:
-        """Whether the ids are one run without padding."""
-        return self.source.dim() == 1
+    def _order(self, random: np.random.Generator, count: int) -> Ints:
+        return random.permutation(count) if self.shuffle else np.arange(count)
 
-    @property
-    def tokens(self) -> int:
-        """Target tokens, eos included, padding not: what a loss is divided by."""
-        return int(self.target_lengths.sum())
+    def _collate(self, indices: Ints) -> B:
+        raise NotImplementedError
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch with its ids on `device`, in one transfer with their `layouts`; the lengths stay on the CPU.
+    def batches_in(self, epoch: int) -> int:
+        """Number of batches of an epoch."""
+        return len(self.plan(epoch))
 
-        Nothing waits for the device, whatever `non_blocking` says.
-        """
-        return on_device(self, self.SIDES, device)
-
-    def share(self, rank: int, world: int) -> "Batch | None":
-        """The sentence pairs of process `rank` of `world`, in the same form; None where it gets none."""
-        rows = share_of(self.source_lengths + self.target_lengths, rank, world)
-        if rows.start == rows.stop:
-            return None
-        return Batch(
-            rows_of(self.source, self.source_lengths, rows),
-            self.source_lengths[rows],
-            rows_of(self.target_in, self.target_lengths, rows),
-            rows_of(self.target_out, self.target_lengths, rows),
-            self.target_lengths[rows],
-        )
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[B]:
+        """Yield the batches of an epoch, from number `start` on: (epoch, batches already seen) resumes exactly."""
+        for indices in self.plan(epoch)[start:]:
+            yield self._collate(indices)
 
 
 def _lay_out(ids: Ints, lengths: Ints, pad_id: int, packed: bool) -> Tensor:
@@ -89,24 +65,18 @@ def _lay_out(ids: Ints, lengths: Ints, pad_id: int, packed: bool) -> Tensor:
 
 
 def collate(pairs: EncodedPairs, packed: bool = True) -> Batch:
-    """One batch of all the pairs, in their order; 4,000 tokens a side take 0.3 ms on one CPU core."""
+    """Return one batch of all the pairs, in their order; 4,000 tokens a side take 0.3 ms on one CPU core."""
     source, source_lengths = collate_source(pairs.source, pairs.source_ids, packed)
     target_in, lengths = pairs.target.with_special(first=pairs.target_ids.bos_id)
     target_out, _ = pairs.target.with_special(last=pairs.target_ids.eos_id)
-    pad_id = pairs.target_ids.pad_id
-    return Batch(
-        source,
-        source_lengths,
-        _lay_out(target_in, lengths, pad_id, packed),
-        _lay_out(target_out, lengths, pad_id, packed),
-        torch.from_numpy(lengths),
-    )
+    read, predicted = (_lay_out(x, lengths, pairs.target_ids.pad_id, packed) for x in (target_in, target_out))
+    return Batch(source, source_lengths, read, predicted, torch.from_numpy(lengths))
 
 
 def collate_source(
     sequences: Sequences | Sequence[Sequence[int]], special_ids: SpecialIds, packed: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The source side of a batch, as training makes it: ids with eos, packed [S_total] or padded [B, S], and lengths.
+    """Return the source side of a batch: ids with eos, packed `[S_total]` or padded `[B, S]`, and lengths `[B]`.
 
     For inference: ``collate_source(tokenizer.encode_batch(lines), tokenizer.special_ids)``.
     """
@@ -116,15 +86,24 @@ def collate_source(
     return _lay_out(ids, lengths, special_ids.pad_id, packed), torch.from_numpy(lengths)
 
 
-class Batches:
-    """The batches of each epoch, by number of sentences or by a budget of tokens.
+class Batches(_EpochBatches[Batch]):
+    """The batches of sentence pairs of each epoch, by number of sentences or by a budget of tokens.
 
-    A batch of a token budget has at most `tokens` positions on either side, special ids counted: positions as laid
-    out, so padding counts when ``packed=False``. `bucket` sorts by (target, source) length with ties in random order;
-    without it the order is random. `shuffle=False` keeps everything in order, for validation.
+    Buckets keep padding small, 7 % instead of 55 % on Multi30k with 4,000 tokens a batch, and cost some randomness: a
+    batch holds sentences of one length. Packed batches have no padding, so they may also be random.
 
-    Raises ``ValueError`` unless exactly one of `sentences` and `tokens` is given and >= 1, when there are no pairs,
-    and when a sentence alone is larger than the budget.
+    Args:
+        pairs: encoded sentence pairs.
+        sentences: pairs in a batch.
+        tokens: or the most positions of a batch on either side; special ids count, padding too if not packed.
+        seed: of the order.
+        shuffle: another order each epoch; otherwise everything is in order, for validation.
+        bucket: sort by (target, source) length with ties in random order, and shuffle the batches.
+        packed: without padding.
+
+    Raises:
+        ValueError: not exactly one of `sentences` and `tokens` is given and >= 1, there are no pairs, or one pair is
+            larger than the budget.
     """
 
     def __init__(
@@ -138,14 +117,14 @@ class Batches:
         bucket: bool = True,
         packed: bool = True,
     ) -> None:
+        super().__init__(seed, shuffle)
         if (sentences is None) == (tokens is None):
             raise ValueError(f"give either sentences or tokens, got sentences={sentences} and tokens={tokens}")
         check_value("sentences", sentences, int | None, at_least=1)
         check_value("tokens", tokens, int | None, at_least=1)
         if len(pairs) == 0:
             raise ValueError("there are no pairs to make batches of")
-        self.pairs, self.sentences, self.tokens = pairs, sentences, tokens
-        self.seed, self.shuffle, self.bucket, self.packed = seed, shuffle, bucket, packed
+        self.pairs, self.sentences, self.tokens, self.bucket, self.packed = pairs, sentences, tokens, bucket, packed
         self._source, self._target = pairs.source.lengths + 1, pairs.target.lengths + 1
         longest = np.maximum(self._source, self._target)
         if tokens is not None and longest.max() > tokens:
@@ -153,22 +132,13 @@ class Batches:
                 f"tokens={tokens} is less than sentence pair {longest.argmax() + 1}, which has {longest.max()} tokens "
                 "with eos: raise tokens, or lower max_length"
             )
-        self._planned: tuple[int, list[Ints]] | None = None
+        self.longest = int(longest.max())  # tokens of the longest sentence of either side, special ids counted
 
-    def plan(self, epoch: int) -> list[Ints]:
-        """The pairs of each batch of an epoch, as indices; the last epoch asked for is remembered."""
-        if self._planned is None or self._planned[0] != epoch:
-            self._planned = epoch, self._plan(epoch)
-        return self._planned[1]
-
-    def _plan(self, epoch: int) -> list[Ints]:
-        random = np.random.default_rng((self.seed, epoch))
-        count = len(self.pairs)
-        order = random.permutation(count) if self.shuffle else np.arange(count)
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        order = self._order(random, len(self.pairs))
         if self.bucket:  # lexsort is stable: what is equal in length stays in the order above
             order = order[np.lexsort((self._source[order], self._target[order]))]
-        cuts = np.array(self._cuts(order), np.int64)
-        batches = np.split(order, cuts)
+        batches = np.split(order, np.array(self._cuts(order), np.int64))
         if self.shuffle and self.bucket:
             batches = [batches[i] for i in random.permutation(len(batches))]
         return batches
@@ -190,19 +160,8 @@ class Batches:
                 start, source, target = i, s, t
         return cuts
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sentence of either side, special ids counted."""
-        return int(max(self._source.max(), self._target.max()))
-
-    def batches_in(self, epoch: int) -> int:
-        """Number of batches of an epoch."""
-        return len(self.plan(epoch))
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from number `start` on: (epoch, batches already seen) resumes exactly."""
-        for indices in self.plan(epoch)[start:]:
-            yield collate(self.pairs.take(indices), self.packed)
+    def _collate(self, indices: Ints) -> Batch:
+        return collate(self.pairs.take(indices), self.packed)
 
     def padding_share(self, epoch: int = 0) -> float:
         """Share of the positions of an epoch's batches, both sides, that padding takes when padded (packed: saved)."""
@@ -212,3 +171,117 @@ class Batches:
             for lengths in (self._source, self._target)
         )
         return 1 - int(self._source.sum() + self._target.sum()) / positions
+
+
+class LabelledBatches(_EpochBatches[LabelledBatch]):
+    """The batches of labelled sequences of each epoch, packed, of `size` sequences each (the last may have fewer).
+
+    Args:
+        sequences: of ids, N of them; one may be empty.
+        labels: N sequences of the same lengths, or an integer array `[N]`; -100 counts for nothing.
+        size: sequences in a batch.
+        seed: of the order.
+        shuffle: random order, another one each epoch; otherwise that of the sequences, for validation.
+
+    Raises:
+        ValueError: sequences and labels do not fit together, there are none, or size is below 1.
+    """
+
+    def __init__(
+        self, sequences: Sequences, labels: Sequences | Ints, *, size: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        super().__init__(seed, shuffle)
+        if len(sequences) == 0:
+            raise ValueError("there are no sequences to make batches of")
+        check_value("size", size, int, at_least=1)
+        if len(labels) != len(sequences):
+            raise ValueError(f"labels must be {len(sequences)}, one for each sequence, not {len(labels)}")
+        if isinstance(labels, Sequences):
+            different = np.flatnonzero(labels.lengths != sequences.lengths)
+            if len(different):
+                first = int(different[0])
+                wanted, given = (int(x.lengths[first]) for x in (sequences, labels))
+                raise ValueError(f"labels of sequence {first} must be {wanted}, one for each token, not {given}")
+        elif labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise ValueError(f"labels must be integers [N] or Sequences, not {labels.dtype} {list(labels.shape)}")
+        self.sequences, self.labels, self.size = sequences, labels, size
+
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        count = len(self.sequences)
+        return np.split(self._order(random, count), range(self.size, count, self.size))
+
+    def _collate(self, indices: Ints) -> LabelledBatch:
+        chosen = self.sequences.take(indices)
+        labels = self.labels.take(indices).ids if isinstance(self.labels, Sequences) else self.labels[indices]
+        ids, targets, lengths = (torch.from_numpy(x.astype(np.int64)) for x in (chosen.ids, labels, chosen.lengths))
+        return LabelledBatch(ids, targets, lengths)
+
+
+class _PieceBatches(_EpochBatches[LanguageBatch]):
+    """Batches of pieces."""
+
+    pieces: Pieces
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return int(self.pieces.lengths.max())
+
+    def _collate(self, indices: Ints) -> LanguageBatch:
+        return collate_pieces(self.pieces, indices)
+
+
+class LanguageBatches(_PieceBatches):
+    """The batches of each epoch: at most `tokens` tokens each, of pieces that predict at most `context` tokens.
+
+    The pieces are in random order, or with ``shuffle=False`` in that of the documents, for validation.
+
+    Raises ``ValueError`` when `context` is below 1, when `tokens` is less than that, and when there are no documents.
+    """
+
+    def __init__(
+        self, documents: EncodedDocuments, *, context: int, tokens: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        super().__init__(seed, shuffle)
+        if len(documents) == 0:
+            raise ValueError("there are no documents to make batches of")
+        self.pieces = cut_documents(documents, context)
+        if tokens < context:
+            raise ValueError(f"tokens={tokens} is less than context={context}: a batch must have room for a piece")
+        self.context, self.tokens = context, tokens
+
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        order = self._order(random, len(self.pieces))
+        ends = np.cumsum(self.pieces.lengths[order])
+        cuts: list[int] = []
+        before = 0  # tokens in the batches so far
+        while ends[-1] - before > self.tokens:
+            cuts.append(int(np.searchsorted(ends, before + self.tokens, side="right")))  # the first that does not fit
+            before = int(ends[cuts[-1] - 1])
+        return np.split(order, cuts)
+
+
+class ColumnBatches(_PieceBatches):
+    """The batches of each epoch, the same in every one, of a stream of N tokens in columns, as the tutorials read it.
+
+    The tokens become `columns` columns of L = N // columns; the N % columns last ones are left out. A batch is a window
+    of `context` rows (bptt) of all columns, and predicts for each of its tokens the one below it; so L - 1 tokens of
+    each column are predicted an epoch, and the last window is short.
+
+    Raises ``ValueError`` when `columns` or `context` is below 1, and when a column would have fewer than two tokens.
+    """
+
+    def __init__(self, documents: EncodedDocuments, *, columns: int, context: int) -> None:
+        super().__init__(shuffle=False)
+        check_value("columns", columns, int, at_least=1)
+        stream = token_stream(documents)
+        rows = len(stream) // columns
+        if rows < 2:
+            raise ValueError(f"columns={columns} is too many for {len(stream):,} tokens: each column needs two")
+        self.table = stream[: rows * columns].reshape(columns, rows)  # [columns, L]
+        self.pieces = cut_windows(stream, rows * np.arange(columns), np.full(columns, rows - 1), context, 0)
+        self.context = context
+
+    def _plan(self, random: np.random.Generator) -> list[Ints]:
+        columns = len(self.table)
+        return list(np.arange(len(self.pieces)).reshape(columns, -1).T)

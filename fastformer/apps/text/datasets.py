@@ -8,45 +8,27 @@ form is an error; Europarl is used in parts, so there it is a warning in the rep
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastformer.apps.system.files import write_file
 
-from .files import COMPRESSED, ParallelCorpus, TextError, read_json, read_lines, read_parallel, split, write_lines
-from .text_corpus import DocumentKind, TextCorpus, read_text
+from .corpora import DocumentKind, ParallelCorpus, TextCorpus, read_parallel, read_text, split
+from .files import COMPRESSED, TextError, read_json, read_lines, write_lines
 
-_COMPRESSED = f"({'|'.join(map(re.escape, COMPRESSED))})?"
+Files = dict[str, list[str]]
+
 SPLITS = ("train", "valid", "test")
+_REPORT = "dataset.json"
+_COMPRESSED = f"({'|'.join(map(re.escape, COMPRESSED))})?"
 _EUROPARL_HELD_OUT = 3000  # sentence pairs for validation and as many for test, the size of a WMT test set
 _EUROPARL_SEED = 1
 _EUROPARL_LINES = {"fr-en": 2_007_723, "de-en": 1_920_209}
-
-_NOTICES = {
-    "multi30k": (
-        "Multi30k is derived from Flickr30k captions and may be used for non-commercial research and education only. "
-        "Cite Elliott et al. 2016 (Multi30K: Multilingual English-German Image Descriptions) and Elliott et al. 2017 "
-        "(Findings of the Second Shared Task on Multimodal Machine Translation)."
-    ),
-    "europarl": (
-        "Europarl v7 holds the proceedings of the European Parliament, whose reuse is allowed if the source is "
-        "acknowledged; see https://www.statmt.org/europarl/. Cite Koehn 2005 (Europarl: A Parallel Corpus for "
-        "Statistical Machine Translation)."
-    ),
-    "wikitext2": (
-        "WikiText-2 is text of Wikipedia under CC BY-SA: name the source, and share what you derive under the same "
-        "terms. Cite Merity et al. 2016 (Pointer Sentinel Mixture Models)."
-    ),
-}
-DATASETS = tuple(_NOTICES)
-_REPORT = "dataset.json"
-
 _MULTI30K_LINES = {"train": 29_000, "valid": 1_014, "test": 1_000}
 _MULTI30K_FILES = {"train": ("train",), "valid": ("val", "valid"), "test": ("test_2016_flickr", "test2016")}
 _WIKITEXT_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
-_WIKITEXT_FILES = {s: (f"{s}.txt", f"wiki.{s}.tokens") for s in SPLITS}
 
 
 @dataclass(frozen=True)
@@ -69,6 +51,96 @@ class DatasetReport:
         return "\n".join([*rows, *(f"  note: {warning}" for warning in self.warnings), f"  {self.notice}"])
 
 
+def _find(folder: Path, names: Sequence[str]) -> Path:
+    """Return the first of the names that exists, plain or compressed."""
+    for path in (folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED)):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{folder}: none of {', '.join(names)} is there, plain or compressed")
+
+
+def _matches(folder: Path, pattern: str) -> list[str]:
+    """Return the first group of every file name that matches, plain or compressed: sorted, each once."""
+    found = (re.fullmatch(pattern + _COMPRESSED, path.name) for path in folder.iterdir())
+    return sorted({match[1] for match in found if match})
+
+
+def _multi30k(folder: Path) -> tuple[Files, list[str]]:
+    languages = _matches(folder, r"train\.([a-z]{2})")
+    if len(languages) < 2:
+        raise FileNotFoundError(
+            f"{folder}: train.LANGUAGE (plain or compressed) of at least two languages is needed, found {languages}"
+        )
+    files = {}
+    for name in SPLITS:
+        for language in languages:
+            path = _find(folder, [f"{stem}.{language}" for stem in _MULTI30K_FILES[name]])
+            lines = [line.strip() for line in read_lines(path)]
+            if len(lines) != _MULTI30K_LINES[name]:
+                raise TextError(f"{path}: {len(lines):,} lines, but Multi30k has {_MULTI30K_LINES[name]:,} there")
+            files[f"{name}.{language}"] = lines
+    return files, []
+
+
+def _europarl(folder: Path) -> tuple[Files, list[str]]:
+    pairs = _matches(folder, r"europarl-v7\.([a-z]{2}-[a-z]{2})\.[a-z]{2}")
+    if len(pairs) != 1:
+        raise FileNotFoundError(
+            f"{folder}: europarl-v7.XX-en.XX and europarl-v7.XX-en.en of one language pair are needed, found {pairs}"
+        )
+    first, second = pairs[0].split("-")
+    source, target = (_find(folder, [f"europarl-v7.{pairs[0]}.{language}"]) for language in (first, second))
+    corpus = read_parallel(source, target, "europarl")
+    read = len(corpus) + corpus.dropped_empty
+    warnings = []
+    if read != (published := _EUROPARL_LINES.get(pairs[0], read)):
+        warnings.append(f"{read:,} lines, where the published corpus has {published:,}: a part of it, or another one")
+    parts = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
+    warnings.append(str(parts[0]))
+    files: Files = {}
+    for part in parts:
+        files |= {f"{part.name}.{first}": part.source, f"{part.name}.{second}": part.target}
+    return files, warnings
+
+
+def _wikitext2(folder: Path) -> tuple[Files, list[str]]:
+    files = {}
+    for name, expected in _WIKITEXT_TOKENS.items():
+        path = _find(folder, (f"{name}.txt", f"wiki.{name}.tokens"))
+        files[f"{name}.txt"] = lines = [line.strip() for line in read_lines(path)]
+        if (count := _tokens(lines)) != expected:
+            raise TextError(f"{path}: {count:,} tokens with one <eos> a line, but WikiText-2 has {expected:,} there")
+    return files, []
+
+
+def _tokens(lines: list[str]) -> int:
+    return sum(len(line.split()) + 1 for line in lines)
+
+
+_NOTICES = {
+    "multi30k": (
+        "Multi30k is derived from Flickr30k captions and may be used for non-commercial research and education only. "
+        "Cite Elliott et al. 2016 (Multi30K: Multilingual English-German Image Descriptions) and Elliott et al. 2017 "
+        "(Findings of the Second Shared Task on Multimodal Machine Translation)."
+    ),
+    "europarl": (
+        "Europarl v7 holds the proceedings of the European Parliament, whose reuse is allowed if the source is "
+        "acknowledged; see https://www.statmt.org/europarl/. Cite Koehn 2005 (Europarl: A Parallel Corpus for "
+        "Statistical Machine Translation)."
+    ),
+    "wikitext2": (
+        "WikiText-2 is text of Wikipedia under CC BY-SA: name the source, and share what you derive under the same "
+        "terms. Cite Merity et al. 2016 (Pointer Sentinel Mixture Models)."
+    ),
+}
+_READERS: dict[str, Callable[[Path], tuple[Files, list[str]]]] = {
+    "multi30k": _multi30k,
+    "europarl": _europarl,
+    "wikitext2": _wikitext2,
+}
+DATASETS = tuple(_READERS)
+
+
 def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetReport:
     """Check the files of a dataset in the folder `from_path` and write them as plain text into `to_folder`.
 
@@ -83,21 +155,14 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
         raise FileNotFoundError(f"{origin}: no such folder; it must hold the files of {name}")
     if folder.is_dir() and any(folder.iterdir()) and not _was_prepared(folder):
         raise ValueError(f"{folder} is not empty, and no prepared dataset; choose an empty folder or a new one")
-    tokens: dict[str, int] = {}
-    warnings: list[str] = []
-    if name == "multi30k":
-        files = _multi30k(origin)
-    elif name == "europarl":
-        files, warnings = _europarl(origin)
-    else:
-        files, tokens = _wikitext2(origin)
+    files, warnings = _READERS[name](origin)
     report = DatasetReport(
         name=name,
         folder=str(folder),
         languages=sorted({file.partition(".")[2] for file in files} - {"txt"}),
         lines={file: len(lines) for file, lines in files.items()},
         notice=_NOTICES[name],
-        tokens=tokens,
+        tokens={file: _tokens(lines) for file, lines in files.items() if file.endswith(".txt")},
         warnings=warnings,
     )
     content = {key: value for key, value in asdict(report).items() if key != "folder"}
@@ -110,7 +175,7 @@ def prepare(name: str, from_path: str | Path, to_folder: str | Path) -> DatasetR
 
 
 def _was_prepared(folder: Path) -> bool:
-    """Whether a dataset was, or half of one: others have a dataset.json, too."""
+    """Return whether a dataset was, or half of one: others have a dataset.json, too."""
     try:
         return read_json(folder / _REPORT) == {} or _read_report(folder).name in DATASETS
     except (FileNotFoundError, TextError):
@@ -120,7 +185,7 @@ def _was_prepared(folder: Path) -> bool:
 def open_dataset(
     folder: str | Path, source_language: str, target_language: str, limit: int | None = None
 ) -> tuple[ParallelCorpus, ParallelCorpus, ParallelCorpus]:
-    """Training, validation and test pairs of a prepared folder.
+    """Read training, validation and test pairs of a prepared folder.
 
     limit: the most training pairs, the first ones; None: all. Europarl's stand in random order.
 
@@ -129,28 +194,27 @@ def open_dataset(
     """
     folder = Path(folder)
     report = _read_report(folder)
-    languages, expected = report.languages, report.lines
-    if source_language == target_language or {source_language, target_language} - set(languages):
+    if source_language == target_language or {source_language, target_language} - set(report.languages):
         raise ValueError(
-            f"{folder}: the languages must be two different ones of {languages or 'none at all'}, "
+            f"{folder}: the languages must be two different ones of {report.languages or 'none at all'}, "
             f"got {source_language!r} and {target_language!r}"
         )
-    train, valid, test = (
-        _open_split(
-            folder / f"{name}.{source_language}",
-            folder / f"{name}.{target_language}",
-            expected,
-            limit if name == "train" else None,
-        )
-        for name in SPLITS
-    )
+    parts = []
+    for name in SPLITS:
+        source, target = folder / f"{name}.{source_language}", folder / f"{name}.{target_language}"
+        corpus = read_parallel(source, target, name, limit if name == "train" else None)
+        read, expected = len(corpus) + corpus.dropped_empty + corpus.beyond, report.lines.get(source.name, 0)
+        if read != expected:
+            raise TextError(f"{source}: {read:,} lines, but {expected:,} were prepared; prepare again")
+        parts.append(corpus)
+    train, valid, test = parts
     return train, valid, test
 
 
 def open_text_dataset(
     folder: str | Path, document: DocumentKind | None = None
 ) -> tuple[TextCorpus, TextCorpus, TextCorpus]:
-    """Training, validation and test text of a prepared folder.
+    """Read training, validation and test text of a prepared folder.
 
     `document` says what a document is; by default an article. Raises ``FileNotFoundError`` when the folder was not
     prepared, ``ValueError`` when it holds sentence pairs, and ``TextError`` when a file has other numbers of lines or
@@ -197,90 +261,3 @@ def _read_report(folder: Path) -> DatasetReport:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         what = "its preparation did not end" if content == {} else f"damaged ({error!r})"
         raise TextError(f"{path}: {what}; prepare the dataset again") from error
-
-
-def _open_split(source: Path, target: Path, expected: dict[str, int], limit: int | None) -> ParallelCorpus:
-    corpus = read_parallel(source, target, source.stem, limit)
-    read = len(corpus) + corpus.dropped_empty + corpus.beyond
-    if read != expected.get(source.name):
-        raise TextError(f"{source}: {read:,} lines, but {expected.get(source.name, 0):,} were prepared; prepare again")
-    return corpus
-
-
-def _find(folder: Path, names: Sequence[str]) -> Path:
-    """The first of the names that exists, plain or compressed."""
-    candidates = [folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSED)]
-    for path in candidates:
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"{folder}: none of {', '.join(names)} is there, plain or compressed")
-
-
-def _clean(path: Path) -> list[str]:
-    return [line.strip() for line in read_lines(path)]
-
-
-def _multi30k(folder: Path) -> dict[str, list[str]]:
-    languages = sorted(
-        {
-            match[1]
-            for path in folder.iterdir()
-            if (match := re.fullmatch(rf"train\.([a-z]{{2}}){_COMPRESSED}", path.name))
-        }
-    )
-    if len(languages) < 2:
-        raise FileNotFoundError(
-            f"{folder}: train.LANGUAGE (plain or compressed) of at least two languages is needed, found {languages}"
-        )
-    files = {}
-    for name in SPLITS:
-        for language in languages:
-            path = _find(folder, [f"{stem}.{language}" for stem in _MULTI30K_FILES[name]])
-            lines = _clean(path)
-            if len(lines) != _MULTI30K_LINES[name]:
-                raise TextError(f"{path}: {len(lines):,} lines, but Multi30k has {_MULTI30K_LINES[name]:,} there")
-            files[f"{name}.{language}"] = lines
-    return files
-
-
-def _europarl(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
-    pairs = sorted(
-        {
-            match[1]
-            for path in folder.iterdir()
-            if (match := re.fullmatch(rf"europarl-v7\.([a-z]{{2}}-[a-z]{{2}})\.[a-z]{{2}}{_COMPRESSED}", path.name))
-        }
-    )
-    if len(pairs) != 1:
-        raise FileNotFoundError(
-            f"{folder}: europarl-v7.XX-en.XX and europarl-v7.XX-en.en of one language pair are needed, found {pairs}"
-        )
-    first, second = pairs[0].split("-")
-    stem = f"europarl-v7.{pairs[0]}"
-    corpus = read_parallel(_find(folder, [f"{stem}.{first}"]), _find(folder, [f"{stem}.{second}"]), name="europarl")
-    read = len(corpus) + corpus.dropped_empty
-    warnings = []
-    if read != (published := _EUROPARL_LINES.get(pairs[0], read)):
-        warnings.append(f"{read:,} lines, where the published corpus has {published:,}: a part of it, or another one")
-    parts = split(corpus, _EUROPARL_HELD_OUT, _EUROPARL_HELD_OUT, _EUROPARL_SEED)
-    warnings.append(str(parts[0]))
-    files = {}
-    for part in parts:
-        files[f"{part.name}.{first}"] = part.source
-        files[f"{part.name}.{second}"] = part.target
-    return files, warnings
-
-
-def _wikitext2(folder: Path) -> tuple[dict[str, list[str]], dict[str, int]]:
-    files, tokens = {}, {}
-    for name in SPLITS:
-        path = _find(folder, _WIKITEXT_FILES[name])
-        lines = _clean(path)
-        count = sum(len(line.split()) + 1 for line in lines)
-        if count != _WIKITEXT_TOKENS[name]:
-            raise TextError(
-                f"{path}: {count:,} tokens with one <eos> a line, but WikiText-2 has {_WIKITEXT_TOKENS[name]:,} there"
-            )
-        files[f"{name}.txt"] = lines
-        tokens[f"{name}.txt"] = count
-    return files, tokens

@@ -18,8 +18,8 @@ from typing import Literal
 
 from fastformer.settings import check_value
 
+from .corpora import TextCorpus
 from .files import TextError
-from .text_corpus import TextCorpus
 
 _HELD_OUT = 5  # percent of the files for validation, and as many for test
 _SHORTEST = 8  # words; shorter docstrings are mostly "Return self." and the like

@@ -1,7 +1,7 @@
 """Corpora as token ids, kept compact: sentence pairs for translation, documents for language models.
 
 One flat array and offsets a side: 29,000 pairs are 4 MB instead of 26 MB of lists, and picking the sentences of a
-batch is one gather. No special ids are stored here; `batches.collate` and `documents.cut_documents` add them. What is
+batch is one gather. No special ids are stored here; `batches.collate` and `pieces.cut_documents` add them. What is
 left out or truncated is counted.
 """
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from fastformer.settings import check_value
 
-from .files import ParallelCorpus, check_texts
+from .corpora import ParallelCorpus
+from .files import check_texts
 from .special_ids import SpecialIds
-from .tokenizers import Tokenizer
+from .tokenizer import Tokenizer
 
 _CHUNK = 10_000  # sentences encoded at a time, so that the lists of Python integers stay small
 
@@ -46,7 +47,8 @@ class Sequences:
     def __getitem__(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        return [int(i) for i in self.ids[self.offsets[index] : self.offsets[index + 1]]]
+        ids: list[int] = self.ids[self.offsets[index] : self.offsets[index + 1]].tolist()
+        return ids
 
     @property
     def lengths(self) -> Ints:
@@ -54,32 +56,33 @@ class Sequences:
         return np.diff(self.offsets)
 
     def take(self, indices: Ints) -> "Sequences":
-        """The sequences at `indices`, in that order."""
+        """Return the sequences at `indices`, in that order."""
         lengths = self.offsets[indices + 1] - self.offsets[indices]
         offsets = _offsets(lengths)
         where = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], lengths)
         return Sequences(self.ids[where], offsets)
 
+    def cut(self, length: int) -> "Sequences":
+        """Return the first `length` ids of each sequence."""
+        position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], self.lengths)
+        return Sequences(self.ids[position < length], _offsets(np.minimum(self.lengths, length)))
+
     def with_special(self, first: int | None = None, last: int | None = None) -> tuple[Ints, Ints]:
-        """All sequences packed, each with an id put before or after it: ids int64 [total + count], lengths [count]."""
+        """Pack all sequences, each with an id before or after it: ids int64 [total + count], lengths [count]."""
         lengths = self.lengths + (first is not None) + (last is not None)
         offsets = _offsets(lengths)
         ids = np.empty(offsets[-1], np.int64)
         real = np.ones(len(ids), bool)
-        if first is not None:
-            ids[offsets[:-1]] = first
-            real[offsets[:-1]] = False
-        if last is not None:
-            ids[offsets[1:] - 1] = last
-            real[offsets[1:] - 1] = False
+        for special, where in ((first, offsets[:-1]), (last, offsets[1:] - 1)):
+            if special is not None:
+                ids[where] = special
+                real[where] = False
         ids[real] = self.ids
         return ids, lengths
 
 
 def _offsets(lengths: Ints) -> Ints:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class EncodedPairs:
         return len(self.source)
 
     def take(self, indices: Ints) -> "EncodedPairs":
-        """The pairs at `indices`, in that order; the counts are not carried over."""
+        """Return the pairs at `indices`, in that order; the counts are not carried over."""
         return replace(self, source=self.source.take(indices), target=self.target.take(indices), dropped=0, truncated=0)
 
     def __str__(self) -> str:
@@ -126,14 +129,14 @@ def encode_pairs(
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
     source = _encode(corpus.source, source_tokenizer)
     target = _encode(corpus.target, target_tokenizer)
-    longest = np.maximum(source.lengths, target.lengths)  # [pairs]
-    keep = np.minimum(source.lengths, target.lengths) > 0
+    keep = np.minimum(source.lengths, target.lengths) > 0  # [pairs]
+    too_many = np.maximum(source.lengths, target.lengths) >= max_length
     truncated = 0
     if too_long == "drop":
-        keep &= longest < max_length
+        keep &= ~too_many
     else:
-        truncated = int(np.count_nonzero(keep & (longest >= max_length)))
-        source, target = _truncate(source, max_length - 1), _truncate(target, max_length - 1)
+        truncated = int(np.count_nonzero(keep & too_many))
+        source, target = source.cut(max_length - 1), target.cut(max_length - 1)
     kept = np.flatnonzero(keep)
     if len(kept) == 0:
         raise ValueError(f"{corpus.name}: no pair has between 1 and {max_length - 1} tokens a side; raise max_length")
@@ -177,10 +180,8 @@ class EncodedDocuments:
         return len(self.documents)
 
     def __str__(self) -> str:
-        notes = [f"{len(self):,} documents", f"{len(self.documents.ids):,} tokens"]
-        if self.dropped:
-            notes.append(f"{self.dropped:,} empty documents dropped")
-        return ", ".join(notes)
+        dropped = f", {self.dropped:,} empty documents dropped" if self.dropped else ""
+        return f"{len(self):,} documents, {len(self.documents.ids):,} tokens{dropped}"
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocuments:
@@ -188,11 +189,7 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> EncodedDocum
 
     Raises ``ValueError`` when none is left.
     """
-    documents = _encode(texts, tokenizer)
-    kept = np.flatnonzero(documents.lengths)
-    if len(kept) == 0:
-        raise ValueError(f"none of the {len(texts):,} documents has a token")
-    return EncodedDocuments(documents.take(kept), tokenizer.special_ids, tokenizer.size, dropped=len(texts) - len(kept))
+    return _documents(_encode(texts, tokenizer), tokenizer)
 
 
 def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> EncodedDocuments:
@@ -205,12 +202,15 @@ def encode_lines(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> En
     ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))  # lines up to each document's end
     ends = _offsets(lengths)[ends]  # tokens up to there
     sizes = np.diff(ends, prepend=0) - 1  # the last eos belongs to the document
-    kept = np.flatnonzero(sizes > 0)
+    return _documents(Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes)), tokenizer)
+
+
+def _documents(documents: Sequences, tokenizer: Tokenizer) -> EncodedDocuments:
+    kept = np.flatnonzero(documents.lengths)
     if len(kept) == 0:
         raise ValueError(f"none of the {len(documents):,} documents has a token")
-    texts = Sequences(np.delete(ids, ends - 1).astype(np.int32), _offsets(sizes))
     dropped = len(documents) - len(kept)
-    return EncodedDocuments(texts.take(kept), tokenizer.special_ids, tokenizer.size, dropped=dropped)
+    return EncodedDocuments(documents.take(kept), tokenizer.special_ids, tokenizer.size, dropped)
 
 
 def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
@@ -221,7 +221,7 @@ def encode_source(lines: Iterable[str], tokenizer: Tokenizer, max_length: int) -
     check_value("max_length", max_length, int, at_least=2)  # a token and eos
     check_texts("lines", lines)
     sequences = Sequences.from_lists(tokenizer.encode_batch(list(lines)))
-    return _truncate(sequences, max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
+    return sequences.cut(max_length - 1), int(np.count_nonzero(sequences.lengths >= max_length))
 
 
 def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:
@@ -232,8 +232,3 @@ def _encode(lines: Sequence[str], tokenizer: Tokenizer) -> Sequences:
     ]
     ids = np.concatenate([chunk.ids for chunk in chunks])
     return Sequences(ids, _offsets(np.concatenate([chunk.lengths for chunk in chunks])))
-
-
-def _truncate(sequences: Sequences, length: int) -> Sequences:
-    position = np.arange(len(sequences.ids)) - np.repeat(sequences.offsets[:-1], sequences.lengths)
-    return Sequences(sequences.ids[position < length], _offsets(np.minimum(sequences.lengths, length)))

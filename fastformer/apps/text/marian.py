@@ -4,27 +4,23 @@ A side's sentencepiece model cuts text into pieces; `vocab.json`, mostly one for
 begins with padding, so `bos_id` is `pad_id`. A language code such as `>>fra<<` at the beginning of a text is one token.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-
-from fastformer.apps.system.files import write_file
-
 from .files import TextError, check_texts, encode_text, read_json
-from .special_ids import SpecialIds, WithSpecialIds
+from .special_ids import SpecialIds
+from .tokenizer import MODEL_FILE, Tokenizer, checksum, open_model, read_checked, write_tokenizer
 
-_MODEL_FILE, _VOCABULARY_FILE = "sentencepiece.model", "vocabulary.json"
+_VOCABULARY_FILE = "vocabulary.json"
 _CODE = re.compile(r">>.*?<<", re.DOTALL)
 _SPACE = "\u2581"
 _UNK, _EOS, _PAD = "<unk>", "</s>", "<pad>"
 
 
-class MarianTokenizer(WithSpecialIds):
+class MarianTokenizer(Tokenizer):
     """One side's tokenizer.
 
     Args:
@@ -38,12 +34,7 @@ class MarianTokenizer(WithSpecialIds):
     kind = "marian"
 
     def __init__(self, model: bytes, words: Sequence[str]) -> None:
-        if not model:
-            raise TextError("not a sentencepiece model: it is empty")
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (RuntimeError, OSError) as error:
-            raise TextError("not a sentencepiece model") from error
+        self._processor = open_model(model)
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise TextError("the vocabulary must be a list of pieces")
         encode_text("".join(words), "the vocabulary")
@@ -54,20 +45,13 @@ class MarianTokenizer(WithSpecialIds):
         unk, eos, pad = (self._ids[word] for word in (_UNK, _EOS, _PAD))
         self.special_ids = SpecialIds(unk, pad, pad, eos)
 
-    def __reduce__(self) -> tuple[type["MarianTokenizer"], tuple[bytes, list[str]]]:
-        return MarianTokenizer, (self.model, self.words)
-
     @property
     def size(self) -> int:
         """Number of ids, special ones included."""
         return len(self.words)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the pieces, no special ids added."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` of every line by sentencepiece's own threads."""
+        """`encode` every line by sentencepiece's own threads."""
         check_texts("lines", lines)
         codes = [found[0] if (found := _CODE.match(line)) else "" for line in lines]
         rest = [line[len(code) :] for code, line in zip(codes, lines, strict=True)]
@@ -79,46 +63,26 @@ class MarianTokenizer(WithSpecialIds):
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
+        """Return the detokenised text; padding and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode(self.pieces(self.special_ids.drop(int(i) for i in ids)))
         return text.replace(_SPACE, " ").strip()  # which sentencepiece leaves in pieces of the other side
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The piece behind each id."""
+        """Return the piece behind each id."""
         return [self.words[int(i)] for i in ids]
 
     def save(self, folder: str | Path) -> None:
         """Write the model, the vocabulary and `tokenizer.json` into the folder, which is made if need be."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         words = json.dumps(self.words, ensure_ascii=False, indent=0).encode("utf-8")
-        write_file(folder / _MODEL_FILE, self.model)
-        write_file(folder / _VOCABULARY_FILE, words)
-        content = {
-            "kind": self.kind,
-            "size": self.size,
-            "sha256": hashlib.sha256(self.model).hexdigest(),
-            "vocabulary_sha256": hashlib.sha256(words).hexdigest(),
-        }
-        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"))
+        sums = {"sha256": checksum(self.model), "vocabulary_sha256": checksum(words)}
+        files = {MODEL_FILE: self.model, _VOCABULARY_FILE: words}
+        write_tokenizer(folder, {"kind": self.kind, "size": self.size, **sums}, files)
 
     @classmethod
     def load(cls, folder: Path, content: Any) -> "MarianTokenizer":
-        """Load what `save` wrote; content: of tokenizer.json.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            TextError: one is damaged.
-        """
-        found = []
-        for name, key in ((_MODEL_FILE, "sha256"), (_VOCABULARY_FILE, "vocabulary_sha256")):
-            path = folder / name
-            if not path.is_file():
-                raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
-            found.append(path.read_bytes())
-            if hashlib.sha256(found[-1]).hexdigest() != content.get(key):
-                raise TextError(f"{path}: damaged, or not what tokenizer.json was written with")
-        return cls(found[0], json.loads(found[1]))
+        """Load what `save` wrote; content: of tokenizer.json."""
+        model = read_checked(folder / MODEL_FILE, content["sha256"])
+        return cls(model, json.loads(read_checked(folder / _VOCABULARY_FILE, content["vocabulary_sha256"])))
 
 
 def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
@@ -136,10 +100,8 @@ def read_marian(folder: Path | str) -> tuple[MarianTokenizer, MarianTokenizer]:
     content = read_json(settings) if settings.is_file() else {}
     if not isinstance(content, dict):
         raise TextError(f"{settings}: not the settings of a tokenizer, but of type {type(content).__name__}")
-    separate = content.get("separate_vocabs", False)
-    files = ("source.spm", "vocab.json"), ("target.spm", "target_vocab.json" if separate else "vocab.json")
-    source, target = (_side(folder, model, vocabulary) for model, vocabulary in files)
-    return source, target
+    vocabulary = "target_vocab.json" if content.get("separate_vocabs", False) else "vocab.json"
+    return _side(folder, "source.spm", "vocab.json"), _side(folder, "target.spm", vocabulary)
 
 
 def _side(folder: Path, model: str, vocabulary: str) -> MarianTokenizer:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from fastformer.settings import check_value
 
-from .files import ParallelCorpus
+from .corpora import ParallelCorpus
 
 LIMIT = 1_000_000
 

@@ -26,42 +26,16 @@ class SpecialIds:
             raise ValueError(f"special ids must be four distinct integers >= 0, got {shown}")
 
     def distinct(self) -> "SpecialIds":
-        """Itself, for vocabularies that are learned; raises ``ValueError`` where padding is what begins."""
+        """Return itself, for vocabularies that are learned; raises ``ValueError`` where padding is what begins."""
         if self.pad_id == self.bos_id:
             raise ValueError(f"special ids must be four distinct integers >= 0, got {self}")
         return self
 
     def names(self) -> Mapping[int, str]:
-        """The symbol of each special id."""
+        """Return the symbol of each special id."""
         return {self.unk_id: UNK, self.pad_id: PAD, self.bos_id: BOS, self.eos_id: EOS}
 
     def drop(self, ids: Iterable[int]) -> list[int]:
-        """The ids without padding, bos and eos; unk stays, since a word stood there."""
+        """Return the ids without padding, bos and eos; unk stays, since a word stood there."""
         silent = {self.pad_id, self.bos_id, self.eos_id}
         return [i for i in ids if i not in silent]
-
-
-class WithSpecialIds:
-    """Gives a tokenizer the four ids as read-only attributes."""
-
-    special_ids: SpecialIds
-
-    @property
-    def unk_id(self) -> int:
-        """The id of an unknown piece or word."""
-        return self.special_ids.unk_id
-
-    @property
-    def pad_id(self) -> int:
-        """The id of padding."""
-        return self.special_ids.pad_id
-
-    @property
-    def bos_id(self) -> int:
-        """The id that starts the decoder's input."""
-        return self.special_ids.bos_id
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a source and a target sentence."""
-        return self.special_ids.eos_id

@@ -1,33 +1,30 @@
-"""Text to ids and back: the `Tokenizer` protocol, sentencepiece, and loading from a folder.
+"""Text to ids and back: sentencepiece, and learning and loading a tokenizer of any kind.
 
 Sentencepiece is trained in memory on exactly the lines it is given, so validation text cannot slip in through a
 folder or a concatenated file. Nothing is sampled and the number of threads is an argument, so the same lines give the
-same model; draw a sample with `files.sample_lines` when a corpus is large. A saved tokenizer is two files without
-pickle: the sentencepiece model and a JSON file with the special ids, the casing and the model's checksum.
+same model. A saved tokenizer is two files without pickle: the sentencepiece model and a JSON file with the special
+ids, the casing and the model's checksum.
 """
 
-import hashlib
 import io
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import sentencepiece
 
-from fastformer.apps.system.files import write_file
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text, read_json
 from .marian import MarianTokenizer
-from .special_ids import BOS, EOS, PAD, UNK, SpecialIds, WithSpecialIds
+from .special_ids import BOS, EOS, PAD, UNK, SpecialIds
+from .tokenizer import MODEL_FILE, TOKENIZER_FILE, Tokenizer, checksum, open_model, read_checked, write_tokenizer
 from .vocabulary import WordTokenizer
 
 ModelType = Literal["unigram", "bpe", "char", "word"]
 _MODEL_TYPES = ("unigram", "bpe", "char", "word")
-_MODEL_FILE = "sentencepiece.model"
 # Unigram's training is quadratic in a line, 18 s of CPU for 200,000 characters, so long ones are trained on in parts,
 # as no piece reaches across words. And sentencepiece does not read its own model with a piece of 8,000 bytes.
 _LONG_WORD = re.compile(r"\S{1000}(?=\S)")
@@ -37,51 +34,7 @@ _SILENT = 2  # sentencepiece's minloglevel: errors only, and those arrive as exc
 logger = logging.getLogger("fastformer")
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
-
-    @property
-    def size(self) -> int:
-        """Number of ids, special ones included."""
-
-    @property
-    def special_ids(self) -> SpecialIds:
-        """The four special ids as one value."""
-
-    @property
-    def unk_id(self) -> int:
-        """The id of an unknown piece or word."""
-
-    @property
-    def pad_id(self) -> int:
-        """The id of padding."""
-
-    @property
-    def bos_id(self) -> int:
-        """The id that starts the decoder's input."""
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a source and a target sentence."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, no special ids added."""
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` of every line, faster."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The detokenised text; padding, bos and eos are dropped."""
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The piece or word behind each id, special ones included."""
-
-    def save(self, folder: str | Path) -> None:
-        """Write the tokenizer's files into a folder."""
-
-
-class SentencePieceTokenizer(WithSpecialIds):
+class SentencePieceTokenizer(Tokenizer):
     """A trained sentencepiece model and its special ids; see `train_sentencepiece` and `load_tokenizer`.
 
     `model` is the serialised model. Raises ``TextError`` when it is none, or when its special ids are not all set.
@@ -90,65 +43,51 @@ class SentencePieceTokenizer(WithSpecialIds):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes, lowercase: bool = False) -> None:
-        if not model:
-            raise TextError("not a sentencepiece model: it is empty")
+        self.model, self.lowercase = model, lowercase
+        self._processor = found = open_model(model)
         try:
-            processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (RuntimeError, OSError) as error:
-            raise TextError("not a sentencepiece model") from error
-        self.model = model
-        self.lowercase = lowercase
-        self._processor = processor
-        try:
-            self.special_ids = SpecialIds(
-                processor.unk_id(), processor.pad_id(), processor.bos_id(), processor.eos_id()
-            )
+            self.special_ids = SpecialIds(found.unk_id(), found.pad_id(), found.bos_id(), found.eos_id())
         except ValueError as error:
             raise TextError(f"the sentencepiece model lacks a special symbol: {error}") from None
-
-    def __reduce__(self) -> tuple[type["SentencePieceTokenizer"], tuple[bytes, bool]]:
-        return SentencePieceTokenizer, (self.model, self.lowercase)
 
     @property
     def size(self) -> int:
         """Number of ids, special ones included."""
         return int(self._processor.get_piece_size())
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the pieces, no special ids added; `<pad>` and the like in the text are plain characters."""
-        ids: list[int] = self._processor.encode(text.lower() if self.lowercase else text)
-        return ids
-
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` of every line by sentencepiece's own threads."""
+        """`encode` every line by sentencepiece's own threads; `<pad>` and the like in it are plain characters."""
         check_texts("lines", lines)
-        if self.lowercase:
-            lines = [line.lower() for line in lines]
-        ids: list[list[int]] = self._processor.encode(list(lines))
+        ids: list[list[int]] = self._processor.encode([line.lower() if self.lowercase else line for line in lines])
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The detokenised text; padding, bos and eos are dropped, unk shows as U+2047 between spaces."""
+        """Return the detokenised text; padding, bos and eos are dropped, unk shows as U+2047 between spaces."""
         text: str = self._processor.decode([int(i) for i in ids])  # control symbols decode to nothing
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The piece behind each id, for labels on attention maps."""
+        """Return the piece behind each id, for labels on attention maps."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def save(self, folder: str | Path) -> None:
         """Write `sentencepiece.model` and `tokenizer.json` into the folder, which is made if need be."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / _MODEL_FILE, self.model)
-        content = {
-            "kind": self.kind,
-            "special_ids": vars(self.special_ids),
-            "lowercase": self.lowercase,
-            "size": self.size,
-            "sha256": hashlib.sha256(self.model).hexdigest(),
-        }
-        write_file(folder / "tokenizer.json", json.dumps(content, indent=2).encode("utf-8"))
+        settings = {"special_ids": vars(self.special_ids), "lowercase": self.lowercase, "size": self.size}
+        content = {"kind": self.kind, **settings, "sha256": checksum(self.model)}
+        write_tokenizer(folder, content, {MODEL_FILE: self.model})
+
+    @classmethod
+    def load(cls, folder: Path, content: Any) -> "SentencePieceTokenizer":
+        """Load what `save` wrote; content: of tokenizer.json."""
+        check_value("lowercase", content["lowercase"], bool)
+        special_ids = SpecialIds(**content["special_ids"])
+        tokenizer = cls(read_checked(folder / MODEL_FILE, content["sha256"]), content["lowercase"])
+        if tokenizer.special_ids != special_ids:
+            raise TextError(f"{MODEL_FILE}: its special ids {tokenizer.special_ids} are not those of {TOKENIZER_FILE}")
+        return tokenizer
+
+
+_KINDS = {kind.kind: kind for kind in (SentencePieceTokenizer, WordTokenizer, MarianTokenizer)}
 
 
 def learn_tokenizer(
@@ -233,12 +172,15 @@ def train_sentencepiece(
     texts = [text for line in lines if (text := line.lower() if lowercase else line).strip()]
     if not texts:
         raise TextError("no text to train a tokenizer on: every line is empty")
+    longest = max(
+        len(encode_text(text, f"line {number:,} that is not blank")) for number, text in enumerate(texts, start=1)
+    )
     options: dict[str, Any] = {
         "model_type": model_type,
         "character_coverage": character_coverage,
         "num_threads": threads,
         # The default, 4,192 bytes, silently leaves longer lines out.
-        "max_sentence_length": max(4192, max(map(len, _encoded(texts))) + 1),
+        "max_sentence_length": max(4192, longest + 1),
         "minloglevel": _SILENT,
         "user_defined_symbols": [symbol.lower() if lowercase else symbol for symbol in symbols],
         "unk_piece": UNK,
@@ -256,10 +198,6 @@ def train_sentencepiece(
             *(f"{vocabulary_size:,}", f"{len(texts):,}", model_type, f"{tokenizer.size:,}"),
         )
     return tokenizer
-
-
-def _encoded(texts: Iterable[str]) -> Iterator[bytes]:
-    return (encode_text(text, f"line {number:,} that is not blank") for number, text in enumerate(texts, start=1))
 
 
 def _train(texts: Sequence[str], vocabulary_size: int, options: dict[str, Any]) -> bytes:
@@ -286,32 +224,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises ``FileNotFoundError`` when a file is missing and ``TextError`` when one is damaged, naming the file.
     """
-    folder = Path(folder)
-    path = folder / "tokenizer.json"
+    path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; the folder holds no tokenizer")
     content = read_json(path)
     try:
-        kind = content["kind"]
-        if kind == WordTokenizer.kind:
-            return WordTokenizer.from_json(content)
-        if kind == MarianTokenizer.kind:
-            return MarianTokenizer.load(folder, content)
-        checksum, lowercase = content["sha256"], content["lowercase"]
-        special_ids = SpecialIds(**content["special_ids"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if content["kind"] not in _KINDS:
+            raise TextError(f"unknown kind {content['kind']!r}; known are {', '.join(_KINDS)}")
+        tokenizer: Tokenizer = _KINDS[content["kind"]].load(path.parent, content)
+        return tokenizer
+    except ValueError as error:
+        raise TextError(f"{path}: not a tokenizer file, or damaged ({error})") from error
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TextError(f"{path}: not a tokenizer file, or damaged ({error!r})") from error
-    if not isinstance(lowercase, bool):
-        raise TextError(f"{path}: lowercase must be true or false, not {lowercase!r}")
-    if kind != SentencePieceTokenizer.kind:
-        raise TextError(f"{path}: unknown kind {kind!r}; known are sentencepiece, word and marian")
-    path = folder / _MODEL_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; the tokenizer is incomplete")
-    model = path.read_bytes()
-    if hashlib.sha256(model).hexdigest() != checksum:
-        raise TextError(f"{path}: damaged, or not the model that tokenizer.json was written with")
-    tokenizer = SentencePieceTokenizer(model, lowercase)
-    if tokenizer.special_ids != special_ids:
-        raise TextError(f"{path}: its special ids {tokenizer.special_ids} are not those of tokenizer.json")
-    return tokenizer

@@ -6,7 +6,6 @@ punctuation rule is for scripts that put spaces between words. What looks like a
 becomes one, except `<unk>`, which WikiText writes out.
 """
 
-import json
 import re
 import unicodedata
 from collections import Counter
@@ -14,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fastformer.apps.system.files import write_file
 from fastformer.settings import check_value
 
 from .files import TextError, check_texts, encode_text
-from .special_ids import UNK, SpecialIds, WithSpecialIds
+from .special_ids import UNK, SpecialIds
+from .tokenizer import Tokenizer, write_tokenizer
 
 Splitting = Literal["punctuation", "whitespace"]
 SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)
@@ -54,7 +53,7 @@ def join_words(words: Sequence[str]) -> str:
     return text
 
 
-class WordTokenizer(WithSpecialIds):
+class WordTokenizer(Tokenizer):
     """A list of words with their ids; build it with `from_lines`, on the training split only.
 
     `words` is the table in id order with the special symbols at their ids. Raises ``TextError`` when the table does
@@ -106,10 +105,7 @@ class WordTokenizer(WithSpecialIds):
         check_value("maximum_size", maximum_size, int | None, above=4)  # four special symbols
         special_ids = (special_ids or SpecialIds()).distinct()
         names = special_ids.names()
-        counts: Counter[str] = Counter()
-        empty = cls(_table([], special_ids, fill=True), special_ids, lowercase, splitting)
-        for line in lines:
-            counts.update(empty.split(line))
+        counts = Counter(word for line in lines for word in _split(line, lowercase, splitting))
         for name in names.values():
             counts.pop(name, None)
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -118,7 +114,11 @@ class WordTokenizer(WithSpecialIds):
             words = words[: maximum_size - len(names)]
         if not words:
             raise TextError(f"no word occurs {minimum_frequency} times in the training lines: nothing to build from")
-        return cls(_table(words, special_ids), special_ids, lowercase, splitting)
+        if (last := max(names)) >= len(words) + len(names):
+            raise ValueError(f"special id {last} is beyond the vocabulary of {len(words) + len(names)} entries")
+        for i in sorted(names):
+            words.insert(i, names[i])
+        return cls(words, special_ids, lowercase, splitting)
 
     @property
     def size(self) -> int:
@@ -126,55 +126,35 @@ class WordTokenizer(WithSpecialIds):
         return len(self.words)
 
     def split(self, text: str) -> list[str]:
-        """The words of a text as this vocabulary sees them."""
-        if self.lowercase:
-            text = text.lower()
-        return split_words(text) if self.splitting == "punctuation" else text.split()
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the words, no special ids added; unknown words give `unk_id`."""
-        unk = self.unk_id
-        return [self._ids.get(word, unk) for word in self.split(text)]
+        """Return the words of a text as this vocabulary sees them."""
+        return _split(text, self.lowercase, self.splitting)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """`encode` of every line."""
+        """`encode` every line; unknown words give `unk_id`."""
         check_texts("lines", lines)
-        return [self.encode(line) for line in lines]
+        unk = self.unk_id
+        return [[self._ids.get(word, unk) for word in self.split(line)] for line in lines]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, detokenised; padding, bos and eos are dropped, unk shows as `<unk>`."""
+        """Return the detokenised text; padding, bos and eos are dropped, unk shows as `<unk>`."""
         words = [self.words[i] for i in self.special_ids.drop(ids)]
         return join_words(words) if self.splitting == "punctuation" else " ".join(words)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The word behind each id."""
+        """Return the word behind each id."""
         return [self.words[i] for i in ids]
 
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if need be."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "kind": self.kind,
-            "special_ids": vars(self.special_ids),
-            "lowercase": self.lowercase,
-            "splitting": self.splitting,
-            "words": self.words,
-        }
-        data = json.dumps(content, ensure_ascii=False, indent=0).encode("utf-8")
-        write_file(folder / "tokenizer.json", data)
+        settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}
+        write_tokenizer(folder, {"kind": self.kind, "special_ids": vars(self.special_ids), **settings})
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "WordTokenizer":
-        """Rebuild a tokenizer from the content of its `tokenizer.json`."""
+    def load(cls, folder: Path, content: Any) -> "WordTokenizer":
+        """Load what `save` wrote; content: of tokenizer.json."""
         return cls(content["words"], SpecialIds(**content["special_ids"]), content["lowercase"], content["splitting"])
 
 
-def _table(words: Sequence[str], special_ids: SpecialIds, fill: bool = False) -> list[str]:
-    """Words in order around the special symbols at their ids; `fill` invents words up to the last special id."""
-    names = special_ids.names()
-    last = max(names)
-    if not fill and last >= len(words) + len(names):
-        raise ValueError(f"special id {last} is beyond the vocabulary of {len(words) + len(names)} entries")
-    rest = iter(words if not fill else [f"\0{i}" for i in range(last)])
-    return [names[i] if i in names else next(rest) for i in range(max(len(words) + len(names), last + 1))]
+def _split(text: str, lowercase: bool, splitting: Splitting) -> list[str]:
+    text = text.lower() if lowercase else text
+    return split_words(text) if splitting == "punctuation" else text.split()

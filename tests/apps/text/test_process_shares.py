@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastformer.apps.language.model import language_model_loss
 from fastformer.apps.text import Batch, LabelledBatch, LanguageBatch
-from fastformer.apps.text.process_shares import rows_of, share_of
+from fastformer.apps.text.batch import rows_of, share_of
 from fastformer.apps.translation.model import translation_loss
 from tests.support.language_task import random_batch as language_batch
 from tests.support.language_task import random_model as language_model

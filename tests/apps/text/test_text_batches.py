@@ -130,7 +130,8 @@ def toy_tokenizers() -> tuple[WordTokenizer, WordTokenizer]:
 
 
 def blank_aware(tokenizer: WordTokenizer) -> WordTokenizer:
-    tokenizer.encode_batch = lambda lines: [tokenizer.encode(line.strip("\u200b")) for line in lines]
+    encode_batch = tokenizer.encode_batch
+    tokenizer.encode_batch = lambda lines: encode_batch([line.strip("\u200b") for line in lines])
     return tokenizer
 
 

@@ -20,7 +20,6 @@ from fastformer.apps.text import (
     files,
     read_lines,
     read_parallel,
-    sample_lines,
     split,
     write_lines,
     write_texts,
@@ -184,15 +183,6 @@ def test_split_shuffles_by_seed_and_refuses_negative_counts():
     assert [part.name for part in first] == ["train", "valid", "test"]
     with pytest.raises(ValueError, match="validation must be at least 0, not -1"):
         split(corpus, -1, 3, 1)
-
-
-def test_sample_lines():
-    lines = [str(i) for i in range(50)]
-    chosen = sample_lines(lines, 20, seed=3)
-    assert len(set(chosen)) == 20
-    assert chosen == sorted(chosen, key=int) == sample_lines(lines, 20, seed=3)
-    assert chosen != sample_lines(lines, 20, seed=4)
-    assert sample_lines(lines, 99, seed=3) == lines
 
 
 def test_texts_are_in_a_partial_file_as_soon_as_they_come(tmp_path):

@@ -196,12 +196,12 @@ def _damage(folder: Path, file: str, how: str) -> None:
         ("tokenizer.json", "cut", TextError, r"tokenizer\.json: not a JSON file"),
         ("tokenizer.json", "garbage", TextError, r"tokenizer\.json: not a JSON file"),
         ("tokenizer.json", "list", TextError, r"tokenizer\.json: not a tokenizer file, or damaged"),
-        ("tokenizer.json", 'kind="bert"', TextError, r"tokenizer\.json: unknown kind 'bert'"),
+        ("tokenizer.json", 'kind="bert"', TextError, r"tokenizer\.json: .*\(unknown kind 'bert'"),
         ("tokenizer.json", "special_ids=[0]", TextError, r"tokenizer\.json: not a tokenizer file, or damaged"),
         ("tokenizer.json", 'special_ids={"pad_id": 9}', TextError, r"its special ids .* are not those of"),
         ("sentencepiece.model", "missing", FileNotFoundError, r"sentencepiece\.model: no such file"),
-        ("sentencepiece.model", "cut", TextError, r"sentencepiece\.model: damaged"),
-        ("sentencepiece.model", "garbage", TextError, r"sentencepiece\.model: damaged"),
+        ("sentencepiece.model", "cut", TextError, r"tokenizer\.json: .*sentencepiece\.model is damaged"),
+        ("sentencepiece.model", "garbage", TextError, r"tokenizer\.json: .*sentencepiece\.model is damaged"),
     ],
 )
 def test_missing_and_damaged_tokenizers(tmp_path, file, how, error, message):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from fastformer.apps.text.process_shares import share_of
+from fastformer.apps.text.batch import share_of
 from fastformer.apps.train import ProcessError, Trainer, write_weights
 from tests.support.train_task import Overflow, Rows, Source, network, summed_loss, trainer
 from tests.support.train_task import config as train_config

@@ -1,0 +1,170 @@
+"""Batches: ids of sequences and their lengths, how they get to a device, and the part that each process takes.
+
+The lengths stay on the CPU, so that no device has to be waited for to lay a batch out.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fastformer.host.devices import send
+from fastformer.packing import Layout
+
+IGNORED = -100  # a label that counts for nothing; torch's default ignore_index
+
+
+class Side(NamedTuple):
+    """The names of a batch's fields that one tensor of lengths lays out."""
+
+    lengths: str  # int64 [B]
+    inputs: tuple[str, ...]  # ids that a model reads
+    targets: tuple[str, ...] = ()  # ids that it predicts
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """B sequences of one or several sides. Ids are int64, packed `[T]` or padded at the end `[B, L]`."""
+
+    SIDES: ClassVar[tuple[Side, ...]] = ()
+    layouts: ClassVar[tuple[Layout, ...]] = ()
+
+    def __len__(self) -> int:
+        return len(self._lengths()[0])
+
+    def _sides(self) -> tuple[Side, ...]:
+        return self.SIDES
+
+    def _lengths(self) -> list[Tensor]:
+        return [getattr(self, side.lengths) for side in self._sides()]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to predict, eos included, padding not: what a loss is divided by."""
+        return int(self._lengths()[-1].sum())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the batch with its ids on `device`; the lengths stay on the CPU.
+
+        On another device than the CPU its attribute `layouts` has the layout of each side, sent in the same transfer.
+        It is no field, so that a batch that `dataclasses.replace` gave other lengths has none. Nothing waits for the
+        device, whatever `non_blocking` says.
+        """
+        names = [name for side in self._sides() for name in side.inputs + side.targets]
+        layouts = self.layouts
+        if not layouts and torch.device(device).type != "cpu":
+            layouts = tuple(map(Layout.from_lengths, self._lengths()))
+        sent = send(device, *(getattr(self, name) for name in names), *(x for each in layouts for x in each.tensors))
+        moved = replace(self, **dict(zip(names, sent, strict=False)))
+        parts = [sent[i : i + 4] for i in range(len(names), len(sent), 4)]
+        layouts = tuple(layout.made_of(part) for layout, part in zip(layouts, parts, strict=True))
+        object.__setattr__(moved, "layouts", layouts)  # it is frozen
+        return moved
+
+    def share(self, rank: int, world: int) -> Self | None:
+        """Return the sequences of process `rank` of `world`, in the same form; None if it gets none."""
+        lengths = self._lengths()
+        rows = share_of(torch.stack(lengths).sum(0), rank, world)
+        if rows.start == rows.stop:
+            return None
+        values = {}
+        for side, each in zip(self._sides(), lengths, strict=True):
+            values[side.lengths] = each[rows]
+            values |= {name: rows_of(getattr(self, name), each, rows) for name in side.inputs + side.targets}
+        return replace(self, **values)
+
+
+@dataclass(frozen=True)
+class Batch(SequenceBatch):
+    """B sentence pairs. Ids are int64, packed `[S_total]`, `[T_total]` or padded at the end `[B, S]`, `[B, T]`.
+
+    The lengths count eos (source, target_out) or bos (target_in).
+    """
+
+    source: Tensor  # tokens + eos
+    source_lengths: Tensor  # [B]
+    target_in: Tensor  # bos + tokens
+    target_out: Tensor  # tokens + eos
+    target_lengths: Tensor  # [B]
+
+    SIDES: ClassVar[tuple[Side, ...]] = (
+        Side("source_lengths", ("source",)),
+        Side("target_lengths", ("target_in",), ("target_out",)),
+    )
+
+    @property
+    def packed(self) -> bool:
+        """Whether the ids are one run without padding."""
+        return self.source.dim() == 1
+
+
+@dataclass(frozen=True)
+class LanguageBatch(SequenceBatch):
+    """B pieces of documents, packed: `ids_out[t]` is what follows `ids_in[t]`. Ids are int64 `[T]`."""
+
+    ids_in: Tensor  # bos + tokens, or a window of that
+    ids_out: Tensor  # tokens + eos, or the same window
+    lengths: Tensor  # [B]
+
+    SIDES: ClassVar[tuple[Side, ...]] = (Side("lengths", ("ids_in",), ("ids_out",)),)
+
+
+@dataclass(frozen=True)
+class LabelledBatch(SequenceBatch):
+    """B sequences. Ids are int64, packed `[T]` or padded at the end `[B, L]`; labels have their shape, or are `[B]`.
+
+    Labels of one a sequence are `[B]`; -100 counts for nothing.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    lengths: Tensor  # [B]
+
+    def _sides(self) -> tuple[Side, ...]:
+        return (Side("lengths", ("ids",), ("labels",)),)  # not SIDES: lengths may not lay the labels out
+
+    @property
+    def tokens(self) -> int:
+        """Labels that count, padding and -100 left out: what a loss is divided by. Call it before `to`."""
+        labels = self.labels
+        if labels.dim() == 2:
+            labels = labels[torch.arange(labels.shape[1], device=labels.device) < self.lengths[:, None]]
+        return int((labels != IGNORED).sum())
+
+    def share(self, rank: int, world: int) -> "LabelledBatch | None":
+        """Return the sequences of process `rank` of `world`, in the same form; None if it gets none."""
+        if self.labels.dim() > 1 or len(self.labels) != len(self):
+            return super().share(rank, world)
+        rows = share_of(self.lengths, rank, world)
+        if self.labels.shape == self.ids.shape and bool((self.lengths != 1).any()):
+            # As many packed tokens as sequences: the labels may be of either, so the batch stays in one piece.
+            rows = slice(0, len(self) if rank == 0 else 0)
+        if rows.start == rows.stop:
+            return None
+        return LabelledBatch(rows_of(self.ids, self.lengths, rows), self.labels[rows], self.lengths[rows])
+
+
+def share_of(lengths: Tensor, rank: int, world: int) -> slice:
+    """Return the sequences of process `rank` of `world`: consecutive, about as many tokens for each process.
+
+    A sequence goes to the process in whose part of the tokens its middle lies; a process may get none.
+
+    Args:
+        lengths: int64 `[B]`, on the CPU: tokens of each sequence, or whatever makes it work.
+        rank: 0 to world - 1.
+        world: number of processes.
+    """
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    owners = ((2 * ends - lengths) * world // max(2 * total, 1)).clamp(max=world - 1)  # [B], ascending
+    start, stop = torch.searchsorted(owners, torch.tensor([rank, rank + 1], device="cpu")).tolist()
+    return slice(start, stop)
+
+
+def rows_of(ids: Tensor, lengths: Tensor, sequences: slice) -> Tensor:
+    """Return consecutive sequences of ids that are packed `[T]` or padded `[B, L]`, in the same form."""
+    if ids.dim() == 2:
+        return ids[sequences]
+    start = int(lengths[: sequences.start].sum())
+    return ids[start : start + int(lengths[sequences].sum())]

@@ -26,7 +26,6 @@ train_app = App(invoke_without_command=True)
 app.add_typer(train_app, name="train", rich_help_panel=TRAIN)
 
 Resume = Annotated[bool, typer.Option(help="continue the run in --run; only settings of train may be given")]
-Fallback = Annotated[bool, typer.Option(help="with --resume: if the last checkpoint is damaged, take the one before")]
 From = Annotated[
     Path | None,
     typer.Option("--from", help="begin with the model in this folder of transformers (Marian), and its tokenizers"),
@@ -51,7 +50,6 @@ def add_training(kind: type[Run], what: str) -> None:
         run: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs") / application.kind,
         config: Config = None,
         resume: Resume = False,
-        fallback: Fallback = False,
         device: Device = "auto",
         pretrained: From = None,
         *,
@@ -61,7 +59,7 @@ def add_training(kind: type[Run], what: str) -> None:
     ) -> None:
         if call.invoked_subcommand is None:
             given = {"data": data, "model": model, "train": train}
-            train_run(kind, run, config, resume, fallback, device, given, pretrained)
+            train_run(kind, run, config, resume, device, given, pretrained)
             return
         for name in call.params:
             source = call.get_parameter_source(name)
@@ -79,7 +77,6 @@ def train_run(
     folder: Path,
     config: Path | None,
     resume: bool,
-    fallback: bool,
     device: str,
     settings: Mapping[str, dict[str, Any]],
     pretrained: Path | None = None,
@@ -93,7 +90,6 @@ def train_run(
         folder: of the run.
         config: see `Config`.
         resume: continue from the last checkpoint.
-        fallback: where that one is damaged, take the one before.
         device: see `Device`.
         settings: what was given as flags, by section: data, model, train.
         pretrained: see `From`.
@@ -102,8 +98,6 @@ def train_run(
     from fastformer.apps.train import join_processes, read_metrics
     from fastformer.apps.train.processes import local_device
 
-    if fallback and not resume:
-        raise ValueError("--fallback is for a run that goes on; give --resume too, or leave it out")
     if resume and (settings["data"] or settings["model"] or config or pretrained):
         raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
     device, terminal = local_device(choose_device(device)), Terminal(sys.stdout)
@@ -134,7 +128,7 @@ def train_run(
                 terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
         with run.writing():
             cpu = time.process_time()
-            result = run.fit(resume, fallback)
+            result = run.fit(resume)
             cpu = time.process_time() - cpu
             if processes.is_main:
                 picture = plot_history({run.folder.name: read_metrics(run.folder)})

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.folder import BY_HAND, VERSION, RunConfig, read_kind, stated
+from fastformer.apps.runs.folder import BY_HAND, CONFIG, VERSION, RunConfig, read_kind, stated
 from fastformer.apps.runs.kinds import application_of
 from fastformer.apps.runs.toml import load_toml, save_toml
 from fastformer.apps.settings import Given, Settings, befores, facts, refuse_idle
@@ -27,10 +27,7 @@ _IDS = ("pad_id", "bos_id", "eos_id")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run runs on, for the conditions of its settings.
-
-    device: as torch names it. world: number of processes.
-    """
+    """The device that a run uses, and the number of processes, in words, for the conditions of settings."""
 
     device: str
     world: int = 1
@@ -48,25 +45,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Application:
-    """One kind of run: what its commands are called, its classes of settings, its model, where its tokenizers lie.
+    """One kind of run. A setting that is unset by default must stay so: config.toml leaves unset values out.
 
-    `title` is what such a run is called; `use` and `command` are what uses one and what trains one.
-
-    `network` is the class that is made from the settings `model`, and `describe` tells a model's shape in words.
-    `train` is `TrainConfig`, or a subclass of it with defaults that suit this kind of model. A setting that is unset by
-    default must stay so: config.toml leaves unset values out, so that a run which has none would take the new default.
-
-    `length` names the setting of `data` that says how long sequences are; `vocabularies` those of `model` that are the
-    sizes of the tokenizers; `tokenizers` are folders within the run's. `metrics` are the values that validation may
-    compute, and what each needs. `upgrade` changes the settings of a folder of an earlier version, by section.
-
-    `automatic` are the settings that the command chooses where they are not given; see
-    `fastformer.apps.runs.automatic_settings`.
-
-    `counted` are the settings of `model` that follow from those of `data` otherwise; `reading` names those of `data`
-    that a model cannot be used without. `architectures`: which models of transformers become ones of this kind, by the
-    names of their classes; see `fastformer.apps.pretrained`. `pretrained` reads a folder that a run may begin with: a
-    model and its tokenizers.
+    Attributes:
+        kind, title: what config.toml and messages call such a run.
+        use, command: the commands that use and train one.
+        data, model, train: the classes of its settings; `train` is `TrainConfig`, or a subclass with other defaults.
+        network: the class of the model that is made from `model`.
+        describe: says a model's shape in words.
+        length: name of the setting of `data` that says how long sequences are.
+        vocabularies: names of the settings of `model` that are the sizes of the tokenizers.
+        tokenizers: their folders within that of the run.
+        metrics: the values that validation may compute, and what each needs.
+        reading: names of settings of `data` that a model cannot be used without.
+        automatic: names of the settings that the command chooses if they are not given: see `automatic_settings`.
+        architectures: the models of transformers that become such ones, by class: see `fastformer.apps.pretrained`.
+        pretrained: reads a folder that a run may begin with: a model and its tokenizers.
+        counted: the settings of `model` that follow from those of `data` otherwise.
     """
 
     kind: str
@@ -87,23 +82,16 @@ class Application:
     architectures: Mapping[str, Any] = field(default_factory=dict)
     pretrained: Callable[[Path], tuple[Any, tuple[Tokenizer, ...]]] | None = None
     counted: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
-    upgrade: Callable[[dict[str, dict[str, Any]]], None] = lambda sections: None
 
     @property
     def derived(self) -> dict[str, str]:
         """The settings of `model` that are never a user's, each with what it follows from."""
         return _derived(self.model)
 
-    def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Tokenizer], data: Any) -> Any:
-        """The configuration of a model: its settings, and what follows from the tokenizers.
+    def model_config(self, model: Mapping[str, Any], tokenizers: Sequence[Any], data: Any) -> Any:
+        """Return the configuration of a model: its settings, and what follows from the tokenizers and the data.
 
-        Args:
-            model: settings of the model.
-            tokenizers: of the run; the model writes the special ids of the last.
-            data: settings of the data.
-
-        Raises:
-            ValueError: a setting is out of range, or sequences are longer than learned positions hold.
+        Raises ValueError if a setting is out of range, or sequences are longer than learned positions hold.
         """
         sizes = {name: each.size for name, each in zip(self.vocabularies, tokenizers, strict=True)}
         ids = {name: getattr(tokenizers[-1], name) for name in _IDS if name in self.derived}
@@ -117,15 +105,21 @@ class Application:
             )
         return config
 
+    def planned(self, model: Mapping[str, Any], data: Any) -> Any:
+        """Return the configuration of a model as it may become, before there are tokenizers; see `model_config`."""
+        ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
+        tokenizer = SimpleNamespace(size=data.vocabulary or max(ids.names()) + 1, **vars(ids))
+        return self.model_config(model, [tokenizer] * len(self.vocabularies), data)
+
     def check_begins(self) -> None:
-        """Raise ValueError where runs of this kind begin with no model from elsewhere."""
+        """Raise ValueError if runs of this kind begin with no model from elsewhere."""
         if self.pretrained is None:
             raise ValueError(f"{self.title} runs begin with no model from elsewhere")
 
     def begin_with(
         self, folder: Path, given: Mapping[str, Any]
     ) -> tuple[nn.Module, tuple[Tokenizer, ...], dict[str, Any]]:
-        """Read a model from elsewhere: itself, its tokenizers, and its settings with those that were given.
+        """Return a model from elsewhere, its tokenizers, and its settings with those that were given.
 
         Raises:
             ValueError: there are no such models of this kind, or a given setting is the model's.
@@ -139,25 +133,10 @@ class Application:
         settings = {name: value for name, value in vars(model.config).items() if name not in self.derived}
         return model, tokenizers, {**settings, **given}
 
-    def planned(self, model: Mapping[str, Any], data: Any) -> Any:
-        """The configuration of a model as it may become, before there are tokenizers; errors as `model_config`."""
-        ids = data.special_ids if hasattr(data, "special_ids") else SpecialIds()
-        size = data.vocabulary or max(ids.names()) + 1
-        return self.model_config(model, [_Planned(size, **vars(ids))] * len(self.vocabularies), data)  # type: ignore[list-item]
-
     def refuse_idle(
         self, given: Given, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str
     ) -> None:
-        """Refuse the settings that were given and that this run would not look at; see `fastformer.settings`.
-
-        Args:
-            given: what a user stated, by section.
-            data, model, train: the settings, as `Run.create` takes them.
-            device: of the model.
-
-        Raises:
-            ValueError: naming all such settings.
-        """
+        """Raise ValueError naming the settings in `given` that have no effect beside the others."""
         sections = {"data": data, "model": self.planned(model, data), "train": train}
         refuse_idle(given, sections, Machine(str(device), Processes.current().world))
 
@@ -166,15 +145,15 @@ class Application:
     ) -> None:
         """Write config.toml, which makes a folder a run; `chosen` names the settings that no user gave."""
         kind = RunConfig(self.kind, VERSION, chosen)
-        save_toml(folder / "config.toml", {"run": kind, "data": data, "model": model, "train": train})
+        save_toml(folder / CONFIG, {"run": kind, "data": data, "model": model, "train": train})
+
+    def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
+        """Write the tokenizers of a run folder."""
+        for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
+            tokenizer.save(folder / name)
 
     def complete(
-        self,
-        folder: Path,
-        config: Any,
-        tokenizers: Sequence[Tokenizer],
-        data: Mapping[str, Any],
-        train: TrainConfig,
+        self, folder: Path, config: Any, tokenizers: Sequence[Tokenizer], data: Mapping[str, Any], train: TrainConfig
     ) -> None:
         """Make the folder of a `Trainer` a run folder; see `complete_run` of the applications.
 
@@ -195,34 +174,27 @@ class Application:
             self.save_tokenizers(folder, tokenizers)
             self.save_settings(folder, {"dataset": BY_HAND, **data}, config, train)
 
-    def save_tokenizers(self, folder: Path, tokenizers: Sequence[Tokenizer]) -> None:
-        """Write the tokenizers of a run folder."""
-        for name, tokenizer in zip(self.tokenizers, tokenizers, strict=True):
-            tokenizer.save(folder / name)
-
     def read_config(self, folder: Path | str) -> dict[str, dict[str, Any]]:
-        """The settings of a run folder, by section: data, model, train.
+        """Return the settings of a run folder, by section: data, model, train.
 
         Raises:
             FileNotFoundError: the folder holds no run.
             ValueError: it holds a run of another kind, or an unknown setting.
         """
-        kind = read_kind(folder)
-        if kind != self.kind:
+        path = Path(folder) / CONFIG
+        if (kind := read_kind(folder)) != self.kind:
             other = application_of(kind)
             about = f"{folder} is a {other.title} run"
             raise ValueError(f"{about}; use `{other.use}` (or `{other.command} --resume` to train it further)")
-        sections = self._load(Path(folder) / "config.toml", REMOVED)
-        if stated(Path(folder) / "config.toml").version < VERSION:
-            self.upgrade(sections)
+        sections = self._load(path, REMOVED)
         needed = {each.name for each in dataclasses.fields(self.model) if each.default is MISSING}
         if missing := sorted(needed.difference(sections["model"])):
-            raise ValueError(f"{Path(folder) / 'config.toml'}: [model] has no {', '.join(missing)}: it is damaged")
+            raise ValueError(f"{path}: [model] has no {', '.join(missing)}: it is damaged")
         sections["model"] = befores(self.model) | sections["model"]
         return sections
 
     def read_settings(self, path: Path | None) -> dict[str, dict[str, Any]]:
-        """What a user's file states, by section; nothing without a file.
+        """Return what a user's file states, by section; nothing without a file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -241,8 +213,14 @@ class Application:
                     raise ValueError(f"{path}: [{section}] {name} is set from {source}; leave it out")
         return sections
 
+    def _load(self, path: Path, removed: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+        settings = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
+        sections = load_toml(path, settings, removed)
+        sections.pop("run")
+        return sections
+
     def load_tokenizers(self, folder: Path | str) -> tuple[Tokenizer, ...]:
-        """The tokenizers of a run folder.
+        """Return the tokenizers of a run folder.
 
         Raises:
             FileNotFoundError: there is no such run, or a file is missing.
@@ -259,7 +237,7 @@ class Application:
         return found
 
     def load_weights(self, folder: Path | str, checkpoint: str) -> Any:
-        """The model of a run with its weights, on the CPU: a `network`.
+        """Return the model of a run with its weights, on the CPU.
 
         Args:
             folder: of the run.
@@ -274,34 +252,16 @@ class Application:
         config = self.model(**self.read_config(folder)["model"])
         found = Checkpoint.open(find_checkpoint(folder, checkpoint))
         found.check_architecture(config)
-        found.check_size(config.matrix_numbers)  # which a hole on the disk may state
+        found.check_size(config.matrix_numbers)
         check_memory(config)
-        made = self.network(config)
-        found.load_into(made, config)
-        return made
+        network = self.network(config)
+        found.load_into(network, config)
+        return network
 
     def load_for_inference(self, folder: Path | str, checkpoint: str, device: torch.device | str) -> Any:
         """Return the model of `load_weights` in evaluation mode on a device; errors as there."""
         return self.load_weights(folder, checkpoint).to(device).eval()
 
-    def _load(self, path: Path, removed: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-        settings = {"run": RunConfig, "data": self.data, "model": self.model, "train": self.train}
-        sections = load_toml(path, settings, removed)
-        sections.pop("run")
-        return sections
-
 
 def _derived(settings: type[Settings]) -> dict[str, str]:
-    """The settings that are never a user's, each with what it follows from."""
     return {item.name: facts(item)["derived"] for item in fields(settings) if facts(item)["derived"]}
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """What a model's configuration asks of a tokenizer."""
-
-    size: int
-    unk_id: int
-    pad_id: int
-    bos_id: int
-    eos_id: int

@@ -67,22 +67,15 @@ def check_settings(
             raise FileNotFoundError(f"{path}: no such file")
 
 
-def check_resumable(folder: Path, model: Any, fallback: bool) -> None:
-    """Read the metrics, and compare a model's settings with the last checkpoint, before the model is built.
-
-    Args:
-        folder: of the run.
-        model: settings.
-        fallback: if the last checkpoint is damaged, the one before is taken.
-    """
+def check_resumable(folder: Path, model: Any) -> None:
+    """Read the metrics, and compare a model's settings with the last checkpoint, before the model is built."""
     with suppress(FileNotFoundError):
         read_metrics(folder)
     last = CheckpointFolder(folder / "checkpoints").last()
     try:
         found = None if last is None else Checkpoint.open(last)
-    except CheckpointError:  # resuming says so, or takes an earlier one
+    except CheckpointError:  # `Trainer.resume` names the previous good one, too
         return
     if found is not None:
         found.check_architecture(model)
-        if not fallback:
-            found.check_size(model.matrix_numbers)
+        found.check_size(model.matrix_numbers)

@@ -14,7 +14,7 @@ from fastformer.apps.runs.folder import BY_HAND, DATA, config_of
 from fastformer.apps.runs.toml import read_toml
 from fastformer.apps.text import read_json
 from fastformer.apps.train import Checkpoint, CheckpointFolder, read_metrics
-from fastformer.apps.train.metrics import LOWER_IS_BETTER
+from fastformer.apps.train.metrics import JSONL, LOWER_IS_BETTER
 
 __all__ = ["Comparison", "RunSummary", "compare_runs", "summarise"]
 
@@ -31,15 +31,12 @@ class RunSummary:
 
     Attributes:
         name: short, and another for each of the runs that are compared.
-        folder: of the run.
         settings: everything of config.toml, as "section.key".
         records: of metrics.jsonl.
         parameters: of the model, tied ones counted once.
-        steps: of training so far.
-        seconds: of training so far, validations included.
+        steps, seconds: of training so far, validations included.
         clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
-        best_step: where validation was best by the run's own metric.
-        best: all values of that validation.
+        best_step, best: where validation was best by the run's own metric, and all values of that validation.
         bleu_signature: of the BLEU in that validation, as sacrebleu states it.
         text: checksums of the encoded training text and of the validation text, as far as the folder says.
     """
@@ -114,7 +111,7 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
 def summarise(folder: Path, name: str | None = None) -> RunSummary:
     """Read one run folder; see `compare_runs` for what it raises."""
     settings = _read_settings(folder)
-    records = _read_records(folder)
+    records = read_metrics(folder) if (folder / JSONL).is_file() else []
     metric = str(settings.get("train.metric", "loss"))
     best = _best(records, metric)
     last: Mapping[str, Any] = records[-1] if records else {}
@@ -135,14 +132,12 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that tell them apart."""
     parts = [Path(os.path.realpath(path)).parts for path in paths]
-    names = []
-    for own in parts:
-        size = 1
-        while size < len(own) and sum(other[-size:] == own[-size:] for other in parts) > 1:
-            size += 1
-        names.append("/".join(own[-size:]))
+    for size in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-size:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
     return names
 
 
@@ -152,20 +147,6 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             settings[f"{section}.{key}" if key else section] = value
     return settings
-
-
-def _read_records(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    records = read_metrics(folder)
-    for number, record in enumerate(records, start=1):
-        about = f"{path}:{number}: is not a record of metrics"
-        if not isinstance(record.get("kind"), str):
-            raise ValueError(f"{about}: it has no kind")
-        if not _is_number(record.get("seconds", 0)):
-            raise ValueError(f"{about}: seconds must be a number, not {record['seconds']!r}")
-    return records
 
 
 def _read_checksums(folder: Path) -> dict[str, str]:

@@ -29,8 +29,7 @@ FILES = (CONFIG, DATA, "metrics.jsonl", "metrics.csv", "tokenizer", "checkpoints
 
 BY_HAND = "by hand"  # the dataset of a run that was trained in Python, whose folder does not know its text
 
-# 2: train_size of translation counts for all kinds of data; before, config.toml held an idle one.
-VERSION = 2
+VERSION = 2  # that is written; folders of version 1 held settings that had no effect
 
 
 class RunConfig(Settings):

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,20 +27,16 @@ from fastformer.apps.train import BatchSource, Processes, Result, TrainConfig, T
 class Run(ABC):
     """One run: its settings, its data, its tokenizers and its model.
 
-    Use `create` for a new folder and `open` for one that exists. From then to the end of `fit`, or for as long as the
-    object is there, no other process may write to the folder.
-
-    Subclasses set `application`.
+    Use `create` for a new folder and `open` for one that exists. Subclasses set `application`.
     """
 
     application: ClassVar[Application]
     corpora: Mapping[Any, Any]
     tokenizers: tuple[Tokenizer, ...]
     model_config: Any
-    initial: nn.Module | None = None  # what a new run begins with, where that is a model from elsewhere
+    initial: nn.Module | None = None  # the model from elsewhere that a new run begins with
     choice: Choice | None = None  # of the settings that the user of a new run left out
     chosen: tuple[str, ...] | None = None  # names of the settings that no user gave, now or when the run began
-    _unlock: Callable[[], Any] | None = None  # gives back the lock of this object
 
     def __init__(
         self,
@@ -80,15 +75,9 @@ class Run(ABC):
         stated = {**given["data"], **given["model"], **given["train"]}
         choice = Choice(data, {}, {})
         if {*self.application.automatic} - stated.keys() - {"vocabulary"}:  # else nothing is left to be chosen
-            choice = choose(
-                self.task(given),
-                self.application.model,
-                self.train_config,
-                stated,
-                lambda shape: self._speed(shape, model),
-                data,
-                self.device.type != "cpu",
-            )
+            task, defaults, on_gpu = self.task(given), self.application.model, self.device.type != "cpu"
+            speed = lambda shape: self._speed(shape, model)  # noqa: E731
+            choice = choose(task, defaults, self.train_config, stated, speed, data, on_gpu)
         self.data, self.train_config = replace(self.data, **choice.data), replace(self.train_config, **choice.train)
         self.choice, self.chosen = choice, (*choice.data, *choice.model, *choice.train)
         return {**model, **choice.model}
@@ -105,15 +94,15 @@ class Run(ABC):
     @classmethod
     @abstractmethod
     def read(cls, data: Any) -> tuple[Any, Mapping[Any, Any]]:
-        """Read the training, validation and test data; the settings come back with what they were to derive from it."""
+        """Read the training, validation and test data; return the settings, with what follows from it, and the data."""
 
     @abstractmethod
     def learn(self) -> tuple[Tokenizer, ...]:
-        """The vocabularies, learnt from the training data only."""
+        """Learn the vocabularies from the training data only."""
 
     @abstractmethod
     def sides(self) -> Iterable[Iterable[str]]:
-        """The lines of the training data, for each language."""
+        """Return the lines of the training data, for each language."""
 
     @abstractmethod
     def encode(self) -> None:
@@ -129,7 +118,7 @@ class Run(ABC):
 
     @abstractmethod
     def fingerprinted(self) -> Iterable[bytes]:
-        """The encoded training data, which a resumed run must meet again."""
+        """Return the encoded training data, which a resumed run must meet again."""
 
     @abstractmethod
     def validation_texts(self) -> list[Any]:
@@ -137,32 +126,32 @@ class Run(ABC):
 
     @abstractmethod
     def training(self) -> str:
-        """The encoded training data, in words."""
-
-    def new_model(self) -> nn.Module:
-        """The model with its initial values, on the CPU."""
-        made = self.application.network(self.model_config)
-        if self.initial is not None:
-            made.load_state_dict(self.initial.state_dict())
-        return made
+        """Describe the encoded training data in words."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Sum of the loss over a batch's real tokens."""
+        """Return the sum of the loss over a batch's real tokens."""
 
     @abstractmethod
     def validation(self) -> Validation:
-        """The scores of a model on the validation data."""
+        """Return the scores of a model on the validation data."""
 
     @classmethod
     @abstractmethod
     def computed(cls, data: Any) -> tuple[str, ...]:
-        """Which of the application's metrics validation computes with these settings of the data."""
+        """Return those of the application's metrics that validation computes with these settings of the data."""
 
     @classmethod
     def check(cls, data: Any, model: Mapping[str, Any], train: TrainConfig, device: torch.device | str = "cpu") -> None:
         """Refuse settings that could only fail after the data was read; raises as `check_settings`."""
         check_settings(cls.application, cls.computed(data), data, model, train, device)
+
+    def new_model(self) -> nn.Module:
+        """Return the model with its initial values, on the CPU."""
+        network = self.application.network(self.model_config)
+        if self.initial is not None:
+            network.load_state_dict(self.initial.state_dict())
+        return network
 
     @classmethod
     def create(
@@ -200,16 +189,16 @@ class Run(ABC):
         if (data.tokenizer == PRETRAINED) != (pretrained is not None):
             there = "without a model to begin with (--from)" if pretrained is None else "with a model to begin with"
             raise ValueError(f"tokenizer must not be {data.tokenizer!r} {there}")
-        made: list[Self] = []
+        created: list[Self] = []
         initial, tokenizers = None, None
         if pretrained is not None:
             initial, tokenizers, model = cls.application.begin_with(Path(pretrained), model)
             given = None
         Processes.current().on_main(
-            lambda: made.append(cls._create(Path(folder), data, model, train, device, tokenizers, given))
+            lambda: created.append(cls._create(Path(folder), data, model, train, device, tokenizers, given))
         )
         try:
-            run = made[0] if made else cls._open(Path(folder), None, device)
+            run = created[0] if created else cls._open(Path(folder), None, device)
             run.initial = initial
             return run
         except FileNotFoundError as error:
@@ -235,16 +224,11 @@ class Run(ABC):
             report = json.dumps(run.data_report(), indent=1) + "\n"
             write_file(folder / DATA, report.encode())
             run._save_settings()
-            run._lock()
         return run
-
-    def _lock(self) -> None:
-        """Keep other processes from writing to the folder until `fit` begins or this object is gone."""
-        self._unlock = weakref.finalize(self, lock_run(self.folder).release)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """For a block, no other process may write to the folder; of several processes, the first sees to it."""
+        """Keep other processes from writing to the folder for the block."""
         with ExitStack() as stack:
             Processes.current().on_main(lambda: stack.enter_context(locked(self.folder)))
             yield
@@ -266,11 +250,8 @@ class Run(ABC):
         """
         folder = Path(folder)
         read_kind(folder)
-        with ExitStack() as stack:
-            Processes.current().on_main(lambda: stack.enter_context(locked(folder)))
-            run = cls._open(folder, train, device)
-            Processes.current().on_main(run._lock)
-        return run
+        Processes.current().on_main(lambda: lock_run(folder).release())  # before data is read
+        return cls._open(folder, train, device)
 
     @classmethod
     def _open(cls, folder: Path, train: Mapping[str, Any] | None, device: torch.device | str) -> Self:
@@ -286,11 +267,11 @@ class Run(ABC):
         if (chosen := stated(folder / CONFIG).chosen) is not None:
             run.chosen = tuple(name for name in chosen if name not in (train or {}))
         before = read_json(folder / DATA)
-        if not isinstance(before, dict) or "fingerprint" not in before:
-            raise ValueError(f"{folder / DATA}: damaged; it has no fingerprint of the training data")
         now = run.data_report()
         for name, data in (("fingerprint", "training"), ("validation", "validation")):
-            if before.get(name, now[name]) != now[name]:
+            if not isinstance(before, dict) or name not in before:
+                raise ValueError(f"{folder / DATA}: damaged; it has no {name} of the data")
+            if before[name] != now[name]:
                 raise ValueError(f"{folder}: the {data} data differs from what this run was started with")
         return run
 
@@ -307,32 +288,31 @@ class Run(ABC):
             "validation": hashlib.sha256(json.dumps(self.validation_texts()).encode()).hexdigest(),
         }
 
-    def fit(self, resume: bool = False, fallback: bool = False, show: bool = True) -> Result:
+    def fit(self, resume: bool = False, show: bool = True) -> Result:
         """Train to the end of the budget; see `fastformer.apps.train.Trainer`.
 
         Args:
             resume: continue from the last checkpoint.
-            fallback: where that one is damaged, take the one before.
             show: progress on the terminal.
         """
         with self.writing():
-            if self._unlock is not None:
-                self._unlock()
             if resume:
-                check_resumable(self.folder, self.model_config, fallback)
+                check_resumable(self.folder, self.model_config)
             torch.manual_seed(self.train_config.seed)
+            model, validate = self.new_model().to(self.device), self.validation()
+            settings, architecture = self.train_config, self.model_config
             trainer = Trainer(
-                self.new_model().to(self.device),
+                model,
                 self.loss,
                 self.batches,
-                self.train_config,
+                settings,
                 self.folder,
-                validate=self.validation(),
-                architecture=self.model_config,
+                validate=validate,
+                architecture=architecture,
                 show=show,
             )
             if resume:
-                trainer.resume(fallback=fallback)
+                trainer.resume()
                 if trainer.ended is None:  # a run that trains nothing keeps its settings
                     Processes.current().on_main(self._save_settings)
             return trainer.fit()

@@ -126,11 +126,10 @@ class CheckpointFolder:
         """Record a checkpoint as the best; `value` is its metric."""
         self._update_index(best={"name": path.name, "value": value})
 
-    def open(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
+    def open(self, path: Path | str | None = None) -> Checkpoint:
         """Open the checkpoint at `path`, or the last one, after all its files were checked.
 
-        A damaged one raises CheckpointError naming the file and the previous good checkpoint; with `fallback` that
-        one is opened instead.
+        A damaged one raises CheckpointError naming the file and the previous good checkpoint.
         """
         candidates = self.paths()
         if path is None and not candidates:
@@ -141,9 +140,9 @@ class CheckpointFolder:
             previous = next(filter(_is_good, reversed(candidates)), None)
             if previous is None:
                 raise CheckpointError(f"{error}; there is no earlier good checkpoint") from None
-            if fallback:
-                return Checkpoint.open(previous)
-            raise CheckpointError(f"{error}; the previous good checkpoint is {previous}") from None
+            raise CheckpointError(
+                f"{error}; to go on from the previous good checkpoint, {previous}, remove those after it"
+            ) from None
 
     def _names(self, pattern: str) -> set[str]:
         """Return the names of folders that match a pattern."""

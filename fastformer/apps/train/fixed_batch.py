@@ -1,10 +1,9 @@
 """Batches of a few shapes, in memory that stays where it is: what a CUDA graph of a training step can read.
 
-The shapes of a batch are rounded up, and sequences of padding fill them. No target of theirs counts and no real token
-sees them, so the loss and all gradients are what they were; they are at most 15 tokens or a sixteenth of a side. With
-the lengths of Multi30k en-de, 4 epochs, shapes and share of padding: 19 and 2.0 % for random batches of 128 sentences,
-8 and 0.9 % for random ones of 4,096 tokens, 31 and 0.8 % for bucketed ones of 4,096, 180 and 0.9 % for bucketed ones
-of 128 sentences.
+The shapes of a batch are rounded up, and sequences of padding fill them: at most 15 tokens or a sixteenth of a side. No
+target of padding counts and no real token sees it, so the loss and all gradients stay the same. With the lengths of
+Multi30k en-de, 4 epochs, shapes and share of padding: 19 and 2.0 % for random batches of 128 sentences, 8 and 0.9 % for
+random ones of 4,096 tokens, 31 and 0.8 % for bucketed ones of 4,096, 180 and 0.9 % for bucketed ones of 128 sentences.
 """
 
 from dataclasses import fields, replace
@@ -35,11 +34,7 @@ class Shape(NamedTuple):
 
 
 def sides_of(batch: Any) -> tuple[Side, ...]:
-    """The sides of a batch that can be put into fixed memory.
-
-    Raises:
-        TypeError: it does not name them, or its ids are not packed.
-    """
+    """Return the sides of a batch; raises TypeError if they do not name all its fields, or its ids are not packed."""
     sides: tuple[Side, ...] = getattr(batch, "SIDES", ())
     packed = all(getattr(batch, name).dim() == 1 for side in sides for name in side.inputs + side.targets)
     named = {name for side in sides for name in (side.lengths, *side.inputs, *side.targets)}
@@ -52,11 +47,9 @@ def sides_of(batch: Any) -> tuple[Side, ...]:
 
 
 def shape_of(batch: Any, longest: int | None = None) -> Shape:
-    """The shape that a batch is rounded up to; the same for every batch of the same sizes.
+    """Return the shape that a batch on the CPU is rounded up to; the same for every batch of the same sizes.
 
-    Args:
-        batch: on the CPU.
-        longest: tokens of the longest sequence of all batches; None: unknown.
+    longest: tokens of the longest sequence of all batches; None: unknown.
     """
     lengths = [getattr(batch, side.lengths) for side in sides_of(batch)]
     tokens = tuple(_round_tokens(int(x.sum())) for x in lengths)
@@ -66,7 +59,7 @@ def shape_of(batch: Any, longest: int | None = None) -> Shape:
 
 
 def _round_tokens(count: int) -> int:
-    """The next multiple of a sixteenth of the power of two below, or of 16."""
+    """Return the next multiple of a sixteenth of the power of two below, or of 16."""
     unit = max(_power_of_two(count) // (2 * _PER_OCTAVE), _FEWEST_TOKENS)
     return max(-(-count // unit), 1) * unit
 
@@ -81,33 +74,25 @@ def _power_of_two(number: int) -> int:
 
 
 def _padding(tokens: int, longest: int) -> list[int]:
-    """Lengths of sequences that hold so many tokens of padding."""
+    """Return the lengths of sequences that hold so many tokens of padding."""
     return [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
 
 
 class FixedBatch:
-    """Memory for the batches of one shape: `load` one, then hand `batch()` to the model, as often as needed.
-
-    Args:
-        like: a batch of the kind.
-        shape: `shape_of(like)`.
-        device: of the memory.
-    """
+    """Memory on a device for batches of one shape: `load` one, then give `batch()` to the model, as often as needed."""
 
     def __init__(self, like: Any, shape: Shape, device: torch.device) -> None:
-        self._like, self._shape = like, shape
-        self._sides = sides_of(like)
-        self._begins: dict[tuple[int, str], int] = {}
-        self._sizes: dict[tuple[int, str], int] = {}
+        self._like, self._shape, self._sides = like, shape, sides_of(like)
+        self._places: dict[tuple[int, str], slice] = {}
         end = 0
         for number, side in enumerate(self._sides):
             total = shape.tokens[number]
             sizes = {"offsets": shape.sequences + 1, "positions": total, "slots": total}
             for name, size in (sizes | dict.fromkeys(side.inputs + side.targets, total)).items():
-                self._begins[number, name], self._sizes[number, name] = end, size
+                self._places[number, name] = slice(end, end + size)
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.zeros(end, dtype=torch.int64, device=device)
-        self._views = {key: self._memory[begin : begin + self._sizes[key]] for key, begin in self._begins.items()}
+        self._views = {key: self._memory[place] for key, place in self._places.items()}
 
     def load(self, batch: Any) -> None:
         """Copy a batch from the CPU, in one piece; nothing waits for the device."""
@@ -116,12 +101,11 @@ class FixedBatch:
         values: Ints = staged.numpy()
         for number, side in enumerate(self._sides):
             for name, value in self._laid_out(batch, number, side).items():
-                begin = self._begins[number, name]
-                values[begin : begin + len(value)] = value
+                values[self._places[number, name]] = value
         self._memory.copy_(staged, non_blocking=True)
 
     def batch(self) -> Any:
-        """The batch that was loaded last, with layouts in place of lengths; its tensors are always the same."""
+        """Return the batch that was loaded last, with layouts in place of lengths; its tensors are always the same."""
         values: dict[str, Any] = {}
         for number, side in enumerate(self._sides):
             offsets, positions, slots = (self._views[number, name] for name in ("offsets", "positions", "slots"))
@@ -130,16 +114,13 @@ class FixedBatch:
         return replace(self._like, **values)
 
     def _laid_out(self, batch: Any, number: int, side: Side) -> dict[str, Ints]:
-        """What memory gets for a side: offsets, positions and slots, ids and targets, with padding at the end."""
+        """Return offsets, positions, slots, ids and targets of a side, with padding at the end."""
         total, longest = self._shape.tokens[number], self._shape.longest[number]
         real: Ints = getattr(batch, side.lengths).numpy()
         count = int(real.sum())
-        padding = _padding(total - count, longest)
-        lengths = np.zeros(self._shape.sequences, np.int64)
-        lengths[: len(real)] = real
-        lengths[len(real) : len(real) + len(padding)] = padding
-        offsets = np.zeros(self._shape.sequences + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        filled = [*real.tolist(), *_padding(total - count, longest)]
+        lengths = np.array(filled + [0] * (self._shape.sequences - len(filled)), np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.repeat(np.arange(self._shape.sequences), lengths)
         positions = np.arange(total) - offsets[rows]
         found = {"offsets": offsets, "positions": positions, "slots": rows * longest + positions}

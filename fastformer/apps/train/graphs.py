@@ -1,4 +1,4 @@
-"""A step of the optimiser from CUDA graphs: three launches or so, where the host is what a step waits for.
+"""A step of the optimizer from CUDA graphs: three launches or so, where the host is what a step waits for.
 
 The host needs 15 to 30 ms for the launches of a step of 6+6 layers, whatever the batch; an H200 computes one of
 4,096 tokens in 2 to 4 (a prediction: none of this is measured on a GPU). So each part of a step is captured:
@@ -6,18 +6,16 @@ The host needs 15 to 30 ms for the launches of a step of 6+6 layers, whatever th
 - forward and backward of a batch, once for each shape (`fixed_batch`), whose gradients one op adds to those that stay
   where they are: 186 launches less, for the memory of the gradients once more;
 - the norm of the gradients;
-- clipping and the optimiser, whose learning rate is a tensor.
+- clipping and the optimizer, whose learning rate is a tensor.
 
-Each runs eagerly for the first time, as a step like others, which compiles kernels and makes what is kept: gradients
-and the optimiser's moments. The second time it is captured, and repeated from then on. Seeds of dropout are drawn by
-the graphs, as many as without them. The numbers are those of eager steps but for rounding, since sums over the tokens
-of a batch are over those of padding, too, which are zero.
-
-Gradients are zeroed, not dropped: weight decay and moments go on where a later batch does not use a parameter.
+Each runs eagerly for the first time, which compiles kernels and makes what is kept: gradients and the optimizer's
+moments. The second time it is captured, and repeated from then on. The numbers are those of eager steps but for
+rounding, since sums over the tokens of a batch are over those of padding, too, which are zero. Gradients are zeroed,
+not dropped: weight decay and moments go on where a later batch does not use a parameter.
 
 What a graph cannot see, after its capture: hooks, new rates of dropout, `requires_grad`, a module's new buffers, other
-settings of the optimiser than its rate, its tensors replaced in other ways than `load_state_dict`, another backend or
-precision, and what the model's Python chooses from step to step. New places of parameters and gradients are noticed.
+settings of the optimizer than its rate, another backend or precision, and what the model's Python chooses from step to
+step. New places of parameters and gradients are noticed.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -35,8 +33,6 @@ from fastformer.host.cuda_graphs import Recorded, Recorder, Step, capture_or_war
 from fastformer.modes import capturing
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
-_MOST_SHAPES = 256  # batches of further ones are computed eagerly, as they are; what a graph costs is not measured
-
 
 def new_update(
     model: nn.Module,
@@ -45,18 +41,23 @@ def new_update(
     processes: Processes,
     longest: int | None = None,
 ) -> Update:
-    """The `Update` of a configuration: with CUDA graphs where it asks for them and the device has them, or compiled.
+    """Return the `Update` of a configuration, with CUDA graphs (on a device that has them) or compiled if it asks so.
 
-    Args:
-        model, loss, config, processes: as in `Update`.
-        longest: tokens of the longest sequence of all batches; None: unknown.
+    longest: tokens of the longest sequence of all batches; None: unknown.
 
     Raises:
         ValueError: CUDA graphs for several processes; the compiler or the stacks that it needs are missing.
     """
     device = next(model.parameters()).device
     if config.checkpoint_activations:
-        _checkpoint_activations(model)
+        stacks = [each for each in model.modules() if isinstance(each, TransformerEncoder | TransformerDecoder)]
+        if not stacks:
+            raise ValueError(
+                "checkpoint_activations=True is for models with fastformer's TransformerEncoder or TransformerDecoder; "
+                f"{type(model).__name__} has none"
+            )
+        for stack in stacks:
+            stack.checkpoint_activations = True
     if config.compile is not None:
         check_compiler(config.compile, device)
         loss = compiled_loss(model, loss, config.compile)
@@ -68,24 +69,10 @@ def new_update(
     return GraphedUpdate(model, loss, config, processes, found, longest)
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
-    stacks = [each for each in model.modules() if isinstance(each, TransformerEncoder | TransformerDecoder)]
-    if not stacks:
-        raise ValueError(
-            "checkpoint_activations=True is for models with fastformer's TransformerEncoder or TransformerDecoder; "
-            f"{type(model).__name__} has none"
-        )
-    for stack in stacks:
-        stack.checkpoint_activations = True
-
-
 class GraphedUpdate(Update):
     """An `Update` whose parts are captured and repeated; after one that cannot be captured, with a warning, eager.
 
-    Args:
-        model, loss, config, processes: as in `Update`. The loss takes batches whose lengths are a `Layout`.
-        recorder: captures.
-        longest: tokens of the longest sequence of all batches; None: unknown.
+    The loss takes batches whose lengths are a `Layout`. longest: see `new_update`.
     """
 
     def __init__(
@@ -121,10 +108,7 @@ class GraphedUpdate(Update):
         return self._total, self._norm, tokens
 
     def apply(self, norm: Tensor, rate: float) -> None:
-        """Clip the gradients and change the parameters by them at the learning rate `rate`.
-
-        Their norm is that of the last `gradients`, whatever `norm` is.
-        """
+        """Clip the gradients of the last `gradients`, and change the parameters by them at the learning rate `rate`."""
         if self._recorder is None:
             super().apply(norm, rate)
             return
@@ -147,11 +131,8 @@ class GraphedUpdate(Update):
             p.grad = None
         try:
             loss = super().backward(batch, tokens)
-            both = [
-                (old, p.grad)
-                for old, p in zip(kept, self.parameters, strict=True)
-                if old is not None and p.grad is not None
-            ]
+            new = [p.grad for p in self.parameters]
+            both = [(old, grad) for old, grad in zip(kept, new, strict=True) if old is not None and grad is not None]
             if both:
                 torch._foreach_add_(*map(list, zip(*both, strict=True)))
         finally:
@@ -163,10 +144,6 @@ class GraphedUpdate(Update):
         """Add the gradients of a batch."""
         shape = shape_of(batch, self._longest)
         if shape not in self._memory:
-            if len(self._memory) >= _MOST_SHAPES:
-                self._total += self.backward(batch.to(self.device, non_blocking=True), self._tokens)
-                self._check_places()
-                return
             self._memory[shape] = FixedBatch(batch, shape, self.device)
         memory = self._memory[shape]
         memory.load(batch)

@@ -34,8 +34,8 @@ class MetricsLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         there = (self.folder / JSONL).is_file()
         self._records = read_metrics(self.folder)[:count] if there else []
-        self._columns: list[str] = []
         write_file(self.folder / JSONL, _jsonl(self._records))
+        self._columns: list[str] = []
         self._rewrite_csv()
         step = self._records[-1]["step"] + 1 if self._records else 0
         self._events = _tensorboard_writer(self.folder / "tensorboard", step) if tensorboard else None
@@ -67,14 +67,12 @@ class MetricsLog:
 
     def _rewrite_csv(self) -> None:
         self._columns = list(dict.fromkeys(name for record in self._records for name in record))
-        write_file(self.folder / CSV, self._csv(self._records, header=True))
+        header = dict(zip(self._columns, self._columns, strict=True))
+        write_file(self.folder / CSV, self._csv([header, *self._records] if header else []))
 
-    def _csv(self, records: Sequence[dict[str, Any]], header: bool = False) -> bytes:
+    def _csv(self, records: Sequence[dict[str, Any]]) -> bytes:
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns)
-        if header and self._columns:
-            writer.writeheader()
-        writer.writerows(records)
+        csv.DictWriter(text, self._columns).writerows(records)
         return text.getvalue().encode("utf-8")
 
 
@@ -90,8 +88,7 @@ class RunningSums:
         self.rate = 0.0
         self._skips = torch.zeros((), device=device) if skips else None
         self._loss, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
-        self._tokens, self._steps, self._seconds = 0, 0, 0.0
-        self._since = 0.0
+        self._tokens, self._steps, self._seconds, self._since = 0, 0, 0.0, 0.0
         self._epoch_loss, self._epoch_tokens = torch.zeros((), dtype=torch.float64, device=device), 0
 
     def start(self, now: float) -> None:
@@ -114,14 +111,11 @@ class RunningSums:
         self._tokens, self._steps, self.rate = self._tokens + tokens, self._steps + 1, rate
 
     def finite(self) -> bool:
-        """Whether every loss, and every norm that counts, was finite so far; waits for the device."""
+        """Return whether every loss, and every norm that counts, was finite so far; waits for the device."""
         return bool(torch.isfinite(self._loss + self._norm))
 
     def values(self, now: float) -> dict[str, float]:
-        """Return the values of a record: mean loss per token, mean norm, rate, tokens per second, skips.
-
-        Waits for the device.
-        """
+        """Return mean loss per token, mean norm, rate, tokens per second and skips; waits for the device."""
         skips = 0 if self._skips is None else int(self._skips.item())
         values = {
             "loss": self._loss.item() / max(self._tokens, 1),
@@ -134,10 +128,9 @@ class RunningSums:
     def take(self, now: float) -> dict[str, float]:
         """Return the values of a record, and begin a new one."""
         values = self.values(now)
-        self._loss.zero_()
-        self._norm.zero_()
-        if self._skips is not None:
-            self._skips.zero_()
+        for total in (self._loss, self._norm, self._skips):
+            if total is not None:
+                total.zero_()
         self._tokens, self._steps, self._since = 0, 0, now
         return values
 
@@ -150,19 +143,25 @@ class RunningSums:
 
     def state_dict(self, now: float) -> dict[str, Any]:
         """Return what a resumed run needs to write the same next record."""
-        sums = {"loss": self._loss.item(), "norm": self._norm.item()}
-        epoch = {"epoch_loss": self._epoch_loss.item(), "epoch_tokens": self._epoch_tokens}
-        if self._skips is not None:
-            sums["skips"] = self._skips.item()
-        return {**sums, **epoch, "tokens": self._tokens, "steps": self._steps, "seconds": now - self._since}
+        skips = {} if self._skips is None else {"skips": self._skips.item()}
+        return {
+            "loss": self._loss.item(),
+            "norm": self._norm.item(),
+            **skips,
+            "epoch_loss": self._epoch_loss.item(),
+            "epoch_tokens": self._epoch_tokens,
+            "tokens": self._tokens,
+            "steps": self._steps,
+            "seconds": now - self._since,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self._loss.fill_(float(state["loss"]))
-        self._norm.fill_(float(state["norm"]))
-        if self._skips is not None and "skips" in state:  # a run may go on in another precision
-            self._skips.fill_(float(state["skips"]))
-        self._epoch_loss.fill_(float(state["epoch_loss"]))
+        self._loss.fill_(state["loss"])
+        self._norm.fill_(state["norm"])
+        if self._skips is not None:
+            self._skips.fill_(state.get("skips", 0))  # a run may go on in another precision
+        self._epoch_loss.fill_(state["epoch_loss"])
         self._epoch_tokens = state["epoch_tokens"]
         self._tokens, self._steps, self._seconds = state["tokens"], state["steps"], state["seconds"]
 
@@ -186,12 +185,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record["step"], int):
+            known = isinstance(record["step"], int) and isinstance(record["kind"], str)
+            if not known or not isinstance(record.get("seconds", 0), int | float):
                 raise ValueError
             records.append(record)
-        except (ValueError, KeyError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if number < len(lines):
-                raise ValueError(f"{path}:{number}: is not a JSON record with a step") from None
+                raise ValueError(f"{path}:{number}: is not a JSON record with kind, step and seconds") from None
     return records
 
 

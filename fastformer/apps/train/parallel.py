@@ -1,18 +1,17 @@
 """The model of several processes: DistributedDataParallel, or FSDP2, where each process holds its part of it.
 
-Sharded parameters, gradients and optimiser states are DTensors; all else here is a plain tensor that every process has.
+Sharded parameters, gradients and optimizer states are DTensors; all else here is a plain tensor that every process has.
 
 With FSDP2 each layer of a stack is gathered by itself, while the layer before it computes, and what is left
-(embeddings, output, last norms) at once before the first. Where the run trains in 16 bits, our layers are gathered in
-16 bits: half the communication, and of their matrices the very numbers that autocast would make. Gains and biases of
-their norms, which autocast reads in fp32, are rounded, too: FSDP2 has one dtype a unit. The rest is gathered in fp32,
-as are layers of others, which only autocast knows how to mix. Gradients are added up in fp32, and what the optimiser
-changes is fp32.
+(embeddings, output, last norms) at once before the first. In 16 bits, fastformer's layers are gathered in 16 bits: half
+the communication, and of their matrices the very numbers that autocast would make. Gains and biases of their norms,
+which autocast reads in fp32, are rounded, too: FSDP2 has one dtype a unit. The rest is gathered in fp32, as are other
+layers, which only autocast knows how to mix. Gradients are added up in fp32, and what the optimizer changes is fp32.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -27,16 +26,16 @@ from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLaye
 def wrap(
     step: nn.Module, how: str, processes: Processes, dtype: torch.dtype | None = None, compiled: bool = False
 ) -> nn.Module:
-    """The module that computes the loss of a share, such that its gradients become the mean over all processes.
+    """Return the module that computes the loss of a share, such that its gradients become the mean over all processes.
 
-    Parameters start from process 0's.
+    Parameters start from those of process 0.
 
     Args:
         step: holds the model; its forward calls all that uses parameters.
         how: "ddp", each process holds everything (DistributedDataParallel); "fsdp", each holds its part of
-            parameters, gradients and optimiser state, and gathers a layer where it is needed (FSDP2).
+            parameters, gradients and optimizer state, and gathers a layer where it is needed (FSDP2).
         processes: that train it; one process alone gets `step` itself.
-        dtype: that autocast is on with; None: it is off.
+        dtype: of autocast; None: it is off.
         compiled: whether torch.compile has the model: all of it is then gathered at once, since a graph would end at
             each layer (11 graphs of 2 layers, each layer compiled for itself).
     """
@@ -64,8 +63,8 @@ def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | No
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(tensors[0].device.type, (world,))
     for layer in reversed(layers):  # what lies within another first
-        ours = isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
-        low = ours and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
+        known = isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
+        low = known and dtype is not None and all(p.dtype == torch.float32 for p in layer.parameters())
         # Without casts of its inputs: sums of layers stay in fp32, as autocast has them.
         policy = (
             MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
@@ -78,7 +77,7 @@ def _shard(step: Any, layers: Sequence[Any], world: int, dtype: torch.dtype | No
 
 
 def _layers(step: nn.Module) -> list[Any]:
-    """The layers of all stacks, but those that share a parameter with something outside of them."""
+    """Return the layers of all stacks, but those that share a parameter with something outside of them."""
 
     def holders(module: nn.Module) -> Counter[int]:
         return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
@@ -91,25 +90,22 @@ def _layers(step: nn.Module) -> list[Any]:
 
 @contextmanager
 def exchange(step: nn.Module, processes: Processes, last: bool) -> Iterator[None]:
-    """Forward and backward of one of a step's batches; gradients are exchanged after the `last` only."""
+    """Exchange gradients of the block's forward and backward only after the `last` batch of a step."""
     if processes.world == 1:
         yield
         return
     with processes.contact():
-        if isinstance(step, nn.parallel.DistributedDataParallel):
-            if last:
-                yield
-            else:
-                with step.no_sync():
-                    yield
-        else:
+        if not isinstance(step, nn.parallel.DistributedDataParallel):
             step.set_requires_gradient_sync(last)  # type: ignore[operator]
+            yield
+            return
+        with nullcontext() if last else step.no_sync():
             yield
 
 
 @contextmanager
 def gathered(step: nn.Module, processes: Processes) -> Iterator[None]:
-    """Every process holds all parameters within the block, so that one of them may use the model alone."""
+    """Let every process hold all parameters for the block, so that one of them may use the model alone."""
     units: list[Any] = [unit for unit in step.modules() if hasattr(unit, "unshard")]
     with processes.contact():
         for unit in units:
@@ -124,23 +120,22 @@ def gathered(step: nn.Module, processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(units: Sequence[nn.Module]) -> Iterator[None]:
-    """Without what gathers and frees parameters when units are called.
+    """Take FSDP2's hooks off the units for the block.
 
     FSDP2 notes each call of a layer, without gradients too, and gathers in backward by what it noted: a process that
     validated alone would gather something else than the others.
     """
-    names = ("_forward_pre_hooks", "_forward_hooks")
-    before = [(unit, name, getattr(unit, name)) for unit in units for name in names]
+    hooks = [(unit, name) for unit in units for name in ("_forward_pre_hooks", "_forward_hooks")]
+    before = [getattr(unit, name) for unit, name in hooks]
     try:
-        for unit, name, hooks in before:
-            others = (
-                item for item in hooks.items() if type(getattr(item[1], "__self__", None)).__name__ != "FSDPState"
-            )
+        for (unit, name), installed in zip(hooks, before, strict=True):
+            owners = {key: type(getattr(hook, "__self__", None)).__name__ for key, hook in installed.items()}
+            others = {key: hook for key, hook in installed.items() if owners[key] != "FSDPState"}
             setattr(unit, name, OrderedDict(others))
         yield
     finally:
-        for unit, name, hooks in before:
-            setattr(unit, name, hooks)
+        for (unit, name), installed in zip(hooks, before, strict=True):
+            setattr(unit, name, installed)
 
 
 def whole_norm(norm: Tensor, processes: Processes) -> Tensor:

@@ -1,4 +1,4 @@
-"""Several processes that train one model, started by torchrun: who they are and what they tell one another.
+"""Several processes that train one model, started by torchrun: their ranks and what they tell each other.
 
 Every process goes through the same batches and takes its share of the sentences of each. The loss of a step is the sum
 over all shares, divided by the tokens of all, so the gradient is that of one process, however unequal the shares are.
@@ -6,9 +6,9 @@ What follows from the data alone (its order, tokens, position) is computed every
 the clock, from signals or from validation is decided by process 0 and sent to the others. How the model itself is held
 by several processes is in `parallel.py`.
 
-There are two groups of connections. Gradients go over torch's default group (NCCL between GPUs, gloo between CPUs), on
-which a process that does not answer for `TIMEOUT` ends the run. Decisions go over a gloo group of our own, so that no
-GPU is waited for; there, others may wait as long as a process reads data, learns a vocabulary, validates or saves.
+Gradients go over torch's default group (NCCL between GPUs, gloo between CPUs), on which a process that does not answer
+for `TIMEOUT` ends the run. Decisions go over a gloo group, so that no GPU is waited for; there, others may wait as long
+as a process reads data, learns a vocabulary, validates or saves.
 """
 
 import atexit
@@ -29,8 +29,8 @@ from torch import Tensor
 # Between two steps, processes differ by the length of a batch and by what one of them compiles.
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = timedelta(days=7)
-# gloo's threads drop Python's objects, and wait for the GIL with them. Who ends meanwhile is aborted by C++; who ends
-# the threads while the GIL is held, as torch does where a model goes last, waits for ever (torch 2.13).
+# gloo's threads drop Python objects, and wait for the GIL with them. A process that ends meanwhile is aborted by C++;
+# one that ends the threads while it holds the GIL, as torch does if a model is freed last, hangs (torch 2.13).
 _GRACE = 0.2  # seconds
 
 # What gloo and NCCL say when the other end is gone.
@@ -61,10 +61,9 @@ class Processes:
 
     @classmethod
     def current(cls) -> "Processes":
-        """The processes of torch's default group; one alone where there is none.
+        """Return the processes of torch's default group; one alone if there is none.
 
-        Raises:
-            ProcessError: torchrun started several, but they were not joined: each would train a model of its own.
+        Raises ProcessError if torchrun started several that were not joined: each would train a model of its own.
         """
         global _joined
         if not dist.is_available() or not dist.is_initialized():
@@ -88,10 +87,9 @@ class Processes:
         return self.rank == 0
 
     def on_main(self, function: Callable[[], Value]) -> Value:
-        """What `function` gives in process 0, where alone it runs; a small value. Where it raises, nobody goes on.
+        """Run a function in process 0 only, and return its result, a small value, in all processes.
 
-        Raises:
-            ProcessError: in the others, when it raised in process 0.
+        If it raises, nobody goes on: the others raise ProcessError.
         """
         if self.world == 1:
             return function()
@@ -112,7 +110,7 @@ class Processes:
         return result
 
     def agree(self, decisions: Sequence[float], stop: bool) -> tuple[list[float], bool]:
-        """The decisions of process 0, as numbers, and whether any process was asked to stop."""
+        """Return the decisions of process 0, as numbers, and whether any process was asked to stop."""
         if self.world == 1:
             return list(decisions), stop
         said = torch.tensor([*(d if self.is_main else 0.0 for d in decisions), float(stop)], dtype=torch.float64)
@@ -136,7 +134,7 @@ class Processes:
                 dist.all_reduce(x)
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes in process 0, an empty list in the others."""
+        """Return the values of all processes in process 0, an empty list in the others."""
         if self.world == 1:
             return [value]
         values: list[Any] | None = [None] * self.world if self.is_main else None
@@ -145,13 +143,10 @@ class Processes:
         return values or []
 
     def share(self, batch: Any) -> tuple[Any, bool]:
-        """Take the share of this process of a batch; and whether it counts.
+        """Return the share of this process of a batch, and whether it counts.
 
-        Where this process gets no sentence, it takes what another takes, too: every layer's parameters are gathered
-        and its gradients exchanged as often in all of them.
-
-        Raises:
-            TypeError: the batch cannot be shared.
+        A process that gets no sentence takes what another takes, too, and does not count: every layer's parameters are
+        gathered and its gradients exchanged as often in all of them. Raises TypeError if the batch cannot be shared.
         """
         if self.world == 1:
             return batch, True
@@ -166,20 +161,19 @@ class Processes:
         return next((each for each in shares if each is not None), batch), False
 
     def seed(self, seed: int, step: int = 0) -> int:
-        """The seed of this process's own generators: `seed` itself in process 0, another one in each of the others."""
+        """Return the seed of this process's generators: `seed` itself in process 0, others in the others."""
         return seed if self.is_main else int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1)[0])
 
     @contextmanager
     def contact(self) -> Iterator[None]:
-        """Turn torch's many errors of lost connections into one that says what happened."""
-        if self.world == 1:
-            yield
-            return
+        """Turn torch's many errors of lost connections into one ProcessError that says what happened."""
         try:
             yield
         except RuntimeError as error:
             text = str(error)
-            if not isinstance(error, dist.DistNetworkError) and not any(words in text for words in _LOST):
+            if self.world == 1 or not (
+                isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST)
+            ):
                 raise
             what = f"did not answer for {TIMEOUT.seconds} s" if "imed out" in text else "ended"
             raise ProcessError(
@@ -192,17 +186,16 @@ _joined = Processes()
 
 
 def _launched() -> bool:
-    """Whether torchrun, or another launcher that speaks its language, started several processes."""
+    """Return whether torchrun, or another launcher that sets its variables, started several processes."""
     world = os.environ.get("WORLD_SIZE", "1")
     one = world.isdecimal() and int(world) <= 1
     return all(name in os.environ for name in ("RANK", "MASTER_ADDR")) and not one  # what is no number, torch refuses
 
 
 def local_device(device: str) -> str:
-    """The device of this process: under torchrun, "cuda" is the GPU of its number on this machine (LOCAL_RANK).
+    """Return the device of this process: under torchrun, "cuda" is the GPU of its number on this machine (LOCAL_RANK).
 
-    Raises:
-        ValueError: one GPU was named for several processes, or there are fewer GPUs than processes.
+    Raises ValueError if one GPU was named for several processes, or there are fewer GPUs than processes.
     """
     if not _launched() or torch.device(device).type != "cuda":
         return device
@@ -246,10 +239,7 @@ def join_processes(device: torch.device | str = "cpu") -> Iterator[Processes]:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """For all that a program does: one of several processes ends with the block, as Python would end it.
-
-    But nothing is taken apart, for which gloo's threads would have to have come to an end.
-    """
+    """End one of several processes with the block through os._exit: gloo's threads can hang at interpreter shutdown."""
     if not _launched():
         yield
         return
@@ -272,6 +262,6 @@ def leaving() -> Iterator[None]:
 
 
 def describe_process() -> str:
-    """Who speaks, for messages: empty in a process alone and in process 0."""
+    """Return the name of this process for messages: empty in a process alone and in process 0."""
     rank = os.environ.get("RANK", "0") if _launched() else "0"
     return "" if rank == "0" else f"process {rank} on {socket.gethostname()}: "

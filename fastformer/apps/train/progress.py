@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 from fastformer.apps.system.terminal import Terminal
 
 _PLAIN_SECONDS, _BAR_SECONDS = 10.0, 1.0  # between two updates
+_NOT_SHOWN = ("kind", "step", "epoch", "seconds", "tokens", "gradient_norm")
 
 
 class Progress:
@@ -29,9 +30,15 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._enabled and self._stream.isatty():
-            self._bar, self._task = _rich_bar(self._stream)
-            if self._bar is not None:
-                self._bar.start()
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            text = TextColumn("{task.fields[text]}  left {task.fields[left]}")
+            console = Console(file=cast("TextIO", self._stream))
+            self._bar = Bar(BarColumn(bar_width=20), TaskProgressColumn(), text, console=console, refresh_per_second=2)
+            self._task = self._bar.add_task("training", total=1.0, text="starting", left="?")
+            self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -40,7 +47,7 @@ class Progress:
             self._bar = None
 
     def due(self) -> bool:
-        """Whether it is time for `step`."""
+        """Return whether it is time for `step`."""
         return self._enabled and self._clock() >= self._next
 
     def step(self, record: dict[str, Any], progress: float, seconds_left: float) -> None:
@@ -63,38 +70,22 @@ class Progress:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """A record as one line: epoch, step, and its numbers with readable precision."""
+    """Return a record as one line: epoch, step, and its numbers with readable precision."""
     parts = [f"epoch {record['epoch']}", f"step {record['step']:,}"]
     for name, value in record.items():
         if name == "tokens_per_second":
             parts.append(f"{value:,.0f} tokens/s")
         elif name == "lr":
             parts.append(f"lr {value:.2e}")
-        elif name not in ("kind", "step", "epoch", "seconds", "tokens", "gradient_norm") and isinstance(value, float):
+        elif name not in _NOT_SHOWN and isinstance(value, float):
             signature = record.get(f"{name}_signature")
             parts.append(f"{name} {value:.4g}" if abs(value) < 1 else f"{name} {value:.2f}")
             parts[-1] += f" ({signature})" if signature else ""
     return "  ".join(parts)
 
 
-def _rich_bar(stream: Terminal) -> tuple[Any, Any]:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-        from rich.progress import Progress as Bar
-    except ImportError:
-        return None, None
-    columns = (
-        BarColumn(bar_width=20),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[text]}  left {task.fields[left]}"),
-    )
-    bar = Bar(*columns, console=Console(file=cast("TextIO", stream)), refresh_per_second=2)
-    return bar, bar.add_task("training", total=1.0, text="starting", left="?")
-
-
 def _duration(seconds: float) -> str:
-    if seconds != seconds or seconds == float("inf"):
+    if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(int(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)

@@ -17,11 +17,7 @@ class Records:
     """Writes and shows the records of a run, whose position they advance.
 
     Args:
-        folder: of the run.
-        config: of the run.
-        state: of the run.
-        batches: of the run, for the part of the budget that is spent.
-        processes: that train.
+        folder, config, state, batches, processes: of the run.
         show: on the terminal too.
         seconds: since the start of the run, by its clock.
         wall_clock: of the progress.

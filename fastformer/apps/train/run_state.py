@@ -125,12 +125,9 @@ class RunState:
         self.sums, self._schedule, self._processes, self._architecture = sums, schedule, processes, architecture
 
     def save(self, now: float, best: float | None = None, name: str | None = None) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint at the time `now` of the sums' clock.
 
-        Args:
-            now: by the clock of the sums.
-            best: value of the metric, if it is the best so far.
-            name: of the folder; None: that of the step.
+        best: value of the metric, if it is the best so far. name: of the folder; None: that of the step.
         """
         state = {
             "optimizer_name": self._config.optimizer,
@@ -156,9 +153,9 @@ class RunState:
             lambda: self.checkpoints.save(step, weights, state, self._architecture, self.metrics, best, name)
         )
 
-    def restore(self, path: Path | str | None, fallback: bool) -> Checkpoint:
+    def restore(self, path: Path | str | None) -> Checkpoint:
         """Continue from a checkpoint, the last one by default; see `Trainer.resume`."""
-        checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path, fallback)))
+        checkpoint = Checkpoint.open(self._processes.on_main(lambda: self._good_checkpoint(path)))
         checkpoint.check_architecture(self._architecture)
         state = checkpoint.state()
         try:
@@ -186,10 +183,10 @@ class RunState:
         self._processes.on_main(lambda: self._mark_again(checkpoint.path))
         return checkpoint
 
-    def _good_checkpoint(self, path: Path | str | None, fallback: bool) -> Path:
+    def _good_checkpoint(self, path: Path | str | None) -> Path:
         with locked(self._folder):
             self.checkpoints.recover()
-            return self.checkpoints.open(path, fallback).path
+            return self.checkpoints.open(path).path
 
     def _check_form(self, state: dict[str, Any]) -> None:
         """Refuse a state that holds other kinds of values than this run would write."""
@@ -220,10 +217,11 @@ class RunState:
     def _mark_again(self, path: Path) -> None:
         """Mark a checkpoint that was the best: the process may have been killed before it wrote that into the index."""
         value = self.at.best_value
-        if value is not None and self.metrics.get(self._config.metric) == value:
-            if path.parent == self.checkpoints.folder:
-                with locked(self._folder):
-                    self.mark_if_best(path, value)
+        if value is None or self.metrics.get(self._config.metric) != value:
+            return
+        if path.parent == self.checkpoints.folder:
+            with locked(self._folder):
+                self.mark_if_best(path, value)
 
     def mark_if_best(self, path: Path | None, value: float) -> bool:
         """Mark a checkpoint as the best if its value is, and return whether it is; only process 0 calls it."""
@@ -255,11 +253,13 @@ class RunState:
         kinds = ({"validation"} if validates else set()) | ({"average"} if self._config.average > 1 else set())
         if self.saved_step != self.at.step or self.saved_interim or not (self._folder / JSONL).is_file():
             return False
-        found = [each for each in read_metrics(self._folder) if each["step"] == self.at.step]
+        ends = [
+            each for each in read_metrics(self._folder) if each["step"] == self.at.step and each.get("kind") in kinds
+        ]
         metric, best = self._config.metric, self.checkpoints.best_value()
-        values = [each.get(metric) for each in found if each.get("kind") in kinds]
-        marked = not any(isinstance(value, float) and is_better(metric, value, best) for value in values)
-        return marked and kinds <= {each.get("kind") for each in found}
+        values = [each[metric] for each in ends if isinstance(each.get(metric), float)]
+        marked = not any(is_better(metric, value, best) for value in values)
+        return marked and kinds == {each["kind"] for each in ends}
 
     def result(self, reason: str, signal: int | None) -> Result:
         """Return how the run ended."""

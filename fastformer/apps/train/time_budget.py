@@ -22,8 +22,7 @@ class TimeBudget:
     def __init__(self, config: TrainConfig, validates: bool) -> None:
         self._limit = None if config.minutes is None else 60 * config.minutes
         self._at_end = 2 if config.average > 1 else 1  # saves and validations; the average has its own
-        self._steps, self._step = 0, 0.0
-        self._save = 0.0
+        self._steps, self._step, self._save = 0, 0.0, 0.0
         self._validation = None if validates else 0.0  # of all held-out data, in steps
         self.trial_seconds = None if self._limit is None else _TRIAL * self._limit
 
@@ -46,17 +45,17 @@ class TimeBudget:
         return self._validation is not None
 
     def must_measure(self, seconds: float) -> bool:
-        """Whether the cost of a validation should be measured now, `seconds` after the start of the run."""
+        """Return whether to measure the cost of a validation now, `seconds` after the start of the run."""
         return self._limit is not None and not self.knows_validation and seconds >= _MEASURE_BY * self._limit
 
     def share(self) -> float:
-        """The largest share of the held-out data that is validated within a tenth of the budget."""
+        """Return the largest share of the held-out data that is validated within a tenth of the budget."""
         if self._limit is None or not self._validation:
             return 1.0
         return min(1.0, _VALIDATION * self._limit / max(self._validation * self._step, 1e-9))
 
     def reserve(self, share: float) -> float | None:
-        """The seconds that the next step and the end of the run take; None where that is not known yet."""
+        """Return the seconds that the next step and the end of the run take; None where that is not known yet."""
         if self._limit is None:
             return 0.0
         if self._validation is None:

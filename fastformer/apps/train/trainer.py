@@ -109,12 +109,12 @@ class Trainer:
     def _at(self) -> Position:
         return self._state.at
 
-    def resume(self, path: Path | str | None = None, fallback: bool = False) -> Checkpoint:
+    def resume(self, path: Path | str | None = None) -> Checkpoint:
         """Continue from a checkpoint of this run, the last one by default; call it before `fit`.
 
-        A damaged checkpoint raises CheckpointError naming the previous good one; `fallback` takes that one instead.
+        A damaged checkpoint raises CheckpointError naming the previous good one.
         """
-        return self._state.restore(path, fallback)
+        return self._state.restore(path)
 
     def load_best(self) -> Checkpoint:
         """Put the weights of the best checkpoint (the last one when none was validated) into the model."""

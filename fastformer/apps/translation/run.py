@@ -26,14 +26,6 @@ from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
 from fastformer.host.devices import device_of
 
-
-def _without_idle_size(sections: dict[str, dict[str, Any]]) -> None:
-    """Runs of version 1 hold a train_size whatever the data, which counted for numbers only."""
-    data = sections["data"]
-    if "train_source" in data or data.get("dataset", "numbers") != "numbers":
-        data.pop("train_size", None)
-
-
 APPLICATION = Application(
     kind="translation",
     title="translation",
@@ -57,7 +49,6 @@ APPLICATION = Application(
     automatic=(*CHOSEN, "encoder_layers", "decoder_layers", "embeddings", "batch_tokens", "schedule"),
     architectures=ARCHITECTURES,
     pretrained=read_pretrained,
-    upgrade=_without_idle_size,
 )
 
 

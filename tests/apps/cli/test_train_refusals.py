@@ -44,7 +44,6 @@ EARLY = [
     (f"{TRAIN_TRANSLATION} --device meta", "device must be auto, cpu, cuda, cuda:N, mps or xpu, not 'meta'"),
     (f"{TRAIN_TRANSLATION} --cuda-graphs", "cuda_graphs has an effect only with a CUDA device, not with a CPU"),
     (f"{TRAIN_TRANSLATION} --parallel fsdp", "parallel has an effect only with several processes"),
-    (f"{TRAIN_TRANSLATION} --fallback", "--fallback is for a run that goes on"),
     (f"{TRAIN_TRANSLATION} --run file.txt", "file.txt is a file; a run needs a folder"),
     (f"{TRAIN_TRANSLATION} --run file.txt/run", "file.txt is a file; a run needs a folder"),
     (f"{TRAIN_TRANSLATION} --batch-sentences 8", "batch_tokens has an effect only without batch_sentences"),

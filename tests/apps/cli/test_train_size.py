@@ -75,10 +75,7 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
     assert "train_size = 40" in config.read_text()
     done = fastformer("train", "--run", "new", "--resume", "--steps", "2", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    # A folder of an earlier version holds a train_size that counted for nothing.
-    config.write_text(config.read_text().replace("version = 2\n", ""))
-    assert "train_size" not in translation.APPLICATION.read_config(tmp_path / "new")["data"]
-    config.write_text(config.read_text().replace('kind = "translation"\n', 'kind = "translation"\nversion = 3\n'))
+    config.write_text(config.read_text().replace("version = 2\n", "version = 3\n"))
     with pytest.raises(ValueError, match="version must be at least 1 and at most 2, not 3"):
         translation.APPLICATION.read_config(tmp_path / "new")
 

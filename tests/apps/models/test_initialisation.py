@@ -65,19 +65,6 @@ def test_matrices_are_drawn_with_their_range(how, width):
                 check(name, weight, *DRAWN[how, width])
 
 
-def test_embeddings_from_the_other_distributions():
-    for how, bound in (("xavier_uniform", 3**0.5), ("xavier_normal", None)):
-        for model in models(embedding_initialisation=how):
-            for name, weight in model.named_parameters():
-                xavier = (2 / sum(weight.shape)) ** 0.5
-                if name.endswith("tokens.weight"):
-                    check(name, weight, xavier, bound and bound * xavier)
-    for model in models(embedding_initialisation="normal"):
-        for name, weight in model.named_parameters():
-            if name.endswith("tokens.weight"):
-                check(name, weight, 96**-0.5)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -21,8 +21,6 @@ from fastformer.apps.language.model import LanguageConfig, LanguageModel, langua
 from fastformer.apps.language.window import LanguageState
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.text import LabelledBatch, LanguageBatch
-from fastformer.apps.translation.model import TranslationConfig, TranslationModel
-from fastformer.apps.translation.state import DecoderState
 from fastformer.packing import Layout
 from tests.support.closeness import assert_close
 
@@ -152,12 +150,6 @@ def test_an_embedding_is_called_as_it_is(change: str, positions: Any) -> None:
         assert_close(gradient.to_dense(), parameter.grad.to_dense())
 
 
-def test_dropout_of_embeddings_has_a_mode_of_its_own() -> None:
-    ours = Embedding(V, D, dropout=0.5).eval()
-    ours.dropout.train()  # Monte Carlo dropout
-    assert bool((ours(IDS, torch.zeros_like(IDS), 1) == 0).any())
-
-
 class Louder(fastformer.MultiheadAttention):
     """An attention of somebody's own."""
 
@@ -199,14 +191,6 @@ def test_what_watches_a_decoder_takes_part_or_is_refused_by_name(name: str) -> N
         LanguageState(model, [[2, 5]], 8)
 
 
-def test_a_translation_models_decoder_is_refused_too() -> None:
-    model = TranslationModel(TranslationConfig(V, V, encoder_layers=1, decoder_layers=1, **SIZES)).eval()
-    DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))
-    model.decoder.layers[0].multihead_attn.register_forward_hook(lambda module, given, out: None)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match=r"^layers\.0\.multihead_attn has hooks"):
-        DecoderState(model, torch.tensor([4, 5, 3]), torch.tensor([3]))
-
-
 # By what a change does to a part of a model.
 CHANGES: dict[str, Callable[[Any, str], Any]] = {
     "adapter": lambda parent, name: setattr(parent, name, Adapter(getattr(parent, name))),
@@ -234,20 +218,3 @@ def test_tied_parts_that_were_changed_load_what_they_saved(change: str, place: s
     loaded.load_state_dict({name: x.clone() for name, x in saved.state_dict().items()}, assign=assign)
     for _ in range(2):  # a pruned weight is made anew by each call
         assert_close(loaded.logits(loaded(IDS, LENGTHS)), expected)
-
-
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-def test_parts_that_show_no_weight_are_called_everywhere(positions: str) -> None:
-    model = language(positions=positions, max_positions=8).eval()
-    model.output = Bare(model.output)  # type: ignore[assignment]
-    model.embedding.tokens = Bare(model.embedding.tokens)  # type: ignore[assignment]
-    if model.embedding.positions is not None:
-        model.embedding.positions = Bare(model.embedding.positions)  # type: ignore[assignment]
-    state = LanguageState(model, [IDS[:5].tolist(), IDS[5:].tolist()], 8)
-    with torch.no_grad():
-        logits = model.logits(model(IDS, LENGTHS))
-    assert_close(state.logits, logits[[4, 6]])
-    long = torch.full((4100,), 2)  # beyond the table of positions
-    if positions == "sinusoidal":
-        with torch.no_grad():
-            assert model(long, torch.tensor([4100])).isfinite().all()

@@ -5,16 +5,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from fastformer.apps.classification.model import ClassifierConfig, SequenceClassifier
 from fastformer.apps.export import export_safetensors, load_safetensors
-from fastformer.apps.language.model import LanguageConfig, LanguageModel
 from fastformer.apps.models import sizes
 from fastformer.apps.models.embeddings import Embedding
 from fastformer.apps.models.sizes import check_memory
@@ -30,35 +26,14 @@ SMALL: dict[str, Any] = {"d_model": 8, "heads": 2, "feed_forward": 12}
 LAYERS = {"encoder_layers": 2, "decoder_layers": 3}
 
 
-def matrices(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.dim() > 1)
-
-
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-@pytest.mark.parametrize("embeddings", ["separate", "tied", "shared"])
-def test_the_numbers_of_a_model_are_counted_from_its_settings(embeddings: str, positions: str) -> None:
-    shape = {**SMALL, "positions": positions, "max_positions": 17}
-    translation = TranslationConfig(21, 21, embeddings=embeddings, **LAYERS, **shape)
-    assert translation.matrix_numbers == matrices(TranslationModel(translation))
-    language = LanguageConfig(23, layers=2, embeddings="tied" if embeddings == "shared" else embeddings, **shape)
-    assert language.matrix_numbers == matrices(LanguageModel(language))
-    classifier = ClassifierConfig(23, 3, layers=2, **shape)
-    assert classifier.matrix_numbers == matrices(SequenceClassifier(classifier))
-
-
 @pytest.mark.parametrize(
-    "name", ["source_vocabulary", "target_vocabulary", "d_model", "feed_forward", "max_positions", "heads"]
+    ("name", "most"),
+    [("source_vocabulary", "2,147,483,647"), ("d_model", "2,147,483,647"), ("encoder_layers", "10,000")],
 )
-@pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 2**64])
-def test_a_size_beyond_counting_is_refused_by_name(name: str, size: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most 2,147,483,647, not {size}"):
+@pytest.mark.parametrize("size", [2**31, 2**64])
+def test_a_size_beyond_counting_is_refused_by_name(name: str, most: str, size: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most {most}, not {size}"):
         TranslationConfig(**{"source_vocabulary": 9, "target_vocabulary": 9, name: size})
-
-
-@pytest.mark.parametrize("name", ["encoder_layers", "decoder_layers"])
-def test_a_stack_beyond_building_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1 and at most 10,000, not 1000000000"):
-        TranslationConfig(9, 9, **{name: 10**9})
 
 
 def test_a_model_beyond_the_memory_is_refused_before_data_is_read(tmp_path: Path) -> None:
@@ -67,18 +42,6 @@ def test_a_model_beyond_the_memory_is_refused_before_data_is_read(tmp_path: Path
         with pytest.raises(ValueError, match=r"at least [\d,]+ parameters, [\d,.]+ GiB in fp32, but this machine has"):
             TranslationRun.check(data, settings, TrainConfig(steps=1))
     check_memory(TranslationConfig(9, 9))
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs limits of memory")
-def test_the_memory_is_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20, 1 << 20) if kind == resource.RLIMIT_AS else None)
-    check_memory(TranslationConfig(9, 9, **SMALL))
-    with pytest.raises(
-        ValueError, match=r"at least 44,049,408 parameters, 0\.2 GiB in fp32, but this machine has 0\.0 GiB"
-    ):
-        check_memory(TranslationConfig(9, 9))
 
 
 def run_folder(folder: Path) -> TranslationConfig:
@@ -130,17 +93,6 @@ def test_a_resumed_run_that_claims_a_large_model_is_refused_before_it_is_built(
     monkeypatch.setattr(TranslationModel, "__init__", build)
     with pytest.raises(CheckpointError, match="bytes of weights are" if agreeing else "is of another architecture"):
         run.fit(resume=True, show=False)
-
-
-def test_an_exported_model_that_claims_to_be_large_is_refused_before_it_is_built(tmp_path: Path) -> None:
-    tokenizer = WordTokenizer.from_lines(["a b c d e f"])
-    export_safetensors(tmp_path / "m", LanguageModel(LanguageConfig(tokenizer.size, layers=1, **SMALL)), [tokenizer])
-    path = tmp_path / "m" / "config.json"
-    path.write_text(path.read_text().replace('"layers": 1', '"layers": 10000'))
-    began = process_time()
-    with pytest.raises(CheckpointError, match="bytes of weights are there"):
-        load_safetensors(tmp_path / "m")
-    assert process_time() - began < 2  # building takes 20 s
 
 
 @pytest.mark.parametrize("where", ["run", "exported"])

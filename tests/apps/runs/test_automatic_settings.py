@@ -76,14 +76,6 @@ def test_settings_follow_from_corpus_budget_and_speed(
     TranslationConfig(1000, 1000, **choice.model)
 
 
-def test_another_measurement_of_the_same_speed_gives_the_same_settings() -> None:
-    a, b = (
-        choose(Task(TRANSLATION, MULTI30K), TranslationConfig, TrainConfig(minutes=4), {}, speeds(speed))
-        for speed in (4900, 5100)
-    )
-    assert (a.data, a.model, a.train) == (b.data, b.model, b.train)
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -198,15 +190,6 @@ def test_a_text_without_its_rare_words_has_a_word_list(
     assert run.data.tokenizer == tokenizer
     assert run.choice is not None
     assert ("tokenizer words" in run.choice.lines[0]) == (tokenizer == "words")
-
-
-def test_nothing_is_chosen_where_python_gives_the_settings(tmp_path: Path) -> None:
-    _, data, train = KINDS["translation"]
-    small = {"d_model": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feed_forward": 16}
-    run = TranslationRun.create(tmp_path / "run", data, small, train(steps=1))
-    assert (run.choice, run.chosen) == (None, None)
-    assert (run.data.vocabulary, run.train_config) == (data.vocabulary, train(steps=1))
-    assert "chosen" not in (tmp_path / "run" / "config.toml").read_text(encoding="utf-8")
 
 
 def test_a_small_corpus_is_learned_with_the_defaults(tmp_path: Path) -> None:

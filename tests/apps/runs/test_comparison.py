@@ -120,26 +120,10 @@ def test_text_of_the_same_name_need_not_be_the_same(tmp_path: Path, one: dict, t
     assert compare_runs(runs).same_tokens is same
 
 
-def test_seconds_may_be_the_processors(tmp_path: Path) -> None:
-    assert summarise(make_run(tmp_path / "run", RECORDS, train={"clock": "cpu"})).clock == "cpu"
-
-
-def test_names_tell_folders_of_the_same_name_apart(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / name, RECORDS) for name in ("a/run", "b/run", "c/other")]
-    assert [run.name for run in compare_runs(folders).runs] == ["a/run", "b/run", "other"]
-
-
 @pytest.mark.parametrize("records", [None, []])
 def test_a_run_without_metrics_yet_says_so(tmp_path: Path, records: list | None) -> None:
     run = summarise(make_run(tmp_path / "run", records))
     assert (run.steps, run.seconds, run.best_step, run.best, run.parameters) == (None, None, None, {}, None)
-
-
-def test_a_last_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", RECORDS)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "validation", "step": 9, "lo')
-    assert summarise(folder).steps == 7
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -152,17 +136,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
         compare_runs([folder, folder / ".." / "run"])
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_text()
-    for line, message in (
-        ("nonsense", r"metrics\.jsonl:2: is not a JSON record"),
-        ("17", r":2: is not a JSON record"),
-        ('{"step": 1}', "no kind"),
-        ('{"step": 1, "kind": 3}', "no kind"),
-        ('{"step": 1, "kind": "train", "seconds": "soon"}', r":2: .* seconds must be a number, not 'soon'"),
-        ('{"step": 1, "kind": "train", "seconds": [1]}', r":2: .* seconds must be a number, not \[1\]"),
+    for line in (
+        *("nonsense", "17", '{"step": 1}', '{"step": 1, "kind": 3}'),
+        '{"step": 1, "kind": "train", "seconds": "soon"}',
     ):
         lines = whole.splitlines()
         metrics.write_text("\n".join([lines[0], line, *lines[1:]]))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: is not a JSON record"):
             compare_runs([folder])
     metrics.write_text(whole)
     weights = next(folder.rglob("model.safetensors"))

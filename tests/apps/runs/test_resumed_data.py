@@ -1,6 +1,5 @@
 """A resumed run meets the texts that it began with: those it learns from, and those that decide its best weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,3 @@ def test_the_best_so_far_is_of_the_same_validation_text(kind: str, tmp_path: Pat
             run.open(tmp_path / "run", {"steps": 3})
         if changed == "the same number of lines":
             valid.write_text("\n".join([LINES[0].replace("a\t", "b\t"), *LINES[1:]]) + "\n")
-    # A run of an earlier version says nothing of it, and goes on.
-    report = json.loads((tmp_path / "run" / "data.json").read_text())
-    del report["validation"]
-    (tmp_path / "run" / "data.json").write_text(json.dumps(report))
-    run.open(tmp_path / "run", {"steps": 3}).fit(resume=True, show=False)

@@ -1,15 +1,12 @@
 """One process writes to a run folder; a second writer is refused by name."""
 
-import gc
 import os
 import subprocess
 import sys
 
 import pytest
 
-from fastformer.apps.language.run import LanguageDataConfig, LanguageRun
 from fastformer.apps.system.run_lock import LOCK, RunLockedError, locked
-from fastformer.apps.train import TrainConfig
 from tests.support.command_line import fastformer
 from tests.support.python import variables
 from tests.support.train_task import config, trainer
@@ -90,26 +87,3 @@ def test_blocks_of_one_process_nest(tmp_path, holder):
     holder(tmp_path)
     with pytest.raises(RunLockedError), locked(tmp_path):
         pass
-
-
-def test_a_run_made_in_python_is_locked_until_it_has_trained_or_is_dropped(tmp_path, text, holder):
-    def is_locked():
-        try:
-            process = holder(tmp_path / "run")
-        except AssertionError:
-            return True
-        process.kill()
-        process.wait()
-        return False
-
-    data = LanguageDataConfig(train_text=text, valid_text=text, tokenizer="words")
-    model = {"d_model": 8, "heads": 1, "layers": 1, "feed_forward": 8}
-    run = LanguageRun.create(tmp_path / "run", data, model, TrainConfig(steps=1))
-    assert is_locked()
-    run.fit(show=False)
-    assert not is_locked()
-    again = LanguageRun.open(tmp_path / "run", {"steps": 2})
-    assert is_locked()
-    del again
-    gc.collect()
-    assert not is_locked()

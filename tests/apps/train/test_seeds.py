@@ -6,14 +6,12 @@ The loaders make batches in the calling process and draw from a generator of the
 import hashlib
 import io
 import random
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from fastformer.apps.text import (
     Batches,
@@ -126,38 +124,3 @@ def test_another_process_makes_the_same_batches() -> None:
     run = python("-c", code, PYTHONHASHSEED="77")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str([digests(source, 1) for source in sources(1).values()])
-
-
-class Numbered(Dataset[Any]):
-    """Batch i of an epoch, as a user may wrap a loader for `DataLoader(batch_size=None)`."""
-
-    def __init__(self, source: Any, epoch: int) -> None:
-        self.source, self.number = source, epoch
-
-    def __len__(self) -> int:
-        count: int = self.source.batches_in(self.number)
-        return count
-
-    def __getitem__(self, index: int) -> Any:
-        return next(self.source.epoch(self.number, index))
-
-
-class Shared(IterableDataset[Any]):
-    """Every worker's part of an epoch: DataLoader takes from its workers in turn."""
-
-    def __init__(self, source: Any, epoch: int) -> None:
-        self.source, self.number = source, epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return islice(self.source.epoch(self.number), first, None, step)
-
-
-@pytest.mark.parametrize("wrapper", [Numbered, Shared])
-@pytest.mark.parametrize("name", LOADERS)
-def test_worker_processes_make_the_same_batches(name: str, wrapper: Callable[..., Any]) -> None:
-    source = sources(1)[name]
-    for workers in (0, 2):
-        loader = DataLoader(wrapper(source, 1), batch_size=None, num_workers=workers)
-        assert [digest(batch) for batch in loader] == digests(source, 1)

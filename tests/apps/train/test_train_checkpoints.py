@@ -1,6 +1,5 @@
 """Checkpoints: what is saved comes back, and no crash, full disk or damaged file costs more than the newest one."""
 
-import errno
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from fastformer.apps.train import (
     CheckpointError,
     CheckpointFolder,
     average_checkpoints,
-    checkpoint_folder,
     find_checkpoint,
     read_weights,
     write_weights,
@@ -47,42 +45,27 @@ def names(checkpoints: CheckpointFolder) -> list[str]:
 
 
 def test_saved_weights_state_and_metrics_come_back(tmp_path):
-    model = Tied()
+    model = Tied(width=512)
     state = {"list": [1, 2.5, None, float("inf")], "nested": {"step": 3}}
     parameters = [torch.zeros(2, 3), torch.zeros(4)]
     optimizer = {1: {"step": torch.tensor(2.0), "exp_avg": torch.randn(4), "exp_avg_sq": torch.rand(4)}}
     path = CheckpointFolder(tmp_path).save(
-        7, model.state_dict(), {**state, "optimizer": optimizer}, {"width": 4, "pair": (1, 2)}, {"loss": 1.5}
+        7, model.state_dict(), {**state, "optimizer": optimizer}, {"width": 512, "pair": (1, 2)}, {"loss": 1.5}
     )
     checkpoint = Checkpoint.open(path)
-    assert (checkpoint.step, checkpoint.config, checkpoint.metrics) == (7, {"width": 4, "pair": [1, 2]}, {"loss": 1.5})
+    assert (checkpoint.step, checkpoint.metrics) == (7, {"loss": 1.5})
+    assert checkpoint.config == {"width": 512, "pair": [1, 2]}
     assert checkpoint.state() == state
     loaded = checkpoint.optimizer_state(parameters, "adamw")
     assert loaded.keys() == {1}
     assert all(torch.equal(loaded[1][name], x) for name, x in optimizer[1].items())
-    other = Tied()
-    checkpoint.load_into(other, {"width": 4, "pair": (1, 2)})
+    other = Tied(width=512)
+    checkpoint.load_into(other, {"width": 512, "pair": (1, 2)})
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
-
-
-def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path):
-    model = Tied(width=512)
-    write_weights(tmp_path / "w.safetensors", model.state_dict())
-    assert (tmp_path / "w.safetensors").stat().st_size < 1.9 * 6 * 512 * 4 + 4 * 512 * 4
-    other = Tied(width=512)
-    other.load_state_dict(read_weights(tmp_path / "w.safetensors"))
     assert other.output.weight is other.embedding.weight
-    assert torch.equal(other.output.weight, model.output.weight)
-
-
-def test_the_weights_file_is_what_safetensors_itself_reads(tmp_path):
-    from safetensors.torch import load_model
-
-    model, other = Tied(), Tied()
-    write_weights(tmp_path / "w.safetensors", model.state_dict())
-    load_model(other, tmp_path / "w.safetensors")
-    assert torch.equal(other.output.weight, model.output.weight)
+    assert (path / "model.safetensors").stat().st_size < 1.9 * 6 * 512 * 4 + 4 * 512 * 4  # tied ones are stored once
+    assert checkpoint.parameters() == 6 * 512 + 4 * 512 + 1
 
 
 def test_overlapping_and_strided_tensors_are_stored_as_they_are(tmp_path):
@@ -99,15 +82,7 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
     for step in (2, 3, 10):
         checkpoints.save(step, {"w": torch.ones(1)}, {})
     assert names(checkpoints) == ["step-1", "step-3", "step-10"]
-    assert checkpoints.best() == tmp_path / "step-1"
-    assert checkpoints.last() == tmp_path / "step-10"
-    index = json.loads((tmp_path / "index.json").read_text())
-    assert index == {
-        "last": "step-10",
-        "best": {"name": "step-1", "value": 0.5},
-        "kept": ["step-1", "step-3", "step-10"],
-        "removed": ["step-2"],
-    }
+    assert (checkpoints.best(), checkpoints.last()) == (tmp_path / "step-1", tmp_path / "step-10")
     checkpoints.save(11, {"w": torch.ones(1)}, {}, best=0.4)
     assert names(checkpoints) == ["step-10", "step-11"]
     assert checkpoints.best_value() == 0.4
@@ -115,31 +90,13 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
 
 def test_without_an_index_the_folders_are_found(tmp_path):
     checkpoints = saved(tmp_path, 9, 10)
-    for damage in ("", "null", "{}"):
+    contradicting = {"last": "step-10", "best": None, "kept": ["step-10"], "removed": ["step-10"]}
+    for damage in ("", "null", "{}", json.dumps(contradicting)):
         (tmp_path / "index.json").write_text(damage)
+        checkpoints.recover()
         assert names(checkpoints) == ["step-9", "step-10"]
     (tmp_path / "index.json").unlink()
     assert checkpoints.open().step == 10
-
-
-@pytest.mark.parametrize("reason", [errno.EACCES, errno.EMFILE, errno.EIO])
-def test_an_index_that_cannot_be_read_is_named_and_not_taken_for_none(tmp_path, monkeypatch, reason):
-    """Else the last checkpoint would pass for the best, and the best would be removed as one of many."""
-    checkpoints = saved(tmp_path / "checkpoints", 1, 2, keep=1)
-    checkpoints.mark_best(checkpoints.last(), 0.5)
-    read = Path.read_bytes
-
-    def failing(path):
-        if path.name == checkpoint_folder.INDEX:
-            raise OSError(reason, os.strerror(reason), str(path))
-        return read(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", failing)
-        for ask in (checkpoints.best, lambda: find_checkpoint(tmp_path), lambda: saved(checkpoints.folder, 3, keep=1)):
-            with pytest.raises(OSError, match=r"index\.json"):
-                ask()
-    assert (checkpoints.best().name, checkpoints.best_value()) == ("step-2", 0.5)
 
 
 @pytest.mark.parametrize("which", ["best", "last", "average"])
@@ -148,9 +105,10 @@ def test_find_checkpoint_takes_run_folder_checkpoints_folder_or_checkpoint(tmp_p
     checkpoints.mark_best(checkpoints.folder / "step-1", 3.0)
     checkpoints.save(2, {"w": torch.ones(5)}, None)
     name = {"best": "step-1", "last": "step-2", "average": "average"}[which]
-    assert find_checkpoint(tmp_path / "run", which).name == name
-    assert find_checkpoint(tmp_path / "run" / "checkpoints", which).name == name
-    assert find_checkpoint(checkpoints.folder / name, which).name == name
+    for folder in (tmp_path / "run", checkpoints.folder, checkpoints.folder / name):
+        assert find_checkpoint(folder, which).name == name
+    with pytest.raises(CheckpointError, match=f"holds no {which} checkpoint"):
+        find_checkpoint(tmp_path, which)
 
 
 def test_a_best_checkpoint_that_is_gone_is_named_and_the_last_not_taken_for_it(tmp_path):
@@ -164,13 +122,6 @@ def test_a_best_checkpoint_that_is_gone_is_named_and_the_last_not_taken_for_it(t
     saved(checkpoints.folder, 3)  # training goes on
     checkpoints.mark_best(checkpoints.last(), 0.4)
     assert find_checkpoint(tmp_path / "run").name == "step-3"
-
-
-def test_find_checkpoint_names_what_is_missing(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no best checkpoint"):
-        find_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"which must be one of best, last, average, not 'first'"):
-        find_checkpoint(tmp_path, "first")
 
 
 def flip_a_byte(path: Path) -> None:
@@ -195,9 +146,11 @@ def test_a_damaged_file_is_named_with_the_previous_good_checkpoint(tmp_path, nam
         checkpoints.open()
     message = str(raised.value)
     assert str(tmp_path / "step-3" / name) in message
-    assert message.endswith(f"the previous good checkpoint is {tmp_path / 'step-1'}")
+    assert message.endswith(f"the previous good checkpoint, {tmp_path / 'step-1'}, remove those after it")
     assert "\n" not in message
-    assert checkpoints.open(fallback=True).step == 1
+    truncate(tmp_path / "step-1" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"there is no earlier good checkpoint"):
+        checkpoints.open()
 
 
 def test_a_checkpoint_in_shards_says_how_to_convert_it(tmp_path):
@@ -207,32 +160,22 @@ def test_a_checkpoint_in_shards_says_how_to_convert_it(tmp_path):
         checkpoints.open()
 
 
-def test_when_every_checkpoint_is_damaged_the_error_says_so(tmp_path):
-    checkpoints = saved(tmp_path, 1)
-    truncate(tmp_path / "step-1" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"bytes instead of .*there is no earlier good checkpoint"):
-        checkpoints.open(fallback=True)
-
-
 def test_another_architecture_is_named_by_its_first_differing_setting(tmp_path):
     model = Tied()
     path = CheckpointFolder(tmp_path).save(1, model.state_dict(), {}, {"d_model": 4, "heads": 2, "layers": 6})
     checkpoint = Checkpoint.open(path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"another architecture: it has heads=2, this model 8$"):
-        checkpoint.load_into(model, {"d_model": 4, "heads": 8, "layers": 3})
-    with pytest.raises(CheckpointError, match=r"it has layers=6, this model nothing$"):
-        checkpoint.load_into(model, {"d_model": 4, "heads": 2})
-    with pytest.raises(
-        CheckpointError, match=r"holds embedding.weight of shape \[6, 4\], but this model's is \[6, 8\]"
-    ):
-        checkpoint.load_into(Tied(width=8))
-    with pytest.raises(CheckpointError, match=r"does not hold weight, which this model has"):
-        checkpoint.load_into(nn.Linear(4, 6))
     smaller = Tied()
     del smaller.output
-    with pytest.raises(CheckpointError, match=r"holds output.weight, which this model does not have"):
-        checkpoint.load_into(smaller)
+    for target, config, message in (
+        (model, {"d_model": 4, "heads": 8, "layers": 3}, r"another architecture: it has heads=2, this model 8$"),
+        (model, {"d_model": 4, "heads": 2}, r"it has layers=6, this model nothing$"),
+        (Tied(width=8), None, r"holds embedding.weight of shape \[6, 4\], but this model's is \[6, 8\]"),
+        (nn.Linear(4, 6), None, r"does not hold weight, which this model has"),
+        (smaller, None, r"holds output.weight, which this model does not have"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load_into(target, config)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -240,33 +183,24 @@ def test_average_is_the_mean_in_double_precision_and_keeps_dtypes(tmp_path):
     checkpoints = CheckpointFolder(tmp_path)
     values = [torch.tensor([1.0, 1e8, 3.0]), torch.tensor([2.0, -1e8, 3.0]), torch.tensor([6.0, 1.0, 3.0])]
     paths = [
-        checkpoints.save(step, {"w": value, "n": torch.tensor(step), "h": value[:1].half()}, {})
+        checkpoints.save(step, {"w": value, "tied": value, "n": torch.tensor(step), "h": value[:1].half()}, {})
         for step, value in enumerate(values)
     ]
     average = average_checkpoints(paths)
-    assert torch.equal(average["w"], torch.tensor([3.0, 1 / 3, 3.0]))
+    for name in ("w", "tied"):
+        assert torch.equal(average[name], torch.tensor([3.0, 1 / 3, 3.0]))
     assert average["n"].item() == 2
     assert average["h"].dtype == torch.float16
-    checkpoints.save(9, {"w": torch.ones(2), "n": torch.tensor(1), "h": torch.ones(1).half()}, {})
+    checkpoints.save(
+        9, {"w": torch.ones(2), "tied": torch.ones(3), "n": torch.tensor(1), "h": torch.ones(1).half()}, {}
+    )
     with pytest.raises(CheckpointError, match=r"w of shape \[2\], but this model's is \[3\]"):
         average_checkpoints([paths[1], tmp_path / "step-9"])
     with pytest.raises(ValueError, match="paths is empty"):
         average_checkpoints([])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64])
-def test_an_average_of_tied_weights_counts_each_checkpoint_once(tmp_path, dtype):
-    checkpoints = CheckpointFolder(tmp_path)
-    paths = []
-    for step in (1, 2, 6):
-        weight = torch.full((2,), step, dtype=dtype)
-        paths.append(checkpoints.save(step, {"output.weight": weight, "tokens.weight": weight}, {}))
-    average = average_checkpoints(paths)
-    for name in ("output.weight", "tokens.weight"):
-        assert torch.equal(average[name], torch.full((2,), 3, dtype=dtype)), name
-    sources = [(path, {"w": torch.full((2,), 3.0, dtype=dtype)}) for path in paths]
-    average_weights(sources)
-    assert all(torch.equal(each["w"], torch.full((2,), 3.0, dtype=dtype)) for _, each in sources)  # as they were
+    sources = [("double", {"w": torch.full((2,), 3.0, dtype=torch.float64)})] * 2
+    assert torch.equal(average_weights(sources)["w"], sources[0][1]["w"])  # which stays as it was
+    assert torch.equal(sources[0][1]["w"], torch.full((2,), 3.0, dtype=torch.float64))
 
 
 FULL_DISK = """
@@ -396,13 +330,3 @@ print("passed", number)
 def test_kill_9_at_any_point_of_a_save_leaves_a_checkpoint_that_loads(tmp_path):
     run = python("-c", KILL, tmp_path, OMP_NUM_THREADS="1")
     assert run.stdout.startswith("passed"), run.stdout + run.stderr
-
-
-@pytest.mark.parametrize("kept", [[], ["step-2"]])
-def test_an_index_that_contradicts_itself_removes_nothing(tmp_path, kept):
-    folder = saved(tmp_path, 2)
-    best = {"name": "step-2", "value": 1.0}
-    index = {"last": "step-2", "best": None if kept else best, "kept": kept, "removed": ["step-2"]}
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    folder.recover()
-    assert [path.name for path in folder.paths()] == ["step-2"]

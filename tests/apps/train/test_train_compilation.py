@@ -9,7 +9,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 
 from fastformer.apps.language.model import LanguageModel, language_model_loss
 from fastformer.apps.train import TrainConfig, Trainer, read_metrics
-from fastformer.apps.train.compilation import check_compiler, with_layouts
+from fastformer.apps.train.compilation import check_compiler
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.run import DataConfig, TranslationRun
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
@@ -116,30 +116,6 @@ def test_each_layer_keeps_its_input_and_no_more(kind, tmp_path):
     assert counts[False, 6] - counts[False, 2] > 8 * (counts[True, 6] - counts[True, 2])
 
 
-def test_padded_stacks_recompute_too():
-    torch.manual_seed(0)
-    encoder = TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True), 2)
-    decoder = TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, 0.3, batch_first=True), 2)
-    x = torch.randn(2, 5, 8)
-    found = []
-    for again in (False, True):
-        encoder.checkpoint_activations = decoder.checkpoint_activations = again
-        calls = []
-        hook = encoder.layers[0].linear1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        torch.manual_seed(1)
-        out = decoder(x, encoder(x))
-        out.sum().backward()
-        hook.remove()
-        assert len(calls) == 1 + again
-        found.append((out, [p.grad.clone() for p in (*encoder.parameters(), *decoder.parameters())]))
-        for parameter in (*encoder.parameters(), *decoder.parameters()):
-            parameter.grad = None
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-    with torch.no_grad():
-        encoder(x)  # nothing to keep
-
-
 @pytest.mark.parametrize(
     ("kind", "backend", "again"),
     [
@@ -178,26 +154,6 @@ def test_a_compiled_run_resumes_with_and_without_the_compiler(after, dropout, tm
     rest.fit()
     expected = losses(tmp_path / "whole")
     assert losses(tmp_path / "parts") == (pytest.approx(expected, abs=1e-11) if after is None else expected)
-
-
-def test_a_model_of_ones_own_and_batches_without_sides_are_compiled(tmp_path):
-    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
-    train_task.trainer(plain, train_task.config(steps=4), model=train_task.network(dropout=0.0)).fit()
-    settings = train_task.config(steps=4, compile="eager")
-    train_task.trainer(compiled, settings, model=train_task.network(dropout=0.0)).fit()
-    assert [metric for metric in get_compilation_metrics() if metric.is_forward]
-    assert losses(compiled) == pytest.approx(losses(plain), abs=1e-6)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_batches_reach_the_model_with_layouts(packed):
-    batch = translation_task.random_batch([(3, 4), (2, 2)], packed=packed)
-    laid_out = with_layouts(batch)
-    assert (laid_out.source_lengths.total, laid_out.target_lengths.total) == (7, 8)
-    model = translation_task.random_model(0)
-    assert torch.equal(translation_loss(model, laid_out), translation_loss(model, batch))
-    assert with_layouts(moved := batch.to("meta")) is moved  # they came along
-    assert with_layouts("a batch of another kind") == "a batch of another kind"
 
 
 @pytest.mark.long

@@ -230,7 +230,7 @@ def test_a_killed_worker_ends_torchrun_and_one_process_resumes(tmp_path):
     steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert steps == sorted(set(steps))
 
-    last = checkpoints.open(fallback=True).step
+    last = checkpoints.open().step
     for command in ("--run run --resume --steps {}", f"{TRAIN.removeprefix('train ')} --run whole --steps {{}}"):
         done = fastformer("train", *command.format(last + 3).split(), "--device", "cpu", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -19,9 +19,8 @@ from fastformer.apps.text import (
     LanguageBatches,
     Sequences,
 )
-from fastformer.apps.train.fixed_batch import FixedBatch, Shape, shape_of
+from fastformer.apps.train.fixed_batch import FixedBatch, shape_of
 from fastformer.apps.translation.model import translation_loss
-from fastformer.packing import Layout
 from tests.support import language_task
 from tests.support.recorded_steps import read_nothing
 from tests.support.translation_task import IDS, random_batch, random_model
@@ -87,13 +86,6 @@ def test_loss_and_gradients_of_documents(lengths):
     assert_equal(language_model_loss, language_task.random_model().double(), batch, fixed(batch))
 
 
-def test_an_empty_batch_has_no_loss():
-    model = language_task.random_model()
-    value, *gradients = loss_and_gradients(language_model_loss, model, fixed(language_task.random_batch([])))
-    assert value == 0
-    assert not any(g.any() for g in gradients)
-
-
 def test_another_batch_in_the_same_memory():
     first, second = language_task.random_batch([5, 9, 2]), language_task.random_batch([1, 1, 8], seed=1)
     shape = shape_of(first)
@@ -106,38 +98,6 @@ def test_another_batch_in_the_same_memory():
     assert before.ids_in.data_ptr() == after.ids_in.data_ptr()
     assert before.lengths.offsets.data_ptr() == after.lengths.offsets.data_ptr()
     assert_equal(language_model_loss, language_task.random_model().double(), second, after)
-
-
-def test_each_batch_has_a_layout_that_remembers_nothing_of_others():
-    batch = language_task.random_batch([5, 9, 2])
-    memory = FixedBatch(batch, shape_of(batch), CPU)
-    first, second = memory.batch().lengths, memory.batch().lengths
-    assert first.once("thing", lambda: 1) == 1
-    assert first.once("thing", lambda: 2) == 1
-    assert second.once("thing", lambda: 3) == 3
-
-
-def test_the_layout_is_that_of_the_lengths_and_padding():
-    batch = language_task.random_batch([5, 9, 70])
-    layout = fixed(batch).lengths
-    expected = Layout.from_lengths([5, 9, 70, 12], columns=128)  # 96 tokens
-    assert not layout.known
-    assert layout.max_length == layout.columns == 128
-    assert layout.offsets[:5].tolist() == expected.offsets.tolist()
-    assert layout.offsets[4:].eq(96).all()
-    assert layout.batch == 4
-    assert layout.positions.equal(expected.positions)
-    assert layout.slots.equal(expected.origin)
-
-
-def test_memory_begins_where_kernels_like_it():
-    """Triton compiles other kernels for addresses that are no multiples of 16 bytes."""
-    batch = fixed(random_batch([(3, 5), (2, 2)]))
-    tensors = [batch.source, batch.target_in, batch.target_out]
-    for layout in (batch.source_lengths, batch.target_lengths):
-        tensors += [layout.offsets, layout.positions, layout.slots]
-    start = batch.source_lengths.offsets.data_ptr()
-    assert all((x.data_ptr() - start) % 128 == 0 for x in tensors)
 
 
 @given(
@@ -162,17 +122,6 @@ def test_shapes_have_room_and_little_more(lengths, longest):
     assert len(lengths) + missing <= shape.sequences < max(2 * (len(lengths) + missing), 2)
 
 
-def test_shapes_are_few():
-    """4,096 tokens of sentences of Multi30k's lengths, in 400 batches."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = set()
-    for _ in range(400):
-        mean = int(torch.randint(8, 30, (), generator=generator))
-        lengths = torch.randint(mean - 2, mean + 3, (4096 // (mean + 3),), generator=generator)
-        shapes.add(shape_of(language_task.random_batch(lengths.tolist())))
-    assert len(shapes) <= 12
-
-
 def test_sources_of_batches_know_their_longest_sequence():
     random = np.random.default_rng(0)
     lists = [random.integers(4, 17, n).tolist() for n in (3, 14, 1, 9)]
@@ -188,15 +137,6 @@ def test_sources_of_batches_know_their_longest_sequence():
     for each in sources:
         found = [getattr(batch, side.lengths) for batch in each.epoch(0) for side in batch.SIDES]
         assert each.longest == max(int(x.max()) for x in found)
-
-
-def test_a_longest_that_is_not_is_no_limit():
-    assert shape_of(random_batch([(40, 3)]), longest=7).longest == (41, 7)
-
-
-def test_a_shape_depends_on_sizes_alone():
-    assert shape_of(random_batch([(1, 9), (4, 4)])) == shape_of(random_batch([(4, 4), (1, 9)], seed=1))
-    assert shape_of(random_batch([(1, 9), (4, 4)])) == Shape(4, (16, 16), (64, 64))
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,25 @@ What repeats them here is `recorded_steps.TapeRecorder`, on a CPU; on a GPU: tes
 
 import copy
 import functools
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
 import fastformer
 from fastformer.apps.language.model import language_model_loss
-from fastformer.apps.text import LanguageBatch
-from fastformer.apps.train import TrainConfig, graphs
+from fastformer.apps.text import Batches, EncodedPairs, LanguageBatch, Sequences
+from fastformer.apps.train import TrainConfig, Trainer, graphs, read_metrics
 from fastformer.apps.train.fixed_batch import shape_of
-from fastformer.apps.train.graphs import GraphedUpdate
+from fastformer.apps.train.graphs import GraphedUpdate, new_update
 from fastformer.apps.train.processes import Processes
 from fastformer.apps.train.update import Update
 from fastformer.apps.translation.model import translation_loss
 from tests.support import language_task
 from tests.support.fused_op import DEVICE, needs_kernels
 from tests.support.recorded_steps import TapeRecorder, taped
-from tests.support.translation_task import random_batch, random_model
+from tests.support.translation_task import IDS, random_batch, random_model
 
 LOSS = functools.partial(translation_loss, label_smoothing=0.1)
 ALONE = Processes.current()
@@ -97,12 +99,14 @@ def test_steps_are_the_eager_ones(tape, changes):
     expected, found = train(eager, groups), train(graphed, groups)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert_same_parameters(model, other)
-    assert tape.captured >= 4  # norm, optimiser and more than one shape
+    assert tape.captured >= 4  # norm, optimizer and more than one shape
     assert tape.replayed > 3 * len(groups) // 2
+    states = [update.optimizer.state_dict()["param_groups"] for update in (eager, graphed)]
+    assert states[0] == states[1]
+    assert all(type(group["lr"]) is float for group in states[1])
 
 
-def test_what_is_captured_and_repeated(tape):
-    """One shape of batches: three parts, each run, then captured, and repeated from then on."""
+def test_one_shape_of_batches_is_run_then_captured_and_repeated_from_then_on(tape):
     _, graphed, _, _ = updates(tape, settings())
     batch = batches(1)
     seen = []
@@ -112,24 +116,14 @@ def test_what_is_captured_and_repeated(tape):
     assert seen == [(3, 0, 0), (3, 3, 3), (3, 3, 6), (3, 3, 9), (3, 3, 12)]
 
 
-def test_a_language_model_of_columns(tape):
-    """The same shape each time, so that every step after the first ones is a repetition."""
-    groups = [[language_task.random_batch([10] * 6, seed)] for seed in range(6)]
-    eager, graphed, model, other = updates(tape, settings(), language_model_loss, language_task.random_model().double())
-    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
-    assert_same_parameters(model, other)
-    assert tape.captured == 3
-
-
 def test_dropout_draws_anew_at_each_repetition(tape):
     """And as often as an eager step, so that what is drawn after it is the same."""
     _, graphed, _, _ = updates(tape, settings(), dropout=0.3)
     eager = GraphedUpdate(random_model(1, dropout=0.3).double().train(), LOSS, settings(), ALONE, Eager(), None)
+    eager._run = lambda name, step: step()
     groups = [batches(1)] * 8
     results = []
     for update in (graphed, eager):
-        if update is eager:
-            eager._run = lambda name, step: step()
         torch.manual_seed(5)
         results.append((train(update, groups, rates=[1e-9] * 8), torch.rand(1)))
     (found, after), (expected, expected_after) = results
@@ -139,10 +133,9 @@ def test_dropout_draws_anew_at_each_repetition(tape):
     assert tape.replayed > 12
 
 
-@pytest.mark.parametrize("part", ["batch", "norm", "optimizer"])
-def test_a_part_that_cannot_be_captured_leaves_eager_steps(tape, part):
+@pytest.mark.parametrize("broken", ["backward", "norm", "step"])
+def test_a_part_that_cannot_be_captured_leaves_eager_steps(tape, broken):
     eager, graphed, model, other = updates(tape, settings(accumulate=2))
-    broken = {"batch": "backward", "norm": "norm", "optimizer": "step"}[part]
     real, capture = getattr(graphed, broken), tape.capture
 
     def capturing(step):
@@ -165,38 +158,35 @@ def test_a_part_that_cannot_be_captured_leaves_eager_steps(tape, part):
     assert_same_parameters(model, other)
 
 
+def replace_parameters(update, net, tape):
+    for p in net.parameters():
+        p.data = p.data * 1.5
+
+
+def replace_a_gradient(update, net, tape):
+    update.parameters[0].grad = torch.zeros_like(update.parameters[0])
+
+
+def load_state(update, net, tape):
+    update.load_state_dict(copy.deepcopy(update.optimizer.state_dict()["state"]), {})
+
+
+def fail_elsewhere(update, net, tape):
+    """As of a beam search in a validation: it has replaced the generator's state, which earlier graphs belong to."""
+    tape.failures += 1
+
+
 @pytest.mark.slow
-def test_parameters_that_move_are_noticed(tape):
-    """As where a checkpoint is loaded with assign=True, or the optimiser is made anew."""
+@pytest.mark.parametrize("change", [replace_parameters, replace_a_gradient, load_state, fail_elsewhere])
+def test_graphs_are_captured_anew_after_a_change_that_they_cannot_see(tape, change):
     eager, graphed, model, other = updates(tape, settings())
     batch = batches(1)
     for update, net in ((eager, model), (graphed, other)):
         train(update, [batch] * 4)
-        for p in net.parameters():
-            p.data = p.data * 1.5
+        change(update, net, tape)
         train(update, [batch] * 4)
     assert_same_parameters(model, other)
-    assert tape.captured == 6  # the tape would find the new ones, a graph would not
-
-
-def test_gradients_that_move_are_noticed(tape):
-    _, graphed, _, _ = updates(tape, settings())
-    train(graphed, [batches(1)] * 4)
-    graphed.parameters[0].grad = torch.zeros_like(graphed.parameters[0])
-    train(graphed, [batches(1)] * 4)
-    assert tape.captured == 6
-
-
-def test_a_loaded_state_of_the_optimiser_is_used(tape):
-    eager, graphed, model, other = updates(tape, settings())
-    batch = batches(1)
-    for update in (eager, graphed):
-        train(update, [batch] * 3)
-        state = copy.deepcopy(update.optimizer.state_dict())
-        train(update, [batch] * 3)
-        update.load_state_dict(state, {})
-        train(update, [batch] * 3)
-    assert_same_parameters(model, other)
+    assert tape.captured == 6  # the tape would find what is new, a graph would not
 
 
 class Late(torch.nn.Module):
@@ -212,18 +202,17 @@ class Late(torch.nn.Module):
 
 
 def test_a_parameter_whose_first_gradient_comes_late(tape):
-    """Until then it is left alone, weight decay included; then norm and optimiser are captured anew.
+    """Until then it is left alone, weight decay included; then norm and optimizer are captured anew.
 
     From then on it has a gradient of zero where it is not used, as with `zero_grad(set_to_none=False)`.
     """
     torch.manual_seed(0)
-    model = Late().double()
     loss = lambda model, batch: (model(batch.ids_in) * batch.ids_out.clamp(min=0)[:, None]).sum()  # noqa: E731
 
     def batch(length):
         return LanguageBatch(*torch.arange(2 * length).view(2, length), torch.tensor([length]))
 
-    eager, graphed, model, other = updates(tape, settings(weight_decay=0.5, accumulate=2), loss, model)
+    eager, graphed, model, other = updates(tape, settings(weight_decay=0.5, accumulate=2), loss, Late().double())
     eager.optimizer.zero_grad = functools.partial(eager.optimizer.zero_grad, set_to_none=False)
     groups = [[batch(16), batch(16)]] * 4 + [[batch(32), batch(16)]] + [[batch(16), batch(16)], [batch(32)]] * 3
     for group in groups:
@@ -232,68 +221,17 @@ def test_a_parameter_whose_first_gradient_comes_late(tape):
         assert (other.second.weight.grad is None) == (model.second.weight.grad is None)
 
 
-def test_a_first_gradient_of_a_batch_that_is_beyond_the_most_shapes(tape, monkeypatch):
-    monkeypatch.setattr(graphs, "_MOST_SHAPES", 1)
-    torch.manual_seed(0)
-    loss = lambda model, batch: (model(batch.ids_in) * batch.ids_out.clamp(min=0)[:, None]).sum()  # noqa: E731
-    eager, graphed, model, other = updates(tape, settings(), loss, Late().double())
-    eager.optimizer.zero_grad = functools.partial(eager.optimizer.zero_grad, set_to_none=False)
-    small, large = (LanguageBatch(*torch.arange(2 * n).view(2, n), torch.tensor([n])) for n in (16, 32))
-    groups = [[small]] * 4 + [[large]] + [[small]] * 4
-    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
-    assert_same_parameters(model, other)
-
-
-def test_after_a_failure_of_another_capture_there_are_new_graphs(tape):
-    """As of a beam search in a validation: it has replaced the generator's state, which earlier graphs belong to."""
-    _, graphed, _, _ = updates(tape, settings())
-    train(graphed, [batches(1)] * 4)
-    tape.failures += 1
-    train(graphed, [batches(1)] * 4)
-    assert tape.captured == 6
-
-
-def test_a_step_without_tokens(tape):
-    eager, graphed, model, other = updates(tape, settings(), language_model_loss, language_task.random_model().double())
-    groups = [[language_task.random_batch([3, 4])]] + [[language_task.random_batch([0, 0])]] * 3
-    groups = [*groups, *groups]
-    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
-    assert_same_parameters(model, other)
-
-
-def test_shapes_beyond_the_most_are_eager(tape, monkeypatch):
-    monkeypatch.setattr(graphs, "_MOST_SHAPES", 1)
-    eager, graphed, model, other = updates(tape, settings(accumulate=2))
-    small, large = batches(2, sizes=(1, 2)), batches(2, seed=1, sizes=(30, 31))
-    groups = [[small[0], large[0]], [large[1], small[1]]] * 3
-    torch.testing.assert_close(train(graphed, groups), train(eager, groups), rtol=1e-6, atol=0)
-    assert_same_parameters(model, other)
-    assert tape.captured == 3
-
-
-def test_what_is_saved_is_what_eager_steps_save(tape):
-    eager, graphed, _, _ = updates(tape, settings())
-    states = []
-    for update in (eager, graphed):
-        train(update, [batches(1)] * 4)
-        states.append(update.optimizer.state_dict())
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    assert all(type(group["lr"]) is float for group in states[1]["param_groups"])
-
-
 def test_a_table_of_positions_that_is_replaced_is_still_read(tape):
     """Validation on long sentences replaces it; what a graph reads must not be freed."""
     eager, graphed, model, other = updates(tape, settings())
     batch = batches(1)
     for update, net in ((eager, model), (graphed, other)):
         train(update, [batch] * 4)
-        for embedding in (net.source_embedding, net.target_embedding):
-            old = embedding.table
-            embedding.encodings(1000)
-            assert embedding.table is not old
-            if update is graphed:  # the tape would keep it anyway
-                assert any(x is old for _, kept in graphed._recorded.values() for x in kept)
-        del old
+        old = net.source_embedding.table
+        net.source_embedding.encodings(1000)
+        assert net.source_embedding.table is not old
+        if update is graphed:  # the tape would keep it anyway
+            assert any(x is old for _, kept in graphed._recorded.values() for x in kept)
         train(update, [batch] * 4)
     assert_same_parameters(model, other)
 
@@ -306,9 +244,8 @@ def test_kernels(tape):
     With SGD: Adam would make the biases of keys, whose gradients are nothing but rounding, grow.
     """
     model = language_task.random_model(d_model=16, heads=1, layers=1, feed_forward=16).to(DEVICE)
-    groups = [
-        [language_task.random_batch(lengths, seed)] for seed, lengths in enumerate([[5, 9], [11, 2], [3, 3], [7, 8]])
-    ]
+    lengths = [[5, 9], [11, 2], [3, 3], [7, 8]]
+    groups = [[language_task.random_batch(each, seed)] for seed, each in enumerate(lengths)]
     assert len({shape_of(batch) for (batch,) in groups}) == 1
     with fastformer.backend("triton"):
         eager, graphed, model, other = updates(tape, settings(optimizer="sgd"), language_model_loss, model)
@@ -316,3 +253,47 @@ def test_kernels(tape):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert_same_parameters(model, other, 1e-5)
     assert tape.captured == 3
+
+
+def trainer(folder, **changes):
+    given = {"steps": 12, "lr": 0.01, "warmup_steps": 4, "log_every": 1, "validate_every": 4, "batch_tokens": 64}
+    model = random_model(1, positions="learned", max_positions=9).double()  # no sentence may be taken for a longer one
+    random = np.random.default_rng(0)
+    lists = [[random.integers(4, 17, random.integers(1, 9)).tolist() for _ in range(40)] for _ in range(2)]
+    source = Batches(EncodedPairs(*map(Sequences.from_lists, lists), IDS, IDS), tokens=64)
+    return Trainer(model, LOSS, source, TrainConfig(**{**given, **changes}), folder, show=False)
+
+
+def losses(folder):
+    return [(r["kind"], r["step"], r["loss"], r.get("gradient_norm", 0)) for r in read_metrics(folder)]
+
+
+@pytest.mark.slow
+def test_a_run_is_the_eager_one_and_resumes_with_and_without_graphs(tape, tmp_path):
+    """Bit for bit where both parts have graphs."""
+    for name, on in (("eager", False), ("graphs", True)):
+        trainer(tmp_path / name, cuda_graphs=on).fit()
+    assert tape.replayed > 20
+    for name, on in (("with", True), ("without", False)):
+        trainer(tmp_path / name, cuda_graphs=True, steps=5).fit()
+        again = trainer(tmp_path / name, cuda_graphs=on)
+        again.resume()
+        again.fit()
+    assert losses(tmp_path / "with") == losses(tmp_path / "graphs")
+    for name in ("graphs", "without"):
+        for found, expected in zip(losses(tmp_path / name), losses(tmp_path / "eager"), strict=True):
+            assert found == (*expected[:2], pytest.approx(expected[2], rel=1e-6), pytest.approx(expected[3], rel=1e-5))
+
+
+def test_graphs_are_for_one_process_on_a_device_that_has_them(tape, monkeypatch):
+    config = TrainConfig(steps=1, cuda_graphs=True)
+    assert type(new_update(random_model(), LOSS, config, Processes())) is GraphedUpdate
+    assert type(new_update(random_model(), LOSS, TrainConfig(steps=1), Processes())) is Update
+    with pytest.raises(ValueError, match="cuda_graphs=True is for one process, not for 2"):
+        new_update(random_model(), LOSS, config, Processes(0, 2))
+    with pytest.raises(ValueError, match="cuda_graphs=True is for precision fp32 and bf16, not for fp16"):
+        TrainConfig(steps=1, cuda_graphs=True, precision="fp16")
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(new_update(random_model(), LOSS, config, Processes())) is Update

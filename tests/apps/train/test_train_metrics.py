@@ -47,17 +47,10 @@ def test_a_resumed_log_cuts_what_came_after_and_a_torn_line(tmp_path):
     assert resumed.count == 4
 
 
-def test_a_new_log_starts_empty(tmp_path):
-    MetricsLog(tmp_path).write("train", 1, loss=1.0)
-    assert MetricsLog(tmp_path).count == 0
-    assert read_metrics(tmp_path) == []
-    assert rows(tmp_path) == []
-
-
 def test_damaged_and_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"metrics.jsonl: there is no such metrics file"):
         read_metrics(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\nnonsense\n{"kind": "train", "step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2: is not a JSON record"):
         read_metrics(tmp_path)
 

@@ -1,5 +1,6 @@
 """A resumed run equals the run that was never interrupted, bit for bit: weights, state, generators and records."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,18 @@ def test_a_longer_budget_goes_on_as_if_it_had_been_the_budget_from_the_start(tmp
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
-def test_a_damaged_last_checkpoint_falls_back_and_the_records_follow(tmp_path):
+def test_a_run_whose_damaged_checkpoints_are_removed_goes_on_from_the_good_one(tmp_path):
     settings = config(steps=15)
     trainer(tmp_path / "whole", settings).fit()
     trainer(tmp_path / "parts", settings).fit()
     for name in ("step-10", "step-15"):
         (tmp_path / "parts" / "checkpoints" / name / "state.json").write_bytes(b"damaged")
     again = trainer(tmp_path / "parts", settings, model=network(seed=77))
-    with pytest.raises(CheckpointError, match=r"state.json: is damaged.*previous good checkpoint is .*step-5$"):
+    with pytest.raises(CheckpointError, match=r"state.json: is damaged.*, .*step-5, remove those after it$"):
         again.resume()
-    assert again.resume(fallback=True).step == 5
+    for name in ("step-10", "step-15"):
+        shutil.rmtree(tmp_path / "parts" / "checkpoints" / name)
+    assert again.resume().step == 5
     again.fit()
     assert_equal(final(tmp_path / "parts", 15), final(tmp_path / "whole", 15))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")

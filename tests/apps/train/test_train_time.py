@@ -74,15 +74,6 @@ def test_the_speed_is_that_of_steps_alone(tmp_path):
     assert found == pytest.approx([count / 2.0 for count in tokens[: len(found)]])
 
 
-def test_a_budget_shorter_than_a_step_makes_the_validation_small(tmp_path):
-    clock = Clock()
-    settings = config(steps=None, minutes=1.0)
-    loss, score = clock.takes(90.0, summed_loss), held_out(clock, 1.0)
-    run = trainer(tmp_path, settings, loss=loss, validate=score, clock=clock)
-    assert run.fit().step == 1
-    assert clock.now - 1000 <= 90 + 8 + 6  # the step, a trial, a tenth
-
-
 def test_the_validation_of_a_resumed_run_is_of_the_same_size(tmp_path):
     for minutes in (5.0, 10.0):  # a tenth of the first is 30 seconds
         clock = Clock()
@@ -146,11 +137,3 @@ def test_a_run_killed_in_its_first_validation_makes_that_validation_again(tmp_pa
     assert again.resume().step == (settings.validate_every or 7)
     again.fit()
     assert records(tmp_path / "run") == records(tmp_path / "whole")
-
-
-def test_the_examples_of_a_smaller_validation_are_spread_over_all():
-    seen = []
-    held = Validation(10, lambda model, indices: seen.append(indices.tolist()) or {"loss": 1.0})
-    for share in (1.0, 0.5, 0.01):
-        held(None, share)
-    assert seen == [list(range(10)), [0, 2, 4, 6, 8], [0]]

@@ -4,8 +4,6 @@ Letters: B sentences, N hypotheses a sentence, R = B * N rows, S sources, D mode
 """
 
 import contextlib
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +19,21 @@ from fastformer.nn import layer_stack
 from fastformer.nn.cache import KVCache
 from fastformer.nn.position_bias import ALiBi
 from fastformer.nn.rotary import Rotary
-from tests.nn.cache.cache_cases import HEADS, LAYERS, D, Uncached, assert_reads, both, caches, drawn
+from tests.nn.cache.cache_cases import HEADS, D, Uncached, assert_reads, both, drawn
+from tests.support.fused_op import needs_kernels
 
-PLAIN: dict[str, dict[str, Any]] = {
+# Options of layers, and whether the fast path knows them.
+OPTIONS: dict[str, dict[str, Any]] = {
     "rms norm, swiglu": {"norm": "rms", "activation": "swiglu", "bias": False},
     "rotary": {"rotary": Rotary(), "norm_first": True},
     "grouped queries": {"kv_heads": 1, "head_size": 6, "qkv_bias": False},
-}
-OTHERS: dict[str, dict[str, Any]] = {
     "norms of queries and keys": {"qk_norm": True},
     "a window": {"window": (2, 0)},
     "softcap": {"softcap": 5.0},
     "ALiBi": {"position_bias": ALiBi(HEADS)},
     "sinks": {"sinks": True},
 }
+KNOWN = ("rms norm, swiglu", "rotary", "grouped queries")
 
 
 @pytest.fixture
@@ -95,30 +94,12 @@ def assert_same(stack: Any, kind: str, **options: Any) -> None:
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("capacity", [None, 16])
-def test_plain_layers(kind: str, options: dict[str, Any], capacity: int | None, taken: list[int]) -> None:
-    assert_same(ours(kind, **options), kind, capacity=capacity)
-    assert len(taken) == 6
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("rows", [[3], [3, 5, 4]], ids=["one row", "three"])
-def test_layers_of_torch(kind: str, layer: str, rows: list[int], taken: list[int]) -> None:
-    """Against torch.nn's, which read everything again."""
-    for count, (stack, cache, uncached) in enumerate(caches(kind, rows, **LAYERS[layer]), start=1):
-        for seed in range(2):
-            assert_reads(stack, cache, uncached, drawn(*[1] * len(rows), seed=seed), "equal")
-        assert len(taken) == 2 * count * len(stack.layers)
-
-
-@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_other_attention(kind: str, options: dict[str, Any], taken: list[int]) -> None:
-    assert_same(ours(kind, **options), kind)
-    assert not taken
+def test_layers_with_options(kind: str, options: str, capacity: int | None, taken: list[int]) -> None:
+    assert_same(ours(kind, **OPTIONS[options]), kind, capacity=capacity)
+    assert len(taken) == (6 if options in KNOWN else 0)
 
 
 class Doubled(nn.Linear):
@@ -161,26 +142,6 @@ def _drop_weights(stack: Any) -> None:
     stack.layers[1].self_attn.train()
 
 
-def _attention(**options: Any) -> Callable[[Any], Any]:
-    return lambda stack: [setattr(stack.layers[1].self_attn, *option) for option in options.items()]
-
-
-def _sinks(stack: Any) -> None:
-    stack.layers[0].self_attn.sinks = nn.Parameter(torch.tensor([2.0, 1.0], dtype=torch.float64))
-
-
-def _no_parameter(name: str, weight: str, keep: Callable[..., object]) -> Callable[[Any], Any]:
-    """A weight that is computed elsewhere, as hypernetworks do it."""
-
-    def change(stack: Any) -> None:
-        part = stack.get_submodule(name)
-        doubled = 2.0 * getattr(part, weight).detach()
-        delattr(part, weight)
-        keep(part, weight, doubled)
-
-    return change
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook on a linear layer": _hook("layers.0.linear1"),
     "a hook on a norm": _hook("layers.1.norm1"),
@@ -194,13 +155,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a parametrised weight": lambda stack: parametrizations.weight_norm(stack.layers[0].linear1),
     "dropout": _drop,
     "dropout of weights": _drop_weights,
-    "a softcap": _attention(softcap=0.5),
-    "a window": _attention(window=(1, 0)),
-    "a bias by distance": _attention(position_bias=lambda P: torch.arange(2.0 * P - 1).expand(HEADS, -1)),
-    "sinks": _sinks,
-    "a weight that is a tensor": _no_parameter("layers.0.linear1", "weight", setattr),
-    "a projection that is a tensor": _no_parameter("layers.1.self_attn", "in_proj_weight", setattr),
-    "a norm's bias that is a buffer": _no_parameter("layers.1.norm2", "bias", nn.Module.register_buffer),
 }
 
 
@@ -242,7 +196,16 @@ class Looks(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("around", ["autocast", "a dispatch mode", "a global hook", "the reference backend"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        "autocast",
+        "a dispatch mode",
+        "a global hook",
+        "the reference backend",
+        pytest.param("the kernels", marks=needs_kernels),
+    ],
+)
 def test_modes_and_hooks_of_all_modules(around: str, taken: list[int]) -> None:
     stack = ours("decoder", dtype=torch.float32)
     seen: list[nn.Module] = []
@@ -253,18 +216,14 @@ def test_modes_and_hooks_of_all_modules(around: str, taken: list[int]) -> None:
             context.enter_context(Looks())
         elif around == "the reference backend":
             context.enter_context(fastformer.backend("reference"))
+        elif around == "the kernels":
+            context.enter_context(fastformer.backend("triton"))
         else:
             handle = register_module_forward_hook(lambda module, given, out: seen.append(module))
             context.callback(handle.remove)
         outputs(stack, filled(stack, "decoder"))
     assert len(taken) == (6 if around == "the reference backend" else 0)
     assert (len(seen) > 0) == (around == "a global hook")
-
-
-def test_on_the_kernels(triton_backend: None, taken: list[int]) -> None:
-    stack = ours("encoder", dtype=torch.float32)
-    outputs(stack, filled(stack, "encoder"))
-    assert not taken
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -292,21 +251,6 @@ def test_weights_that_change_are_read_anew(taken: list[int]) -> None:
             assert_reads(stack, cache, uncached, drawn(1), "equal")
             assert_reads(stack, cache, uncached, drawn(1, seed=1), "equal")
     assert len(taken) == 48
-
-
-def test_copies() -> None:
-    """Of the cache, of the model, of both, and pickled."""
-    theirs, stack = both("encoder")
-    cache, uncached = stack.new_cache(2), Uncached(theirs, None, 2)
-    assert_reads(stack, cache, uncached, drawn(1, 1), "equal")
-    for its, other in (
-        (stack, copy.deepcopy(cache)),
-        (copy.deepcopy(stack), copy.deepcopy(cache)),
-        (stack, pickle.loads(pickle.dumps(cache))),
-        (pickle.loads(pickle.dumps(stack)), cache),
-    ):
-        uncached.rows = [x[:1] for x in uncached.rows]
-        assert_reads(its, other, uncached, drawn(1, 1, seed=1), "equal")
 
 
 def test_what_a_row_forgot_hides_no_nan(taken: list[int]) -> None:

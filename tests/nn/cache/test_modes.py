@@ -5,6 +5,7 @@ Letters: B sentences, N hypotheses a sentence, R = B * N rows, t new tokens a ro
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -72,12 +73,19 @@ def test_a_step_under_a_compiler() -> None:
             )
 
 
-def test_a_copy_goes_on_by_itself() -> None:
-    """Where a prompt is read once, and continued in many ways."""
+def test_copies() -> None:
+    """Of the cache, of the stack, of both, and pickled: each goes on by itself, as where a prompt is read once."""
     ((stack, cache, uncached),) = caches("encoder", [1, 1])
     assert_reads(stack, cache, uncached, drawn(3, 3), "equal")
-    for seed, other in itertools.product((1, 2), [copy.deepcopy(cache)]):
+    for seed, (its, other) in enumerate(
+        [
+            (stack, copy.deepcopy(cache)),
+            (copy.deepcopy(stack), copy.deepcopy(cache)),
+            (stack, pickle.loads(pickle.dumps(cache))),
+            (pickle.loads(pickle.dumps(stack)), copy.deepcopy(cache)),
+        ]
+    ):
         rows = list(uncached.rows)
-        assert_reads(stack, copy.deepcopy(other), uncached, drawn(1, 1, seed=seed), "equal")
+        assert_reads(its, other, uncached, drawn(1, 1, seed=seed), "equal")
         uncached.rows = rows
     assert_reads(stack, cache, uncached, drawn(2, 0, seed=5), "packed")

@@ -42,10 +42,6 @@ class OwnBlock(fastformer.TransformerEncoderLayer):
         return x
 
 
-def _extra_keys(stack: Any) -> None:
-    stack.layers[1].self_attn = fastformer.MultiheadAttention(D, HEADS, add_zero_attn=True, batch_first=True)
-
-
 def _replace_class(name: str, cls: type) -> Callable[[Any], None]:
     return lambda stack: setattr(stack.get_submodule(name), "__class__", cls)
 
@@ -55,13 +51,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"layers\.1 has hooks": lambda x: x.layers[1].register_forward_pre_hook(lambda module, given: None),
     r"layers\.0\.self_attn has hooks": lambda x: x.layers[0].self_attn.register_forward_hook(lambda *given: None),
     r"layers\.1 is a OwnBlock": _replace_class("layers.1", OwnBlock),
-    r"layers\.1\.self_attn has add_bias_kv or add_zero_attn": _extra_keys,
     r"layers\.1\.linear1 is a Smoothed: it may look at several positions": _replace_class("layers.1.linear1", Smoothed),
-    r"layers\.0\.activation is a function": lambda x: setattr(x.layers[0], "activation", lambda y: y),
-    r"layers\.0\.self_attn\.out_proj is a Smoothed": _replace_class("layers.0.self_attn.out_proj", Smoothed),
-    r"the layers differ in batch_first": lambda x: setattr(x.layers[1].self_attn, "batch_first", False),
     "the stack has no layers": lambda x: setattr(x, "layers", nn.ModuleList()),
-    r"norm is a BatchNorm1d": lambda x: setattr(x, "norm", nn.BatchNorm1d(D)),
 }
 
 

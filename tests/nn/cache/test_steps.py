@@ -28,6 +28,14 @@ def test_every_kind_of_layer(kind: str, layer: str, capacity: int | None) -> Non
             assert_reads(stack, cache, uncached, drawn(*lengths, seed=seed), how)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_one_row_reads_one_token_after_another(kind: str, layer: str) -> None:
+    for stack, cache, uncached in caches(kind, [3], **LAYERS[layer]):
+        for seed in range(3):
+            assert_reads(stack, cache, uncached, drawn(1, seed=seed), "equal")
+
+
 @pytest.mark.parametrize("capacity", [None, 8], ids=["growing", "static"])
 @pytest.mark.parametrize("name", ["self_attn", "multihead_attn"])
 def test_attention_drops_its_weights_in_a_step_too(name: str, capacity: int | None) -> None:

@@ -1,4 +1,4 @@
-"""convert and revert: existing models on our modules, in place, and back."""
+"""convert and revert: existing models on our modules, in place, and back; what the report says."""
 
 import copy
 import io
@@ -11,22 +11,25 @@ from torch import nn
 
 import fastformer
 from fastformer.nn.modules import SequentialFeedForward
-from tests.nn.conversion.conversion_cases import FF, B, D, H, S, T, V, subclass
-from tests.support.closeness import assert_close, gradients, random
+from tests.nn.layer_cases import right
+from tests.support.closeness import assert_close, gradients
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
+V, D, H, FF, B, T, S = 11, 8, 2, 12, 3, 5, 4
+HIDDEN_SOURCE, HIDDEN_TARGET = right([4, 2, 1], S), right([3, 5, 2], T)
+BATCH = (torch.randint(V, (B, S)), torch.randint(V, (B, T)), HIDDEN_SOURCE, HIDDEN_TARGET)
 
 
 class Translator(nn.Module):
-    """A model as its author wrote it: tied weights, a stack, loose modules, a feed-forward block."""
+    """A model as its author wrote it: tied weights, a stack, loose modules, one twice, a feed-forward block."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(V, D)
-        self.norm = nn.LayerNorm(D)
+        self.norm = self.same_norm = nn.LayerNorm(D)
         self.transformer = nn.Transformer(D, H, 1, 2, FF, dropout, batch_first=True)
         self.head = nn.Sequential(
             nn.Linear(D, FF), nn.GELU(), nn.Dropout(dropout), nn.Linear(FF, D), nn.Dropout(dropout)
@@ -40,7 +43,7 @@ class Translator(nn.Module):
         ahead = torch.ones(target.shape[1], target.shape[1]).triu(1).bool()
         x = self.transformer(
             self.norm(self.embedding(source)),
-            self.embedding(target),
+            self.same_norm(self.embedding(target)),
             tgt_mask=ahead,
             src_key_padding_mask=hidden_source,
             tgt_key_padding_mask=hidden_target,
@@ -48,11 +51,6 @@ class Translator(nn.Module):
         )
         x = x + self.attention(x, x, x, key_padding_mask=hidden_target, attn_mask=ahead, need_weights=False)[0]
         return self.output(self.rms(self.head(x)))
-
-
-HIDDEN_SOURCE = torch.arange(S) >= torch.tensor([[4], [2], [1]])
-HIDDEN_TARGET = torch.arange(T) >= torch.tensor([[3], [5], [2]])
-BATCH = (torch.randint(V, (B, S)), torch.randint(V, (B, T)), HIDDEN_SOURCE, HIDDEN_TARGET)
 
 
 def loss(model: nn.Module) -> torch.Tensor:
@@ -64,33 +62,23 @@ def test_a_model_computes_the_same_and_keeps_its_parameters_and_names():
     model = Translator().double()
     original = copy.deepcopy(model)
     parameters, names, state = list(model.parameters()), list(model.state_dict()), torch.get_rng_state()
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     report = fastformer.convert(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == names
-    assert all(module is modules[name] for name, module in model.named_modules())
-    assert model.output.weight is model.embedding.weight
-    assert type(model.transformer) is fastformer.Transformer
-    assert type(model.transformer.decoder.layers[1].multihead_attn) is fastformer.MultiheadAttention
-    assert (type(model.norm), type(model.rms)) == (fastformer.LayerNorm, fastformer.RMSNorm)
+    assert dict(model.named_modules(remove_duplicate=False)) == modules
     assert type(model.head) is SequentialFeedForward
     assert not report.left
     assert not report.padded
-    kinds = (nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.Sequential)
-    layers = (nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    expected = [name for name, module in modules.items() if type(module) in convertible(kinds, layers)]
-    assert sorted(x.name for x in report.changed) == sorted(expected)
+    torchs = {x.name for x in report.changed}
+    for name, module in model.named_modules():
+        kind = next((cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn")), nn.Module)
+        ours = getattr(fastformer, kind.__name__, None) if kind is not nn.Sequential else SequentialFeedForward
+        assert (name in torchs) == (ours is not None)
+        assert ours is None or type(module) is ours
     assert_close(loss(model), loss(original))
-    for a, b in zip(gradients(loss(model), parameters), gradients(loss(original), original.parameters()), strict=True):
-        assert_close(a, b)
-
-
-def convertible(*groups):
-    """Classes that convert leaves nowhere."""
-    torchs = {cls for group in groups for cls in group}
-    ours = {getattr(fastformer, cls.__name__) for cls in torchs if hasattr(fastformer, cls.__name__)}
-    return torchs | ours | {SequentialFeedForward}
+    assert_close(gradients(loss(model), parameters), gradients(loss(original), original.parameters()))
 
 
 def test_training_goes_on_with_the_same_optimiser():
@@ -106,8 +94,7 @@ def test_training_goes_on_with_the_same_optimiser():
                 optimiser.zero_grad()
                 loss(m).backward()
                 optimiser.step()
-    for a, b in zip(model.parameters(), original.parameters(), strict=True):
-        assert_close(a, b, roundings=1e5)
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in original.parameters()], 1e5)
     assert type(model.transformer) is nn.Transformer
 
 
@@ -167,29 +154,42 @@ def test_copies_and_pickles_of_a_converted_model_can_be_reverted():
         assert_close(loss(other), expected)
 
 
-def test_stacks_skip_padding_or_say_why_not():
-    encoder, decoder, ours = (
-        kind(layer(D, H, FF, batch_first=True), 2)
-        for kind, layer in (
-            (nn.TransformerEncoder, nn.TransformerEncoderLayer),
-            (nn.TransformerDecoder, nn.TransformerDecoderLayer),
-            (fastformer.TransformerEncoder, fastformer.TransformerEncoderLayer),
-        )
-    )
-    model = nn.ModuleDict({"one": encoder, "other": decoder, "ours": ours})
-    x, hidden = random(B, S, D, dtype=torch.float32), HIDDEN_SOURCE
+def encoder(library=nn):
+    return library.TransformerEncoder(library.TransformerEncoderLayer(D, H, FF, 0.0, batch_first=True), 2)
+
+
+def test_stacks_skip_padding_or_the_report_says_why_not():
+    ours = encoder(fastformer)
+    model, x = nn.ModuleDict({"one": encoder(), "ours": ours}), torch.randn(B, S, D)
     assert not fastformer.convert(model).padded
-    assert not model["one"](x, src_key_padding_mask=hidden)[hidden].any()
+    assert not model["one"](x, src_key_padding_mask=HIDDEN_SOURCE)[HIDDEN_SOURCE].any()
     fastformer.revert(model)
     report = fastformer.convert(model, padding_free=False)
-    assert [(e.name, e.outcome) for e in report.padded] == [(n, "padding_free is False") for n in ("one", "other")]
+    assert [(e.name, e.outcome) for e in report.padded] == [("one", "padding_free is False")]
     assert ours.padding_free
-    assert model["one"](x, src_key_padding_mask=hidden)[hidden].any()
+    assert model["one"](x, src_key_padding_mask=HIDDEN_SOURCE)[HIDDEN_SOURCE].any()
     fastformer.revert(model)
     model["one"].layers[0].linear1.register_forward_hook(lambda *_: None)
     report = fastformer.convert(model)
     assert [(e.name, e.outcome) for e in report.padded] == [("one", "layers.0.linear1 has hooks")]
     assert "works on padding  one  fastformer.TransformerEncoder : layers.0.linear1 has hooks" in str(report)
+
+
+def test_the_report_says_which_stacks_give_zeros_at_padding_and_what_to_do():
+    """A mean over all positions changes."""
+    model = nn.ModuleDict({"one": encoder(), "two": nn.Transformer(D, H, 1, 1, FF), "ours": encoder(fastformer)})
+    model["one"].layers[0].linear1.register_forward_hook(lambda *_: None)
+    x = torch.randn(B, S, D)
+    expected = model["one"](x, src_key_padding_mask=HIDDEN_SOURCE).mean(1)
+    report = fastformer.convert(model)
+    assert [entry.name for entry in report.zeroed] == ["one", "two.encoder", "two.decoder"]  # ours is the user's choice
+    assert not torch.allclose(model["one"](x, src_key_padding_mask=HIDDEN_SOURCE).mean(1), expected)
+    line = next(line for line in str(report).splitlines() if "zeros at padding" in line)
+    for word in ("rows", "0", "training", "mean", "padding_free=False"):
+        assert word in line
+    fastformer.revert(model)
+    assert not fastformer.convert(model, padding_free=False).zeroed
+    torch.testing.assert_close(model["one"](x, src_key_padding_mask=HIDDEN_SOURCE).mean(1), expected)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -199,38 +199,76 @@ def test_inside_distributed_data_parallel(tmp_path):
         model, original = Translator(), Translator()
         original.load_state_dict(model.state_dict())
         fastformer.convert(model)
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        loss(wrapped).backward()
+        loss(nn.parallel.DistributedDataParallel(model)).backward()
         loss(original).backward()
-        for a, b in zip(model.parameters(), original.parameters(), strict=True):
-            assert_close(a.grad, b.grad, roundings=1e3)
+        assert_close([p.grad for p in model.parameters()], [p.grad for p in original.parameters()], 1e3)
     finally:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_torchs_fast_path_reach_a_converted_attention():
-    """A layer of another class in torch's stack, in inference: its attention is ours, and gets nested tensors."""
-    torch.backends.mha.set_fastpath_enabled(True)
+class Casting(nn.LayerNorm):
+    """As image libraries have it: in the dtype of the parameters, back in that of the input."""
 
-    class Layer(nn.TransformerEncoderLayer):
-        def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
-            return self.self_attn(src, src, src, need_weights=False)[0]
-
-    model = nn.Sequential(nn.TransformerEncoder(Layer(D, H, FF, batch_first=True), 1)).eval()
-    x = torch.randn(B, S, D)
-    hidden = torch.zeros(B, S).bool()
-    with torch.no_grad():
-        expected = model[0](x, src_key_padding_mask=hidden)
-        report = fastformer.convert(model)
-        assert [e.name for e in report.left] == ["0.layers.0"]
-        assert_close(model[0](x, src_key_padding_mask=hidden), expected)
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
-def test_the_report_reads_well():
-    model = nn.ModuleDict({"norm": nn.LayerNorm(D), "own": subclass()})
-    assert str(fastformer.convert(model)).splitlines() == [
-        "1 modules changed, 1 left as they were",
-        "  changed  norm  torch.nn.LayerNorm -> fastformer.LayerNorm",
-        "  left  own  tests.Doubled : a subclass, which may do something else",
-    ]
+class Root(nn.RMSNorm):
+    pass
+
+
+class EncoderLayer(nn.TransformerEncoderLayer):
+    pass
+
+
+class Encoder(nn.TransformerEncoder):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: Casting(D), fastformer.LayerNorm),
+        (lambda: Root(D, 1e-6), fastformer.RMSNorm),
+        (lambda: EncoderLayer(D, H, FF, 0.0), fastformer.TransformerEncoderLayer),
+        (lambda: Encoder(nn.TransformerEncoderLayer(D, H, FF, 0.0), 2), fastformer.TransformerEncoder),
+    ],
+)
+def test_a_declared_subclass_is_changed_and_given_back(make, kind):
+    """By `also`; other subclasses stay."""
+    module, other = make(), type("Other", (nn.LayerNorm,), {})(D)
+    model, before, x = nn.ModuleList([module, other]), type(module), torch.randn(S, B, D)
+    state, expected = list(module.__dict__), module(x)
+    report = fastformer.convert(model, also={before: kind})
+    assert type(module) is kind
+    assert [(e.name, e.outcome) for e in report.left] == [("1", "a subclass, which may do something else")]
+    torch.testing.assert_close(module(x), expected)
+    fastformer.revert(model)
+    assert type(module) is before
+    assert list(module.__dict__) == state
+
+
+def test_a_layer_with_a_declared_norm_runs_without_padding():
+    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True)
+    layer.norm1, layer.norm2 = Casting(D), Casting(D)
+    stack = nn.TransformerEncoder(layer, 1)
+    assert [e.outcome for e in fastformer.convert(copy.deepcopy(stack)).padded] == ["layers.0.norm1 is a Casting"]
+    assert not fastformer.convert(stack, also={Casting: fastformer.LayerNorm}).padded
+    assert not stack(torch.randn(B, S, D), src_key_padding_mask=HIDDEN_SOURCE)[HIDDEN_SOURCE].any()
+
+
+@pytest.mark.parametrize(
+    ("also", "error", "message"),
+    [
+        ({Casting(D): fastformer.LayerNorm}, TypeError, r"also must map classes of modules to fastformer's, not Cas"),
+        ({Casting: "LayerNorm"}, TypeError, "also must map classes of modules to fastformer's, not 'LayerNorm'"),
+        ({Casting: nn.LayerNorm}, ValueError, r"to torch.nn.LayerNorm, which is none of fastformer's LayerNorm, RMSN"),
+        ({nn.Linear: fastformer.LayerNorm}, ValueError, r"torch.nn.Linear to fastformer.LayerNorm: no subclass of"),
+        ({Root: fastformer.LayerNorm}, ValueError, r"to fastformer.LayerNorm: no subclass of torch.nn.LayerNorm"),
+    ],
+)
+def test_wrong_maps_are_refused_before_anything_changes(also, error, message):
+    model = nn.Sequential(nn.LayerNorm(D))
+    with pytest.raises(error, match=message):
+        fastformer.convert(model, also=also)
+    assert type(model[0]) is nn.LayerNorm

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import tracemalloc
 
 import pytest
 import torch
@@ -150,17 +149,6 @@ def test_alibi_counts_beyond_what_a_narrow_dtype_can(dtype):
     length = 70_000  # bf16 has no 257, fp16 nothing above 65,504
     bias = ALiBi(4).to(dtype)(length)
     assert torch.equal(bias, ALiBi(4)(length))
-
-
-def test_slopes_of_many_heads_cost_no_more_than_their_memory():
-    with torch.device("meta"):  # as models are made before they are compared with a checkpoint
-        ALiBi(3)  # what torch loads at first
-        tracemalloc.start()
-        try:
-            assert ALiBi(10**6).heads == 10**6
-            assert tracemalloc.get_traced_memory()[1] < 10**7  # a list of numbers takes 32 bytes each
-        finally:
-            tracemalloc.stop()
 
 
 def bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -> int:

@@ -47,13 +47,6 @@ def test_seeds_are_distinct_drawn_at_once_and_follow_manual_seed(monkeypatch):
     assert all(x.shape == (1,) and x.dtype == torch.int64 and x.data_ptr() % 16 == 0 for x in found)
 
 
-def test_each_pass_draws_its_own():
-    with seeds_together():
-        first = draw(1)
-    with seeds_together():
-        assert draw(1) != first
-
-
 def test_another_thread_and_no_gradient_draw_alone(monkeypatch):
     seen = draws(monkeypatch)
     with seeds_together():

@@ -101,11 +101,9 @@ def test_a_training_step_takes_one_transfer(case, monkeypatch):
 def test_a_layout_takes_one_transfer():
     with Transfers() as transfers:
         layout = Layout.from_lengths(LENGTHS, "meta", columns=12)
-    assert len(transfers.sources) == 1
-    assert {x.device.type for x in layout.tensors} == {"meta"}
-    with Transfers() as transfers:
         Layout.from_lengths(LENGTHS).to("meta")
-    assert len(transfers.sources) == 1
+    assert len(transfers.sources) == 2
+    assert {x.device.type for x in layout.tensors} == {"meta"}
 
 
 @pytest.fixture
@@ -131,6 +129,8 @@ def test_the_loss_and_its_gradients_are_the_same_after_the_transfer(case, staged
     assert torch.equal(found, expected)
     for a, b in zip(torch.autograd.grad(found, list(model.parameters())), wanted, strict=True):
         assert torch.equal(a, b)
+    for other in (moved.to("cpu"), copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
+        assert torch.equal(loss(model, other), expected)
 
 
 def test_values_shapes_and_dtypes_arrive(staged):
@@ -147,15 +147,6 @@ def test_values_shapes_and_dtypes_arrive(staged):
     assert not any((x.data_ptr() - start) % 128 for x in found if x.numel())  # kernels like them so
 
 
-def test_what_travels_is_a_copy():
-    """The memory that a transfer reads belongs to nobody who could write to it meanwhile."""
-    ids = torch.arange(5)
-    with Transfers() as transfers:
-        send("meta", ids)
-    (source,) = transfers.sources
-    assert source.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr()
-
-
 def test_on_a_cpu_nothing_changes(case):
     _, batch, _ = case
     moved = batch.to("cpu")
@@ -164,15 +155,6 @@ def test_on_a_cpu_nothing_changes(case):
         assert getattr(moved, name) is value
     layout = Layout.from_lengths([2, 1])
     assert send("cpu", *layout.tensors)[0] is layout.offsets
-
-
-def test_a_batch_comes_back(case, staged):
-    model, batch, loss = case
-    moved = batch.to("meta")
-    back = moved.to("cpu")
-    assert torch.equal(loss(model, back), loss(model, batch))
-    for other in (copy.deepcopy(moved), pickle.loads(pickle.dumps(moved))):
-        assert torch.equal(loss(model, other), loss(model, batch))
 
 
 class TestOnAGpu:
@@ -198,9 +180,3 @@ class TestOnAGpu:
         torch.cuda._sleep(100_000_000)  # the copies wait behind this, some tens of milliseconds
         sent = [send("cuda", torch.full((1 << 16,), i))[0] for i in range(20)]
         assert [int(x.sum()) for x in sent] == [i << 16 for i in range(20)]
-
-    def test_the_loss_is_that_of_the_cpu(self):
-        make_model, make_batch, loss = CASES["translation"]
-        model, batch = make_model(), make_batch()
-        expected = loss(model, batch)
-        torch.testing.assert_close(loss(model.cuda(), batch.to("cuda")).cpu(), expected, rtol=1e-4, atol=1e-4)

@@ -1,9 +1,13 @@
-"""Build the sdist and from it the wheel, look into both, and use the wheel in a clean environment. Run by `make dist`.
+"""Build the sdist and from it the wheel, check their contents, and use the wheel in a clean environment: `make dist`.
 
 The wheel holds `fastformer` and `fastformer_kernels` and nothing else: no tests, no benchmarks, and no top-level
-`kernels`, which is the name of another distribution.
+`kernels`, which is the name of another distribution. The environment has no Triton, and first no extra either: then
+`convert` runs, with the extra `apps` the demo, and with pytest the tests in TESTS, from the sdist against the wheel.
+
+    python tests/project/check_distribution.py [FOLDER that receives both files]
 """
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -26,14 +30,19 @@ IN_SDIST = {
     "docs",
 }
 USE = """
-import sys, torch, fastformer, fastformer_kernels
+import importlib.util, sys, torch, fastformer, fastformer_kernels
 assert sys.prefix in fastformer.__file__, fastformer.__file__
-layer = fastformer.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-hidden = torch.tensor([[False, False, True]])
-out = layer(torch.randn(1, 3, 8), src_key_padding_mask=hidden)
+assert not any(map(importlib.util.find_spec, ("triton", "sentencepiece", "pydantic")))
+model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+x, padding = torch.randn(1, 3, 8), torch.tensor([[False, False, True]])
+expected = model(x, src_key_padding_mask=padding)[:, :2]
+assert not fastformer.convert(model).left
+out = model(x, src_key_padding_mask=padding)[:, :2]
+torch.testing.assert_close(out, expected)
 out.sum().backward()
 print("fastformer", fastformer.__version__, "from", fastformer.__file__)
 """
+TESTS = "tests/nn/conversion", "tests/nn/test_layers.py", "tests/functional/test_norms.py", "tests/packing"
 
 
 def run(*command: str | Path, cwd: Path) -> None:
@@ -61,11 +70,21 @@ def main() -> None:
             sys.exit(f"the sdist lacks {sorted(IN_SDIST - inside)}")
         venv.create(folder / "clean", with_pip=True)
         python = folder / "clean" / "bin" / "python"
-        constraints = ROOT / "constraints.txt"
-        run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[apps]", cwd=folder)
+        install = python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"
+        run(*install, wheel, cwd=folder)
         run(python, "-c", USE, cwd=folder)
-        run(python.with_name("fastformer"), "--help", cwd=folder)
-        run(python.with_name("fastformer"), "demo", "--help", cwd=folder)
+        run(*install, f"{wheel}[apps]", "pytest", "hypothesis", cwd=folder)
+        run(python.with_name("fastformer"), "demo", cwd=folder)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        source = folder / sdist.name.removesuffix(".tar.gz")
+        for package in ("fastformer", "kernels"):
+            shutil.rmtree(source / package)
+        run(python, "-m", "pytest", "-o", "pythonpath=.", "--quick", *TESTS, cwd=source)
+        for target in map(Path, sys.argv[1:]):
+            target.mkdir(exist_ok=True)
+            for file in (wheel, sdist):
+                shutil.copy(file, target)
     print("sdist and wheel are complete, and the wheel works in a clean environment")
 
 

@@ -4,7 +4,6 @@ import functools
 import gzip
 import importlib
 import importlib.util
-import json
 import re
 import shutil
 import tomllib
@@ -278,7 +277,7 @@ def test_every_version_of_python_that_we_name_runs_the_tests() -> None:
         project = tomllib.load(file)["project"]
     named = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r":: Python :: 3\.\d+$", each)]
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert f"python: {json.dumps(named)}" in workflow
+    assert named == sorted(set(re.findall(r'"(3\.\d+)"', workflow)))
     assert project["requires-python"] == f">={named[0]}"
     assert re.search(r"^ +- run: \.ci/run$", workflow, re.M)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastformer.nn.modules import OURS, SequentialFeedForward
+from fastformer.nn.modules import OURS
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
 
 ZEROED = (
@@ -63,9 +63,9 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
     """Let every torch.nn module in a model that fastformer has a version of run as that, in place.
 
     Changed are LayerNorm, RMSNorm, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
-    TransformerEncoder, TransformerDecoder, Transformer, and nn.Sequential(Linear, ReLU or GELU, [Dropout], Linear,
-    [Dropout]). Left alone, with the reason in the report, is what may do something else: subclasses, parametrised,
-    quantised and scripted modules, and instances whose `forward` was replaced. Hooks and tied weights stay as they are.
+    TransformerEncoder, TransformerDecoder and Transformer. Left alone, with the reason in the report, is what may do
+    something else: subclasses, parametrised, quantised and scripted modules, and instances whose `forward` was
+    replaced. Hooks and tied weights stay as they are.
 
     Args:
         model: any module; itself included.
@@ -78,7 +78,7 @@ def convert(model: nn.Module, *, padding_free: bool = True) -> Conversion:
     report = Conversion()
     for name, module in model.named_modules():
         kind = type(module)
-        new = SequentialFeedForward if _is_feed_forward(module) else OURS.get(kind)
+        new = OURS.get(kind)
         reason = _reason(module) if new is None or "forward" in module.__dict__ else None
         if reason is not None:
             report.left.append(Entry(name, name_of(kind), reason))
@@ -109,7 +109,7 @@ def revert(model: nn.Module) -> Conversion:
         before = module.__dict__.get(_MARK)
         if before is None:
             continue
-        if type(module) not in (*OURS.values(), SequentialFeedForward):
+        if type(module) not in OURS.values():
             reason = "its class has changed since it was converted"
         elif "forward" in module.__dict__:
             reason = "its forward was replaced in the instance"
@@ -136,7 +136,7 @@ def _reason(module: nn.Module) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         original = getattr(module, "original_name", None)
         return "scripted" if original in {cls.__name__ for cls in OURS} else None
-    if isinstance(module, tuple(OURS.values())) or not (isinstance(module, tuple(OURS)) or _is_feed_forward(module)):
+    if isinstance(module, tuple(OURS.values())) or not isinstance(module, tuple(OURS)):
         return None
     if "forward" in module.__dict__:
         return "its forward was replaced in the instance"
@@ -145,10 +145,6 @@ def _reason(module: nn.Module) -> str | None:
     if ".quantized" in type(module).__module__ or ".quantizable" in type(module).__module__:
         return "quantised"
     return "a subclass, which may do something else"
-
-
-def _is_feed_forward(module: nn.Module) -> bool:
-    return type(module) is nn.Sequential and SequentialFeedForward.recognises(module)
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, TransformerEncoder | TransformerDecoder]]:

@@ -179,8 +179,8 @@ class FeedForward(nn.Module):
         first, dropout, second = self.linear1, self.dropout, self.linear2
         if len(plain_parts(self, _FEED_FORWARD)) < len(_FEED_FORWARD):
             return second(dropout(activate(first(x), self.activation)))  # type: ignore[no-any-return]
-        weights, dropout_p = (first.weight, first.bias, second.weight, second.bias), _rate(dropout)
-        options = {"dropout_p": dropout_p, "recompute": self.recompute}
+        weights = first.weight, first.bias, second.weight, second.bias
+        options = {"dropout_p": dropout.p if dropout.training else 0.0, "recompute": self.recompute}
         return functional.feed_forward(x, *weights, activation=self.activation, **options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
@@ -188,48 +188,7 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
-class SequentialFeedForward(nn.Sequential):
-    """nn.Sequential(Linear, activation, [Dropout], Linear, [Dropout]) on `fastformer.functional.feed_forward`.
-
-    What `fastformer.convert` makes of such a block; it looks at its parts in every call, so that they may be replaced.
-    """
-
-    @staticmethod
-    def recognises(block: nn.Module) -> bool:
-        """Whether a Sequential has this form: ReLU or GELU between two linear maps, in torch's own classes."""
-        return len(_feed_forward_parts(block)) > 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., D]` to `[..., D']`."""
-        parts = () if getattr(input, "is_nested", False) else _feed_forward_parts(self)
-        if not parts:
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        first, activation, dropout, second, last = parts
-        name = activation_name(activation)
-        assert name is not None
-        out = functional.feed_forward(
-            input, first.weight, first.bias, second.weight, second.bias, activation=name, dropout_p=_rate(dropout)
-        )
-        return functional.dropout(out, _rate(last))
-
-
-def _rate(dropout: Any) -> float:
-    return float(dropout.p) if dropout is not None and dropout.training else 0.0
-
-
-def _feed_forward_parts(block: nn.Module) -> tuple[Any, ...]:
-    """Return (linear, activation, dropout or None, linear, dropout or None), or () where a block has another form."""
-    parts: list[Any] = list(block._modules.values())
-    if len(parts) == 3 or (len(parts) == 4 and not plain(parts[2], nn.Dropout)):
-        parts.insert(2, None)
-    if len(parts) == 4:
-        parts.append(None)
-    if len(parts) != 5:
-        return ()
-    first, activation, dropout, second, last = parts
-    linear = plain(first, nn.Linear) and plain(second, nn.Linear) and first.out_features == second.in_features
-    dropped = all(x is None or plain(x, nn.Dropout) for x in (dropout, last))
-    return tuple(parts) if linear and dropped and activation_name(activation) is not None else ()
+SequentialFeedForward = nn.Sequential  # pickles of models that were converted before name it
 
 
 class LinearCrossEntropy(nn.Module):

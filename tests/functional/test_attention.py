@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer.functional import attention, attention_with_weights, packed_attention
-from fastformer.functional.attention import query_blocks, reference
 from fastformer.packing import Layout
 from tests.functional.attention_forms import FORMS, INF, B, H, S, T, boolean, by_distance, cast, naive, sinks
 from tests.support.closeness import assert_close, assert_derivatives, assert_formula, assert_same, gradients, random
@@ -39,22 +38,14 @@ def with_leaves(op, rules, names, *x):
     return op(*x[:3], **rules | dict(zip(names, x[3:], strict=True)))
 
 
-def use_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int, rows: int) -> None:
-    """Have short sequences run in blocks of queries, as long ones do."""
-    for name, value in (("_LARGEST", 0), ("_BLOCK", block), ("_ROWS", rows)):
-        monkeypatch.setattr(query_blocks, name, value)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("kv_heads", "width"), [(H, 3), (2, 2)])
-@pytest.mark.parametrize("op", ["whole", "in blocks", "with weights"])
-def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, width, op, monkeypatch):
+@pytest.mark.parametrize("op", ["whole", "with weights"])
+def test_values_and_gradients_are_those_of_the_formula(form, kv_heads, width, op):
     rules = FORMS[form]()
     inputs = [random(B, H, T, 3), random(B, kv_heads, S, 3), random(B, kv_heads, S, width)]
     names = [name for name in LEARNT if name in rules and rules[name].is_floating_point()]
     inputs += [rules[name] for name in names]
-    if op == "in blocks":
-        use_small_blocks(monkeypatch, 4 * S * 2, 2)
     if op == "with weights":
         formula, called = naive, attention_with_weights
     else:
@@ -314,35 +305,12 @@ def test_dropout_leaves_sinks_alone():
     assert_close(dropped[kept], whole[kept] / 0.75)
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_the_gradient_uses_the_dropout_mask_of_the_forward_pass(blocks, monkeypatch):
-    if blocks:
-        use_small_blocks(monkeypatch, 6, 2)
-
+def test_the_gradient_uses_the_dropout_mask_of_the_forward_pass():
     def seeded(*x: Tensor) -> Tensor:
         torch.manual_seed(5)
         return attention(*x, dropout_p=0.4, causal=True)
 
     assert gradcheck(seeded, (random(1, 2, 3, 2), random(1, 2, 4, 2), random(1, 2, 4, 1)))
-
-
-def test_no_blocks_where_they_gain_nothing(monkeypatch):
-    """A mask of keys is small, SDPA knows causality, and the transforms of torch.func take no checkpoints."""
-    use_small_blocks(monkeypatch, 1, 1)
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("blocks")
-
-    monkeypatch.setattr(reference, "attend_in_blocks", refuse)
-    q, k, v = (torch.randn(2, 1, 6, 4) for _ in range(3))
-    attention(q, k, v, causal=True)
-    attention(q, k, v, key_lengths=torch.tensor([3, 6]))
-    attention(q, k, v, torch.ones(2, 1, 1, 6, dtype=torch.bool))
-    packed_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), Layout.from_lengths([6]))
-    torch.func.grad(lambda x: attention(x, k, v, causal=True, window=(2, 0)).sum())(q)
-    for rules in ({"causal": True, "window": (2, 0)}, {"distance_bias": torch.zeros(1, 11)}):
-        with pytest.raises(AssertionError, match="blocks"):
-            attention(q, k, v, **rules)
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"softcap": 3.0}], ids=str)

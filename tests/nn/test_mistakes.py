@@ -165,8 +165,6 @@ encoder, decoder = fastformer.TransformerEncoder(encoder_layer, 1), fastformer.T
 attention = fastformer.MultiheadAttention(WIDTH, HEADS)
 transformer = fastformer.Transformer(WIDTH, HEADS, 1, 1, FF, batch_first=True)
 language_model = LanguageModel(LanguageConfig(50, d_model=WIDTH, heads=HEADS, layers=1, feed_forward=FF))
-block = nn.Sequential(nn.Linear(WIDTH, FF), nn.ReLU(), nn.Linear(FF, WIDTH))
-fastformer.convert(block)
 PACKED = {"tokens": tokens, "layout": layout}
 MEMORY = {"memory": tokens, "memory_layout": layout}
 PADDED = {"tgt": batch, "memory": batch}
@@ -180,7 +178,6 @@ heads = torch.randn(B, HEADS, T, WIDTH)
 CALLS = {
     "LayerNorm": (fastformer.LayerNorm(WIDTH), {"input": batch}, ()),
     "RMSNorm": (fastformer.RMSNorm(WIDTH), {"x": batch}, ()),
-    "SequentialFeedForward": (block, {"input": batch}, ()),
     "FeedForward": (fastformer.FeedForward(WIDTH, FF), {"x": batch}, ()),
     "LinearCrossEntropy": (fastformer.LinearCrossEntropy(WIDTH, 7), {"input": tokens, "target": ids}, ()),
     "LanguageModel": (lambda ids: language_model(ids, lengths=[2, 3]), {"ids": ids}, ()),
@@ -208,7 +205,7 @@ CALLS = {
     "from_mask": (Layout.from_mask, {"padding": real}, ("padding",)),
 }
 # A module hands these on to an op, whose name of them is the one that is told.
-NAMED = {"LayerNorm-input": "x", "SequentialFeedForward-input": "x", "LinearCrossEntropy-input": "x"}
+NAMED = {"LayerNorm-input": "x", "LinearCrossEntropy-input": "x"}
 REQUIRED = [
     (call, name)
     for call, (_, given, masks) in CALLS.items()

@@ -1,13 +1,11 @@
 """What is added to scores by the distance of key from query, in plain PyTorch: a vector a head, made a mask of.
 
-ALiBi (Press et al. 2022) and the relative bias of T5 (Raffel et al. 2020) are such vectors. A mask is made of a block
-of queries at a time (`query_blocks`), and the kernels need none.
+ALiBi (Press et al. 2022) and the relative bias of T5 (Raffel et al. 2020) are such vectors; the kernels need no mask.
 
 Letters: B batch, H heads, T queries, S keys, P positions.
 """
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -71,18 +69,3 @@ def _kept_finite(added: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.finfo(added.dtype).min >= lowest:
         return added
     return torch.where(added == -math.inf, added, added.clamp(min=lowest))
-
-
-def moved(rules: AttentionRules, by: int, longest: int) -> AttentionRules:
-    """Return the rules with a bias for positions that are counted otherwise.
-
-    Args:
-        by: how much larger all distances were before.
-        longest: of queries and keys, as they are counted now.
-    """
-    bias = rules.distance_bias
-    if bias is None:
-        return rules
-    first = (bias.shape[1] + 1) // 2 - longest + by
-    at = torch.arange(first, first + 2 * max(longest, 1) - 1, device=bias.device)
-    return replace(rules, distance_bias=bias.index_select(1, at.clamp(0, bias.shape[1] - 1)))

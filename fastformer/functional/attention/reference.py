@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastformer.functional.attention.distances import with_distances
 from fastformer.functional.attention.formula import repeat_heads, scores_to_weights, weighted_sum, widens
-from fastformer.functional.attention.query_blocks import attend_in_blocks, rows_at_once
 from fastformer.functional.attention.rules import AttentionRules, allowed_positions, open_dead_rows
 from fastformer.functional.dropout import drop
 from fastformer.host.devices import product_dtype
@@ -56,19 +55,9 @@ def attention_over_zeros(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules)
         return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)  # zeros, with gradients
     # SDPA has no softcap and no sinks; on a CPU it has no fused path with dropout, and the weights' random bits are
     # cheaper here.
-    weighs = rules.softcap is not None or rules.sinks is not None
-    weighs = weighs or (rules.dropout_p > 0.0 and q.device.type == "cpu")
-    attend = _weigh if weighs else _attend
-    rows = q.shape[2] if only_causal(rules) and not weighs else rows_at_once(q, k, rules, weighs)
-    return attend(q, k, v, rules) if rows >= q.shape[2] else attend_in_blocks(attend, q, k, v, rules, rows)
-
-
-def _weigh(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
-    return _apply_weights(q, k, v, rules)[0]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules) -> Tensor:
-    """`attention` with SDPA."""
+    drops = rules.dropout_p > 0.0 and q.device.type == "cpu"
+    if drops or rules.softcap is not None or rules.sinks is not None:
+        return _apply_weights(q, k, v, rules)[0]
     dropout_p, scale, causal = rules.dropout_p, rules.scale, only_causal(rules)
     merged, dead = open_dead_rows(with_distances(q, k, rules), None if causal else allowed_positions(q, k, rules))
     # A bias by distance stays fp32 where SDPA takes that beside 16 bits.

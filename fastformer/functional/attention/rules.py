@@ -4,7 +4,7 @@ Letters: B batch, H heads, T queries, S keys, K head size.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, get_args
 
@@ -44,28 +44,9 @@ class AttentionRules:
     sinks: Tensor | None = None
 
     @property
-    def band(self) -> Window:
-        """How far to the (left, right) of position t + shift query t attends; None: to the end."""
-        left, right = self.window or (None, None)
-        return left, 0 if self.causal else right
-
-    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those of the caller: what is differentiable, and what is not."""
         return self.mask, self.distance_bias, self.sinks, self.query_lengths, self.key_lengths, self.key_mask
-
-    def with_tensors(self, *tensors: Tensor | None) -> "AttentionRules":
-        """Return the same rules with these in place of `tensors`."""
-        mask, bias, sinks, query_lengths, key_lengths, key_mask = tensors
-        return replace(
-            self,
-            mask=mask,
-            distance_bias=bias,
-            sinks=sinks,
-            query_lengths=query_lengths,
-            key_lengths=key_lengths,
-            key_mask=key_mask,
-        )
 
 
 def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | None:
@@ -78,7 +59,8 @@ def allowed_positions(q: Tensor, k: Tensor, rules: AttentionRules) -> Tensor | N
     Returns:
         Broadcastable to `[B, 1, T, S]`; None where nothing limits.
     """
-    left, right = rules.band
+    left, right = rules.window or (None, None)  # how far to either side of position t + shift query t attends
+    right = 0 if rules.causal else right
     ends = rules.query_lengths, rules.key_lengths
     if all(x is None for x in (left, right, *ends, rules.key_mask)):  # as in a step of decoding
         return None

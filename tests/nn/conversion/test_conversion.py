@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from fastformer.nn.modules import SequentialFeedForward
 from tests.nn.layer_cases import right
 from tests.support.closeness import assert_close, gradients
 
@@ -68,13 +67,12 @@ def test_a_model_computes_the_same_and_keeps_its_parameters_and_names():
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == names
     assert dict(model.named_modules(remove_duplicate=False)) == modules
-    assert type(model.head) is SequentialFeedForward
     assert not report.left
     assert not report.padded
     torchs = {x.name for x in report.changed}
     for name, module in model.named_modules():
         kind = next((cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn")), nn.Module)
-        ours = getattr(fastformer, kind.__name__, None) if kind is not nn.Sequential else SequentialFeedForward
+        ours = getattr(fastformer, kind.__name__, None)
         assert (name in torchs) == (ours is not None)
         assert ours is None or type(module) is ours
     assert_close(loss(model), loss(original))
@@ -109,7 +107,6 @@ def test_training_goes_on_with_the_same_optimiser():
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF), 2),
         lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, FF), 2),
         lambda: nn.Transformer(D, H, 1, 1, FF),
-        lambda: nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D)),
     ],
 )
 def test_the_model_itself_changes_and_changes_back_completely(make):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fastformer
-from tests.support.closeness import assert_close, assert_same, random
+from tests.support.closeness import assert_close, random
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
@@ -30,17 +30,12 @@ def replaced(module):
     return module
 
 
-def block(activation=None):
-    return nn.Sequential(nn.Linear(D, FF), activation or nn.ReLU(), nn.Linear(FF, D))
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: Doubled(D), "a subclass, which may do something else"),
         (parametrised, "parametrised"),
         (lambda: replaced(nn.LayerNorm(D)), "its forward was replaced in the instance"),
-        (lambda: replaced(block()), "its forward was replaced in the instance"),
         (lambda: torch.jit.script(nn.LayerNorm(D)), "scripted"),
     ],
 )
@@ -107,15 +102,15 @@ class Adapted(nn.Linear):
 
 @pytest.mark.parametrize("own", [OwnReLU, OwnGELU, Adapted])
 def test_subclasses_of_activations_and_linear_maps_are_called(own):
-    model, sequence = nn.TransformerEncoderLayer(D, H, FF, dropout=0.0), block()
+    model = nn.TransformerEncoderLayer(D, H, FF, dropout=0.0)
     if own is Adapted:
-        model.linear1.__class__ = sequence[0].__class__ = Adapted
+        model.linear1.__class__ = Adapted
     else:
-        model.activation = sequence[1] = own()
+        model.activation = own()
     x = random(S, B, D, dtype=torch.float32)
-    expected = [model(x), sequence(x)]
-    fastformer.convert(nn.ModuleList([model, sequence]))
-    assert_close([model(x), sequence(x)], expected)
+    expected = model(x)
+    fastformer.convert(model)
+    assert_close(model(x), expected)
 
 
 def test_a_class_that_changed_since_stays_until_that_is_undone():
@@ -147,67 +142,3 @@ def test_revert_leaves_a_module_whose_forward_was_replaced_in_the_instance():
 def test_norms_inside_a_part_of_your_own_stay_in_a_layer_of_ours():
     layer = fastformer.TransformerEncoderLayer(D, H, FF, activation=nn.Sequential(nn.LayerNorm(FF)))
     assert type(layer.activation[0]) is nn.LayerNorm
-
-
-FORMS = {"plain": (), "inner": (2,), "outer": (3,), "both": (2, 4)}  # places of dropouts
-
-
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.GELU("tanh"), nn.ReLU(inplace=True)], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_feed_forward_blocks_are_recognised(activation, form, bias):
-    """nn.Sequential of linear, activation and linear."""
-    parts = [nn.Linear(D, FF, bias), activation, nn.Linear(FF, D, bias)]
-    for place in FORMS[form]:
-        parts.insert(place, nn.Dropout(0.5))
-    sequence = nn.Sequential(*parts).double().eval()
-    x = random(B, S, D)
-    expected = sequence(x)
-    assert fastformer.convert(sequence).changed
-    assert_same(sequence(x), expected, [x, *sequence.parameters()])
-    dropped = sequence.train()(x)
-    assert torch.equal(dropped, sequence(x)) == (form == "plain")
-
-
-def test_each_dropout_of_a_feed_forward_block_keeps_its_rate_and_mode():
-    sequence = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Dropout(1.0), nn.Linear(FF, D), nn.Dropout(0.0))
-    fastformer.convert(sequence)
-    x = random(B, D, dtype=torch.float32)
-    assert_close(sequence(x), sequence[3].bias.expand(B, D))
-    sequence[2].eval()
-    assert not torch.allclose(sequence(x), sequence[3].bias.expand(B, D))
-    sequence[4].p = 1.0
-    assert not sequence(x).any()
-
-
-def test_a_feed_forward_block_looks_at_its_parts_in_every_call():
-    sequence = block()
-    fastformer.convert(sequence)
-    x, seen = random(B, D, dtype=torch.float32), []
-    for part in sequence:
-        handle = part.register_forward_hook(lambda module, args, out: seen.append(module))
-        sequence(x)
-        handle.remove()
-    assert seen == list(sequence)
-    sequence[1] = nn.Tanh()
-    assert_close(sequence(x), sequence[2](sequence[0](x).tanh()))
-    assert_close(sequence[:2](x), sequence[0](x).tanh())
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (nn.Linear(D, FF), nn.Tanh(), nn.Linear(FF, D)),
-        (nn.Linear(D, FF), nn.ReLU()),
-        (nn.Linear(D, FF), nn.Linear(FF, D), nn.ReLU()),
-        (nn.Linear(D, FF), nn.ReLU(), nn.Linear(D, FF)),
-        (nn.Linear(D, FF), nn.ReLU(), nn.AlphaDropout(0.5), nn.Linear(FF, D), nn.Dropout(0.5)),
-        (nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D), nn.AlphaDropout(0.5)),
-        (nn.Linear(D, FF), nn.ReLU(), nn.BatchNorm1d(FF), nn.Linear(FF, D)),
-    ],
-    ids=str,
-)
-def test_other_blocks_stay(parts):
-    sequence = nn.Sequential(*parts)
-    assert not fastformer.convert(sequence).changed
-    assert type(sequence) is nn.Sequential

@@ -16,7 +16,7 @@ _HOME = {
     "convert": "nn.conversion",
     "explain": "functional",
     "revert": "nn.conversion",
-    "token_wise": "nn.declarations",
+    "token_wise": "nn.modules",
     "FeedForward": "nn.modules",
     "LayerNorm": "nn.modules",
     "LinearCrossEntropy": "nn.modules",
@@ -60,9 +60,8 @@ if TYPE_CHECKING:
     from fastformer import apps, functional, integrations, nn, packing
     from fastformer.functional import explain
     from fastformer.nn.conversion import convert, revert
-    from fastformer.nn.declarations import token_wise
     from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-    from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
+    from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm, token_wise
     from fastformer.nn.multihead_attention import MultiheadAttention
     from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
     from fastformer.nn.transformer import Transformer

@@ -2,10 +2,9 @@
 
 from fastformer.nn.cache import KVCache
 from fastformer.nn.conversion import Conversion, Entry, convert, revert
-from fastformer.nn.declarations import token_wise
 from fastformer.nn.inference_weights import pack_weights
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm
+from fastformer.nn.modules import FeedForward, LayerNorm, LinearCrossEntropy, RMSNorm, token_wise
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.position_bias import ALiBi, RelativeBias
 from fastformer.nn.rotary import Llama3Scaling, Rotary

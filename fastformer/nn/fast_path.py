@@ -1,8 +1,9 @@
-"""The fast path of cached steps: one token a row through unmodified layers, in inference on a CPU.
+"""The fast paths of unmodified layers in inference on a CPU: cached steps of one token, and torch's op of a layer.
 
-It computes what `compose` of a layer computes. A step does little: at one row it reads each weight once. What ops ask
-about masks, modes and backends takes a seventh of the time (6 layers of width 512), so here a layer is a few of torch's
-ops in a row. Everything else runs `compose`.
+Both compute what `compose` of a layer computes. A cached step does little: at one row it reads each weight once. What
+ops ask about masks, modes and backends takes a seventh of the time (6 layers of width 512), so `one_token` is a few of
+torch's ops in a row. torch's op (`run_torchs_layer`) is for few tokens, and calls no overridden methods, adapters and
+hooks.
 
 Letters: R rows, D model width, H heads of queries, Hkv of keys and values, K head size.
 """
@@ -23,6 +24,8 @@ from fastformer.nn.kv_write import KVWrite, LayerCache
 from fastformer.nn.modules import activation_name
 from fastformer.nn.projections import OUT_PROJECTIONS
 from fastformer.nn.rotary import Positions
+
+_ENCODER_PARTS = 8  # of an encoder layer
 
 
 def runs_fast_path(x: Tensor, cache: Any) -> bool:
@@ -133,3 +136,38 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def _parameter(module: nn.Module, name: str) -> Any:
     own = module._parameters  # without `__getattr__`, which takes 0.4 us
     return own[name] if name in own else getattr(module, name)
+
+
+def torchs_activation(layer: Any) -> int:
+    """Return 1 for ReLU and 2 for GELU, as torch calls them; 0 where the layer is not what the op computes.
+
+    layer: a `TransformerEncoderLayer`, not of a subclass.
+    """
+    known = {"relu": 1, "gelu": 2}.get(activation_name(layer.activation) or "", 0)
+    own: Any = layer._modules
+    if not known or any(own[name].training for name in ("dropout", "dropout1", "dropout2")):
+        return 0
+    if len(layer.plain_parts()) < _ENCODER_PARTS or not own["self_attn"].is_torchs_formula():
+        return 0
+    parts = [own[name]._parameters for name in ("linear1", "linear2", "norm1", "norm2")]
+    return 0 if any(part.get(name) is None for part in parts for name in ("weight", "bias")) else known
+
+
+def run_torchs_layer(layer: Any, src: Tensor) -> Tensor | None:
+    """Run the op on src `[B, S, D]`; None where it does not compute what the layer does."""
+    own: Any = layer._modules
+    attention, norms = own["self_attn"], (own["norm1"], own["norm2"])
+    known = layer.activation_relu_or_gelu
+    if src.dim() != 3 or not known or not attention.batch_first or attention.num_heads % 2:
+        return None
+    if attention.training or norms[0].eps != norms[1].eps or attention.in_proj_bias is None:
+        return None
+    linears = attention.out_proj, own["linear1"], own["linear2"]
+    attends = attention.in_proj_weight, attention.in_proj_bias, linears[0].weight, linears[0].bias
+    others = [x for part in (*norms, *linears[1:]) for x in (part.weight, part.bias)]
+    if any(type(x) is not nn.Parameter or x.dtype is not src.dtype for x in (*attends, *others)):
+        return None
+    sizes = attention.embed_dim, attention.num_heads
+    return torch._transformer_encoder_layer_fwd(
+        src, *sizes, *attends, known == 2, layer.norm_first, norms[0].eps, *others
+    )

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.host.devices import check_masks, check_types
 from fastformer.nn.activations import as_function, is_gated
+from fastformer.nn.fast_path import run_torchs_layer, torchs_activation
 from fastformer.nn.inspection import plain, plain_parts
 from fastformer.nn.modules import activation_name, drop_in, make_norm, runs_as_torch, take_over
 from fastformer.nn.multihead_attention import MultiheadAttention
 from fastformer.nn.options import LayerOptions, attention_options, check_options
 from fastformer.nn.sublayers import NORMS, Attention, DeferredResidual, norm_of, padded_call, product_dtype
-from fastformer.nn.torch_fast_path import fast_path_activation, run_fast_path
 from fastformer.packing import Layout, offsets_of
 
 BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
@@ -185,7 +185,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
         torch reads it in its layer and in its stack. It calls no parts: not overridden methods, adapters and hooks.
         """
-        return fast_path_activation(self) if type(self) is TransformerEncoderLayer else 0
+        return torchs_activation(self) if type(self) is TransformerEncoderLayer else 0
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
@@ -212,7 +212,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         check_types(("src",), src)
         check_masks(("src_mask", "src_key_padding_mask"), src_mask, src_key_padding_mask)
         if src_mask is None and src_key_padding_mask is None and not is_causal and runs_as_torch(src):
-            out = run_fast_path(self, src)
+            out = run_torchs_layer(self, src)
             if out is not None:
                 return out
         if self.own_blocks or src.is_nested or not plain(self.self_attn, MultiheadAttention):

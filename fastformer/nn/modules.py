@@ -7,7 +7,7 @@ again, by a change of its class (`take_over`).
 Letters: B batch, H heads, T queries, S keys, D model width, K head size, F feed-forward width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ _FEED_FORWARD: dict[str, tuple[type[nn.Module], ...]] = {
 }  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T", bound=Callable[..., Any])
 
 OURS: dict[type[nn.Module], type[nn.Module]] = {}  # torch's class -> our drop-in subclass
 
@@ -82,6 +83,28 @@ def _share(module: nn.Module) -> nn.Module:
     # The containers are copied, so that what is replaced in one stays in the other.
     other.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
     return other
+
+
+def token_wise(part: T) -> T:
+    """Declare that a class of modules, or a function, treats each token alone; usable as a decorator. Returns it.
+
+    Stacks with such parts then run without padding and decode with a cache: a part gets `[T, D]` in place of
+    `[B, L, D]`. A linear layer with an adapter is token-wise, a convolution over positions is not. Nothing checks it.
+
+    Args:
+        part: a subclass of nn.Module, itself and not its subclasses; or an activation function, hashable.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    of_modules = isinstance(part, type) and issubclass(part, nn.Module)
+    if not (of_modules or (callable(part) and not isinstance(part, type | nn.Module))):
+        name = part.__name__ if isinstance(part, type) else type(part).__name__
+        raise TypeError(f"token_wise takes a class of modules or a function, not {name}")
+    if not isinstance(part, Hashable):
+        raise TypeError(f"token_wise takes functions that are hashable, not a {type(part).__name__}")
+    TOKEN_WISE.add(part)
+    return part
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> Activation | None:

@@ -319,7 +319,7 @@ class MultiheadAttention(Projections):
         if self.differs:
             bias = self._distances
             # By name: what prunes or parametrises a parameter keeps it elsewhere.
-            rules |= {"window": self.window, "softcap": self.softcap, "sinks": self.sinks if self.has_sinks else None}
+            rules |= {"window": self.window, "softcap": self.softcap, "sinks": getattr(self, "sinks", None)}
             if bias is not None:  # and none of no position
                 bias = bias(max(longest, 1)).to(device)
             rules["distance_bias"] = bias

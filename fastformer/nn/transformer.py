@@ -3,7 +3,6 @@
 Letters: B batch, T targets, S sources, D model width.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -15,7 +14,7 @@ from fastformer.host.devices import check_types
 from fastformer.nn.cache import KVCache
 from fastformer.nn.inspection import has_own_hooks, inspect_stack
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
-from fastformer.nn.modules import drop_in, make_norm, take_over
+from fastformer.nn.modules import drop_in, make_norm
 from fastformer.nn.options import LayerOptions, check_options
 from fastformer.nn.packed_input import PackedInput, read_side, same_mask
 from fastformer.nn.stacks import TransformerDecoder, TransformerEncoder
@@ -45,55 +44,20 @@ class Transformer(nn.Transformer):
         dtype: torch.dtype | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        layer: Any = (
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-        )
-        if options or (isinstance(activation, str) and activation not in ("relu", "gelu")):
-            check_options(options, LayerOptions)
-            if custom_encoder is not None and custom_decoder is not None:
-                raise ValueError(
-                    f"{', '.join(options) or 'activation'} must not be given with stacks of your own for both"
-                )
-            factory: dict[str, Any] = {"device": device, "dtype": dtype}
-            norms = [make_norm(options.get("norm", "layer"), d_model, layer_norm_eps, bias, factory) for _ in range(2)]
-            if custom_encoder is None:
-                own = TransformerEncoderLayer(*layer, **factory, **options)
-                custom_encoder = TransformerEncoder(own, num_encoder_layers, norms[0])
-            if custom_decoder is None:
-                other = TransformerDecoderLayer(*layer, **factory, **options)
-                custom_decoder = TransformerDecoder(other, num_decoder_layers, norms[1])
-        with warnings.catch_warnings():
-            # torch says that its nested-tensor path will not be used; ours has none.
-            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
-            super().__init__(
-                d_model,
-                nhead,
-                num_encoder_layers,
-                num_decoder_layers,
-                dim_feedforward,
-                dropout,
-                activation,
-                custom_encoder,
-                custom_decoder,
-                layer_norm_eps,
-                batch_first,
-                norm_first,
-                bias,
-                device,
-                dtype,
-            )
+        if options and custom_encoder is not None and custom_decoder is not None:
+            raise ValueError(f"{', '.join(options)} must not be given with stacks of your own for both")
+        check_options(options, LayerOptions)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        sizes: Any = d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias
+        norms = [make_norm(options.get("norm", "layer"), d_model, layer_norm_eps, bias, factory) for _ in range(2)]
         if custom_encoder is None:
-            take_over(self.encoder)
+            encoder_layer = TransformerEncoderLayer(*sizes, **factory, **options)
+            custom_encoder = TransformerEncoder(encoder_layer, num_encoder_layers, norms[0])
         if custom_decoder is None:
-            take_over(self.decoder)
+            decoder_layer = TransformerDecoderLayer(*sizes, **factory, **options)
+            custom_decoder = TransformerDecoder(decoder_layer, num_decoder_layers, norms[1])
+        stacks: Any = {"custom_encoder": custom_encoder, "custom_decoder": custom_decoder}
+        super().__init__(d_model, nhead, batch_first=batch_first, **stacks, **factory)
 
     def forward(
         self,

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.host.autograd_function import call
-from fastformer.modes import compiling
+from fastformer.modes import compiling, watched
 
 
 class RowMap(NamedTuple):
@@ -29,61 +28,49 @@ class RowMap(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Take the rows from their places: `[N, ...]` -> `[M, ...]`. Differentiable."""
-        # torch.compile takes no Function with a forward-mode derivative.
-        if compiling() or not x.requires_grad:
-            return x.index_select(0, self.slots)
-        return call(_Gather, x, *self)  # type: ignore[no-any-return]
+        if _needs_function(x):
+            return _Gather.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
+        return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
         """Put the rows to their places, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
+        if _needs_function(x):
+            return _Spread.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
-        if not x.requires_grad:
-            return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
-        return call(_Spread, x, *self)  # type: ignore[no-any-return]
+        return _spread(x, self.inverse)
+
+
+def _spread(x: Tensor, inverse: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
+
+
+def _needs_function(x: Tensor) -> bool:
+    """Return whether a backward pass follows; compilers, modes and transforms differentiate torch's ops themselves."""
+    return x.requires_grad and torch.is_grad_enabled() and not watched()
 
 
 class _Gather(torch.autograd.Function):
     """Rows `slots` of x. torch's own index_select adds in its backward; no slot is taken twice here."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, inverse)
         return x.index_select(0, slots)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return call(_Spread, grads[0], *ctx.saved_tensors), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return _Gather.forward(tangents[0], *ctx.saved_tensors)
+        return RowMap(*ctx.saved_tensors).spread(grads[0]), None, None
 
 
 class _Spread(torch.autograd.Function):
     """Zeros with the rows of x at `slots`."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, inverse)
+        return _spread(x, inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return call(_Gather, grads[0], *ctx.saved_tensors), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return _Spread.forward(tangents[0], *ctx.saved_tensors)
+        return RowMap(*ctx.saved_tensors).gather(grads[0]), None, None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer import functional
+from fastformer.packing.row_map import RowMap
 from tests.nn.layer_cases import (
     AHEAD,
     PADDING,
@@ -148,17 +149,16 @@ def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
 
 def test_transformer_never_pads_in_between(monkeypatch):
     """One gather a side and one scatter at the end, whatever the number of layers."""
-    from fastformer.packing import row_map
-
-    calls, call = [], row_map.call
-    monkeypatch.setattr(row_map, "call", lambda function, *x: (calls.append(function.__name__), call(function, *x))[1])
+    calls, gather, spread = [], RowMap.gather, RowMap.spread
+    monkeypatch.setattr(RowMap, "gather", lambda self, x: (calls.append("gather"), gather(self, x))[1])
+    monkeypatch.setattr(RowMap, "spread", lambda self, x: (calls.append("spread"), spread(self, x))[1])
     ours, _ = twins("Transformer", activation="gelu")
     hidden, hidden_source = PADDING["right"]
     # The ops of attention may pad the scores.
     monkeypatch.setattr(functional, "packed_attention", lambda q, k, v, *_, **__: q)
     padding = {"src_key_padding_mask": hidden_source, "memory_key_padding_mask": hidden_source}
     ours(*inputs_for("Transformer"), tgt_mask=AHEAD, tgt_key_padding_mask=hidden, **padding)
-    assert calls == ["_Gather", "_Gather", "_Spread"]
+    assert calls == ["gather", "gather", "spread"]
 
 
 def test_a_mask_that_is_stated_to_be_causal_is_not_looked_at():

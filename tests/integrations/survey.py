@@ -32,11 +32,11 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.utils import logging
 
 from fastformer import functional
-from fastformer.integrations.transformers import eligibility, entry, padding_free
+from fastformer.integrations.transformers import entry, padding_free
 from fastformer.integrations.transformers.packing import _base_models
 from tests.integrations.small_configs import small
 
-RECORD = Path(eligibility.__file__).with_name("tested.json")
+RECORD = Path(entry.__file__).with_name("tested.json")
 VOCABULARY, ROWS, LENGTH, TARGETS = 99, 3, 9, 7
 SIDES = ("right", "left", "gaps", "empty", "none")
 # Two layers with large weights, added up in another order, and a softmax that many models take in fp32.
@@ -168,7 +168,7 @@ def counted(ran: set[str] | None = None) -> Iterator[Counter[str]]:
     def noting(model: Any, *args: Any) -> Any:
         output = run_packed(model, *args)
         if ran is not None:
-            ran.add(eligibility.identity(model))
+            ran.add(entry.identity(model))
         return output
 
     with contextlib.ExitStack() as stack:
@@ -214,7 +214,7 @@ def outcome(name: str) -> dict[str, Any]:
     found = of_padded_batches(name)
     if found["outcome"] == "not built":
         return found
-    return found | of_flattened_batches(name, eligibility.tested_classes() | found.get("packed", {}))
+    return found | of_flattened_batches(name, entry.tested_classes() | found.get("packed", {}))
 
 
 def of_padded_batches(name: str) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def packed(name: str, dtype: torch.dtype, wanted: dict[str, Any]) -> dict[str, A
     """What becomes of a model with `padding_free`: each base model inside it alone, then all that are right."""
     right: dict[str, str] = {}
     reasons = set()
-    for identity in dict.fromkeys(eligibility.identity(base) for _, base in _base_models(build(name, "eager", dtype))):
+    for identity in dict.fromkeys(entry.identity(base) for _, base in _base_models(build(name, "eager", dtype))):
         found = [_wrong_with(name, dtype, wanted, {identity: rule}) for rule in RULES[:1]]
         while found[-1] is not None and found[-1].startswith("outputs") and len(found) < len(RULES):
             found.append(_wrong_with(name, dtype, wanted, {identity: RULES[len(found)]}))
@@ -272,7 +272,7 @@ def packed(name: str, dtype: torch.dtype, wanted: dict[str, Any]) -> dict[str, A
 def _wrong_with(name: str, dtype: torch.dtype, wanted: dict[str, Any], classes: dict[str, str]) -> str | None:
     """Why some classes of base models may not run packed, by a rule of positions each, or None."""
     model, ran = build(name, "eager", dtype), set[str]()
-    with mock.patch.object(eligibility, "tested_classes", return_value=classes):
+    with mock.patch.object(entry, "tested_classes", return_value=classes):
         report = padding_free(model)
         for side in wanted:
             with counted(ran) as calls:
@@ -304,7 +304,7 @@ def of_flattened_batches(name: str, classes: dict[str, str]) -> dict[str, Any]:
     if "position_ids" not in inspect.signature(type(build(name, "eager", torch.float32)).forward).parameters:
         return {}
     try:
-        with mock.patch.object(eligibility, "tested_classes", return_value=classes):
+        with mock.patch.object(entry, "tested_classes", return_value=classes):
             for pack in (False, True):
                 eager, model = (
                     build(name, each, torch.float64) for each in ("eager", "eager" if pack else "fastformer")

@@ -58,35 +58,27 @@ def test_several_rows_of_sequences(name, seen):
     assert seen == [2 * LENGTH] * 2
 
 
-@pytest.mark.parametrize("asked", ["output_attentions", "chunks"])
-def test_what_one_row_does_not_have_raises(asked):
-    model = survey.build("llama4_text", "fastformer", torch.float32) if asked == "chunks" else tiny("llama")
-    given = {} if asked == "chunks" else {asked: True}
-    with pytest.raises(ValueError, match="one sequence a row with an attention_mask"):
-        model(input_ids=collated()["input_ids"], position_ids=POSITIONS, **given)
-
-
-def _with_filled_cache(model: Any) -> dict[str, Any]:
-    return {"past_key_values": model(input_ids=torch.ones(1, 2, dtype=torch.long)).past_key_values}
-
-
-def _with_static_cache(model: Any) -> dict[str, Any]:
-    return {"past_key_values": StaticCache(model.config, max_cache_len=16)}
-
-
-@pytest.mark.parametrize("with_cache", [_with_filled_cache, _with_static_cache])
-def test_a_cache_that_cannot_be_kept_apart_raises(with_cache):
-    model = tiny("llama")
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model(**collated(), **with_cache(model))
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "lfm2", "t5gemma"])
-def test_a_model_that_mixes_tokens_outside_attention_raises(name):
-    model = survey.build(name, "fastformer", torch.float32)
+@pytest.mark.parametrize("name", ["llama", "llama4_text", "falcon_h1", "lfm2", "t5gemma"])
+def test_what_cannot_be_kept_apart_raises(name):
+    """Attention weights, chunks, layers that mix tokens outside attention, a decoder."""
+    model = tiny(name) if name == "llama" else survey.build(name, "fastformer", torch.float32)
+    asked = {"output_attentions": True} if name == "llama" else {}
     pairs = {"decoder_input_ids": torch.ones(1, 3, dtype=torch.long)} if name == "t5gemma" else {}
     with pytest.raises(ValueError, match="one sequence a row with an attention_mask"):
-        model(input_ids=collated()["input_ids"], position_ids=POSITIONS, **pairs)
+        model(input_ids=collated()["input_ids"], position_ids=POSITIONS, **asked, **pairs)
+
+
+CACHES = {
+    "filled": lambda model: model(input_ids=torch.ones(1, 2, dtype=torch.long)).past_key_values,
+    "static": lambda model: StaticCache(model.config, max_cache_len=16),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_that_cannot_be_kept_apart_raises(cache):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(**collated(), past_key_values=CACHES[cache](model))
 
 
 def test_position_ids_beside_a_padding_mask_are_positions():

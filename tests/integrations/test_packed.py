@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 import transformers
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, DynamicCache, EncoderDecoderCache, StaticCache
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertModel, DynamicCache, EncoderDecoderCache
 
 import fastformer
 from fastformer.integrations.transformers import padded, padding_free
@@ -25,6 +26,8 @@ from tests.integrations.tiny_transformers import (
     PAIRS,
     PLAIN,
     ROUNDINGS,
+    assert_as_eager,
+    assert_same,
     attentions,
     batch,
     both_ways,
@@ -39,11 +42,6 @@ from tests.support.closeness import assert_close
 
 # Windows and the biases of T5 and MPNet count positions, so that padding between tokens cannot be left out.
 WITH_GAPS = {"mistral": 0, "gemma2": 0, "mpnet": 0, "t5": 4}  # the decoder's tokens have no gaps
-
-
-def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert_close(one, other, ROUNDINGS)
 
 
 def reasons(model: nn.Module, **options: Any) -> str:
@@ -66,13 +64,6 @@ def test_logits_loss_and_gradients(name, side, seen):
     assert len(seen) == (0 if side is None else calls)
     if side is not None and MODELS[name][0] is not PAIRS:
         assert set(seen) <= {int(inputs["attention_mask"].sum())}
-
-
-def test_a_row_alone(seen):
-    inputs = {key: x[1:2] for key, x in batch("llama", "left").items()}
-    found = [outcome(model, inputs) for model in both_ways("llama")]
-    assert_same(found[1], found[0])
-    assert seen == [4, 4]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -110,8 +101,7 @@ def test_a_source_is_padded_and_a_target_is_not(seen):
     for without, calls in (("decoder_attention_mask", 2), ("attention_mask", 4)):
         inputs = {key: x for key, x in pairs("marian", "right").items() if key != without}
         seen.clear()
-        found = [outcome(model, inputs) for model in both_ways("marian")]
-        assert_same(found[1], found[0])
+        assert_as_eager("marian", inputs)
         assert len(seen) == calls
 
 
@@ -136,44 +126,35 @@ def test_a_decoder_that_is_given_states(name, states_padded, seen):
     assert len(seen) == 4
 
 
-def test_t5_makes_no_table_of_pairs(monkeypatch):
-    """Neither of its biases nor zeros for its cross attention: [H, 2 P - 1] and one number."""
-    received, made, op, zeros = [], [], fastformer.functional.packed_attention, torch.zeros
+class LargestTable(TorchDispatchMode):
+    """Keeps the largest product of the last two sizes of any tensor `[B, H, T, S]`."""
 
-    def spy(*args, distance_bias=None, **settings):
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() == 4:
+            self.size = max(self.size, result.shape[2] * result.shape[3])
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "biases"), [("t5", [(4, 17), (4, 17), (4, 13), None, (4, 13), None]), ("mpnet", [(4, 17)] * 2)]
+)
+def test_biases_of_positions_are_by_distance(name, biases, monkeypatch):
+    """No table of all pairs of tokens is made, not even of zeros; attention weights have dropout in training."""
+    received, model, inputs = [], fast(name).train(), pairs(name, "right")
+
+    def spy(q, *args, distance_bias=None, **settings):
         received.append(None if distance_bias is None else tuple(distance_bias.shape))
-        return op(*args, distance_bias=distance_bias, **settings)
-
-    def watched(*args, **kwargs):
-        made.extend([args] if isinstance(args[0], tuple) and len(args[0]) == 4 else [])
-        return zeros(*args, **kwargs)
+        assert settings["dropout_p"] == DROPOUT
+        return torch.zeros_like(q)  # the op itself may make a table for each sequence
 
     monkeypatch.setattr(fastformer.functional, "packed_attention", spy)
-    monkeypatch.setattr("transformers.models.t5.modeling_t5.torch.zeros", watched)
-    fast("t5")(**pairs("t5", "right"))
-    assert received == [(4, 17), (4, 17), (4, 13), None, (4, 13), None]
-    assert not made
-
-
-def test_mpnet_makes_no_table_of_pairs(monkeypatch, seen):
-    """One bias by distance [H, 2 P - 1] for all layers, and dropout of the weights in training alone."""
-    model, buckets, received = fast("mpnet").train(), [], []
-    encoder, op = type(model.mpnet.encoder), fastformer.functional.packed_attention
-
-    def spy(*args, **settings):
-        received.append((tuple(settings["distance_bias"].shape), settings["dropout_p"]))
-        return op(*args, **settings)
-
-    def watched(distances, bucket=encoder.relative_position_bucket):
-        buckets.append(tuple(distances.shape))
-        return bucket(distances)
-
-    monkeypatch.setattr(fastformer.functional, "packed_attention", spy)
-    monkeypatch.setattr(encoder, "relative_position_bucket", staticmethod(watched))
-    model(**batch("mpnet", "right"))
-    model.eval()(**batch("mpnet", "right"))
-    assert received == [((4, 17), DROPOUT)] * 2 + [((4, 17), 0.0)] * 2
-    assert buckets == [(17,)] * 2
+    with LargestTable() as largest:
+        model(**inputs)
+    assert received == biases
+    assert 0 < largest.size < inputs["attention_mask"].sum() ** 2 / 2
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -209,11 +190,10 @@ class Halving(DynamicCache):
         return tuple(x / 2 for x in super().update(*args, **kwargs))
 
 
-@pytest.mark.parametrize("make", [lambda config: StaticCache(config, max_cache_len=LENGTH + 3), lambda _: Halving()])
-def test_other_caches_run_padded(make, seen):
+def test_caches_of_other_classes_run_padded(seen):
     inputs, found = batch("llama", "left"), []
     for model in both_ways("llama"):
-        logits = model(**inputs, past_key_values=make(model.config)).logits
+        logits = model(**inputs, past_key_values=Halving()).logits
         found.append(logits[inputs["attention_mask"].bool()])
     assert_close(found[1], found[0], ROUNDINGS)
     assert not seen
@@ -302,13 +282,13 @@ def test_a_part_that_is_declared_token_wise(monkeypatch, seen):
         def forward(self, x):
             return super().forward(x) * 2
 
-    monkeypatch.setattr("fastformer.nn.inspection.TOKEN_WISE", {*TOKEN_WISE, Doubled})
-    found = []
-    for model in both_ways("bert"):
+    def change(model):
         for layer in model.bert.encoder.layer:
             layer.output.dense.__class__ = Doubled
-        found.append(outcome(model, batch("bert", "left")))
-    assert_same(found[1], found[0])
+        return model
+
+    monkeypatch.setattr("fastformer.nn.inspection.TOKEN_WISE", {*TOKEN_WISE, Doubled})
+    assert_as_eager("bert", batch("bert", "left"), change)
     assert len(seen) == 2
 
 
@@ -320,8 +300,8 @@ def test_a_model_of_ones_own(seen):
     model = Mine(BertConfig(**PLAIN))
     assert reasons(model) == "Mine is not among the classes that were tested"
     assert padding_free(model, also=[Mine]).packed  # the caller knows
-    with pytest.raises(TypeError, match="also must hold classes of modules, not 'BertLayer'"):
-        padding_free(model, also=["BertLayer"])
+    named = Mine._from_config(BertConfig(**PLAIN), attn_implementation="fastformer")
+    assert named.config._attn_implementation == "fastformer"
 
 
 def test_classes_that_mix_tokens_by_configuration():
@@ -356,7 +336,7 @@ def test_undone_it_is_what_it_was(name, before, seen):
     model, untouched = tiny(name, before), tiny(name, before)
     padding_free(model)
     report = padding_free(model)  # twice is once
-    assert model.get_encoder().config._attn_implementation == ("eager" if name == "mpnet" else "fastformer")
+    assert model.get_encoder().config._attn_implementation == "fastformer"
     assert list(model.state_dict()) == list(untouched.state_dict())
     assert [entry.name for entry in padded(model).packed] == [entry.name for entry in report.packed]
     assert model.get_encoder().config._attn_implementation == before
@@ -370,10 +350,7 @@ def test_undone_it_is_what_it_was(name, before, seen):
 
 
 def test_another_attention_chosen_afterwards(seen):
-    eager, model = both_ways("llama")
-    model.set_attn_implementation("eager")
-    inputs = batch("llama", "right")
-    assert_same(outcome(model, inputs), outcome(eager, inputs))
+    assert_as_eager("llama", batch("llama", "right"), lambda model: model.set_attn_implementation("eager") or model)
     assert not seen
 
 

@@ -6,9 +6,10 @@ import torch
 pytest.importorskip("transformers")
 
 from fastformer.integrations.transformers import padding_free
-from tests.integrations.test_packed import assert_same
 from tests.integrations.tiny_transformers import (
     ROUNDINGS,
+    assert_as_eager,
+    assert_same,
     attentions,
     batch,
     both_ways,
@@ -24,21 +25,14 @@ from tests.support.closeness import assert_close
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["bert", "llama", "marian", "t5"])
 def test_checkpointed_activations(name, reentrant, seen):
-    inputs = pairs(name, "left")
-    eager, model = both_ways(name)
-    expected = outcome(without_dropout(eager), inputs)
-    checkpoint(without_dropout(model), reentrant)
-    assert_same(outcome(model, inputs), expected)
+    assert_as_eager(name, pairs(name, "left"), lambda model: checkpoint(without_dropout(model), reentrant))
     assert len(seen) == 2 * attentions(name)  # computed again
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])  # GPT-2's layers are not told that weights are wanted
 def test_checkpointed_activations_and_attention_weights(name):
     inputs = pairs(name, "right") | {"output_attentions": True}
-    eager, model = both_ways(name)
-    expected = outcome(without_dropout(eager), inputs)
-    checkpoint(without_dropout(model))
-    assert_same(outcome(model, inputs), expected)
+    assert_as_eager(name, inputs, lambda model: checkpoint(without_dropout(model)))
 
 
 def test_saved_and_loaded_it_is_an_ordinary_model(tmp_path, seen):
@@ -73,18 +67,6 @@ def test_adapters(name, order, seen):
     assert len(seen) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_a_prefix_in_the_cache_runs_padded(seen):
-    peft = pytest.importorskip("peft")
-    found, inputs = [], batch("llama", "right")
-    for model in both_ways("llama"):
-        torch.manual_seed(3)
-        adapted = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        found.append(adapted.eval()(**inputs).loss)
-    assert_close(found[1], found[0], ROUNDINGS)
-    assert not seen
-
-
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_accelerate_moves_its_weights(name, seen):
     """Between calls they are on meta, T5's bias too."""
@@ -98,34 +80,18 @@ def test_accelerate_moves_its_weights(name, seen):
 
 @pytest.mark.parametrize("prepared", ["first", "last"])
 def test_accelerate_prepares_it_for_training(prepared, seen):
-    """With its autocast, clipping of gradients and accumulation of steps."""
     accelerate = pytest.importorskip("accelerate")
-    inputs = batch("bert", "left")
-    found = []
+    found, inputs = [], batch("bert", "left")
     for pack in (False, True):
         model = without_dropout(tiny("bert", "eager").float())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         if pack and prepared == "last":
             padding_free(model)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        model = accelerate.Accelerator(cpu=True).prepare(model)
         if pack and prepared == "first":
             assert padding_free(model).packed
-        losses = []
-        for _ in range(4):
-            with accelerator.accumulate(model):
-                loss = model(**inputs).loss
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.detach())
-        found.append(losses)
-        assert type(accelerator.unwrap_model(model)) is type(tiny("bert"))
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other, ROUNDINGS)
-    assert found[0][0] != found[0][-1]
-    assert len(seen) == 2 * 4
+        found.append(outcome(model, inputs))
+    assert_same(found[1], found[0])
+    assert len(seen) == 2
 
 
 @pytest.mark.slow
@@ -162,21 +128,3 @@ def test_autocast(seen):
     # Two layers and the loss in bf16, whose inputs are rounded alike: a few roundings of the result.
     assert abs((found[0] - found[1]).item()) < 8 * torch.finfo(torch.bfloat16).eps * found[0].item()
     assert len(seen) == 2
-
-
-def test_gradients_of_each_example():
-    """torch.func maps over a batch whose mask has no values to look at: nothing is packed."""
-    inputs = batch("bert", "right")
-    eager, model = both_ways("bert")
-    parameters, real = dict(model.named_parameters()), inputs["attention_mask"].bool()
-
-    def loss(values, ids):
-        given = {"input_ids": ids, "attention_mask": inputs["attention_mask"]}
-        return torch.func.functional_call(model, values, (), given).logits[real].square().mean()
-
-    found = torch.func.grad(loss)(parameters, inputs["input_ids"])
-    logits = eager(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    logits[real].square().mean().backward()
-    for name, x in eager.named_parameters():
-        if x.grad is not None:
-            assert_close(found[name], x.grad, ROUNDINGS)

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 import fastformer.integrations.transformers
-from fastformer import functional
+from tests.support.closeness import assert_close
 
 logging.set_verbosity_error()
 
@@ -125,18 +125,6 @@ def pairs(name: str, side: str | None) -> dict[str, Tensor]:
     return inputs
 
 
-def count_packed(monkeypatch: Any) -> list[int]:
-    """Write down how many tokens every later call of `functional.packed_attention` gets."""
-    seen, op = list[int](), functional.packed_attention
-
-    def counting(q: Tensor, *args: Any, **settings: Any) -> Tensor:
-        seen.append(q.shape[0])
-        return op(q, *args, **settings)
-
-    monkeypatch.setattr(functional, "packed_attention", counting)
-    return seen
-
-
 def without_dropout(model: Any) -> Any:
     """The model in training, where it draws nothing."""
     for module in model.modules():
@@ -148,10 +136,11 @@ def without_dropout(model: Any) -> Any:
     return model.train()
 
 
-def checkpoint(model: Any, reentrant: bool = False) -> None:
-    """Have each layer's activations computed again."""
+def checkpoint(model: Any, reentrant: bool = False) -> Any:
+    """Have each layer's activations computed again; return the model."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # from 5.20 on
     enable({"use_reentrant": reentrant})
+    return model
 
 
 WAYS = ("attention", "layers")  # the name alone, and `padding_free`
@@ -181,3 +170,14 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     result.loss.backward()
     gradients = [x.grad for x in model.parameters() if x.grad is not None]
     return [result.loss, result.logits[inputs["labels"] != -100], *gradients]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, ROUNDINGS)
+
+
+def assert_as_eager(name: str, inputs: dict[str, Tensor], change: Any = None) -> None:
+    """Compare the outcomes of `both_ways`, after a change to each model."""
+    models = both_ways(name)
+    assert_same(*(outcome(change(model) if change else model, inputs) for model in reversed(models)))

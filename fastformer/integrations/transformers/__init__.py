@@ -14,7 +14,6 @@ transformers >= 5.18: the oldest release tested, whose T5 passes its position bi
 """
 
 try:
-    from fastformer.integrations.transformers.attention import register
     from fastformer.integrations.transformers.entry import NAME as NAME
     from fastformer.integrations.transformers.packing import PaddingFree, padded, padding_free
 except ImportError as error:
@@ -22,6 +21,4 @@ except ImportError as error:
         "fastformer.integrations.transformers needs transformers 5.18 or newer: pip install 'fastformer[transformers]'"
     ) from error
 
-__all__ = ["PaddingFree", "padded", "padding_free", "register"]
-
-register()
+__all__ = ["PaddingFree", "padded", "padding_free"]

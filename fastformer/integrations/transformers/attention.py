@@ -1,28 +1,206 @@
-"""`attn_implementation="fastformer"`: the attention of one layer, its name in transformers, biases of T5 and MPNet.
+"""`attn_implementation="fastformer"`: the masks and the attention that transformers asks for by that name.
+
+transformers asks for the mask of each pattern once a forward pass. Its own implementations answer with a tensor
+`[B, 1, T, S]`, `mask_rules` with a `MaskRules`: the padding of the keys `[B, S]`, causality and window, or the `Layout`
+of sequences in a packed call. A `MaskRules` holds a tensor where these do not suffice: chunks, custom mask functions,
+several new tokens in a static cache that holds some, and windows or flattened batches under torch.compile.
+`attention_forward` gets it in each layer, and passes it on to `functional.attention` or `packed_attention`.
 
 Letters: B batch, H heads, T queries, S keys, K head size, Kv that of values, P positions, N tokens of a packed batch.
 """
 
-import math
-from functools import wraps
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.utils.output_capturing import _active_collector
 
 from fastformer import functional
-from fastformer.integrations.transformers.eligibility import calls_the_interface
-from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, forward, install, running
-from fastformer.integrations.transformers.masks import MaskRules, collects_weights, mask_rules
+from fastformer.functional.attention.rules import Window
+from fastformer.integrations.transformers.entry import NAME, NotPacked, Packed, current, running
+from fastformer.modes import compiling
+from fastformer.packing import Layout
 
+# transformers makes mask functions anew for each model: they differ in their cells, not in their code.
+_ALL_OF = masking_utils.and_masks().__code__
+_LOOKS_BACK = masking_utils.sliding_window_overlay(1).__code__
+_LOOKS_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+_NO_WINDOW = ((None, None), (None, 0))
+
+_REFUSAL = (
+    "this model computes with its attention mask by itself, outside of transformers' attention interface, "
+    'which attn_implementation="fastformer" needs; use attn_implementation="eager" or "sdpa" for it'
+)
 # Keywords that pass through layers on their way elsewhere; no attention of transformers reads them.
 _NOT_FOR_ATTENTION = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "labels", "logits_to_keep", "max_length_k",
     "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_ids", "return_dict", "seq_idx", "use_cache",
 }  # fmt: skip
+
+
+def collects_weights() -> bool:
+    """Return whether a model's hooks collect attention weights, of which its layers are not told (GPT-2)."""
+    return any(key.endswith("attentions") for key in current(_active_collector) or ())
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRules:
+    """Which keys each query attends to in one forward pass, in the arguments of `fastformer.functional.attention`.
+
+    transformers passes it from a model's mask to its attention. It is not a tensor: a model that computes with its mask
+    by itself, without the attention interface, gets an error instead of wrong numbers.
+
+    The last query meets the last of the used keys.
+    """
+
+    shape: tuple[int, ...]  # (B, 1, T, S)
+    used: int  # keys that count; later ones are empty slots of a static cache
+    key_mask: Tensor | None = None  # bool `[B, used]`, True = a real key; None: all are, or `mask` says it
+    causal: bool = False
+    window: Window | None = None
+    mask: Tensor | None = None  # `[B, 1, T, S]`, bool or additive, where the other attributes do not suffice
+    layout: Layout | None = None  # of queries in the row of tokens; None: they are padded
+    key_layout: Layout | None = None
+    collected: bool = field(default_factory=collects_weights)  # for layers that backward computes again
+
+    ndim = 4  # by which transformers knows a mask that is ready
+
+    def contiguous(self) -> "MaskRules":
+        return self
+
+    def to(self, device: Any, non_blocking: bool = False) -> "MaskRules":
+        """Return the same rules with their tensors on a device, for models that span several."""
+        moved: Any = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor | Layout)}
+        return replace(self, **moved)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(_REFUSAL)
+
+    __radd__ = _refuse
+
+    def __getitem__(self, index: Any) -> "MaskRules":
+        """Return the rules of the last queries, `[:, :, -n:, :]`, for which Gemma 4 asks."""
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(rows, slice) or index != (slice(None), slice(None), slice(rows.start, None), slice(None)):
+            self._refuse()
+        B, _, T, S = self.shape
+        queries = len(range(T)[rows])
+        if self.layout is not None and queries < T:
+            raise NotPacked("the model attends with its last queries only")
+        return replace(self, shape=(B, 1, queries, S), mask=None if self.mask is None else self.mask[:, :, rows])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(_REFUSAL)
+
+    def __getattr__(self, name: str) -> NoReturn:  # an AttributeError, for hasattr and copy
+        raise AttributeError(f"{_REFUSAL} (it wants .{name})")
+
+
+def _window(function: Callable[..., Any]) -> Window | None:
+    """Return how far a query sees by a mask function of transformers, or None where that does not say all."""
+    if function is masking_utils.causal_mask_function:
+        return None, 0
+    if function is masking_utils.bidirectional_mask_function:
+        return None, None
+    code = getattr(function, "__code__", None)
+    if compiling() or code not in (_ALL_OF, _LOOKS_BACK, _LOOKS_BOTH_WAYS):  # Dynamo (2.13) knows no cells
+        return None
+    contents = (cell.cell_contents for cell in function.__closure__ or ())
+    cells = dict(zip(function.__code__.co_freevars, contents, strict=True))
+    if code is not _ALL_OF:
+        size: int = cells["sliding_window"]
+        return (size - 1, None) if code is _LOOKS_BACK else (size, size)
+    windows = [_window(each) for each in cells["mask_functions"]]
+    if None in windows:
+        return None
+    left, right = (min((x for x in side if x is not None), default=None) for side in zip(*windows, strict=True))
+    return left, right
+
+
+def mask_rules(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: "Tensor | MaskRules | None" = None,
+    allow_is_causal_skip: bool = True,
+    **others: Any,
+) -> MaskRules:
+    """State a pattern as rules; registered with transformers' AttentionMaskInterface, which documents the arguments.
+
+    Offsets are positions of the first query and key: a tensor for static caches, and not 0 where a cache has dropped
+    keys. attention_mask is bool `[B, positions]`, True = real; or the rules that `generate` has asked for in advance.
+    allow_is_causal_skip is False where decoding is compiled, so that every step gives rules of the same form.
+    """
+    if isinstance(attention_mask, MaskRules):
+        return attention_mask
+    shape = (batch_size, 1, q_length, kv_length)
+    batch = running()
+    if isinstance(batch, Packed):
+        return _packed_rules(batch, _window(mask_function), shape)
+    if batch is not None and q_length == kv_length == batch.shape[1]:
+        apart = masking_utils.packed_sequence_mask_function(batch.expand(batch_size, -1))
+        mask_function = masking_utils.and_masks(mask_function, apart)
+    window = _window(mask_function)
+    causal = window is not None and window[1] == 0
+    used = None
+    if window is not None and (allow_is_causal_skip or q_length > 1 or not causal):
+        used = _used_keys(window, q_length, kv_length, q_offset, kv_offset)
+    if used is not None:
+        key_mask = _key_mask(attention_mask, used, kv_offset)
+        return MaskRules(shape, used, key_mask, causal, None if window in _NO_WINDOW else window)
+    others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = masking_utils.sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **others
+    )
+    if q_length == 1:
+        return MaskRules(shape, kv_length, mask[:, 0, 0].contiguous())
+    return MaskRules(shape, kv_length, mask=mask)
+
+
+def _packed_rules(batch: Packed, window: Window | None, shape: tuple[int, ...]) -> MaskRules:
+    """Return the rules of a packed call; a bidirectional pattern is of attention to an encoder's states, if any.
+
+    They have no layout, which attention refuses, if the pattern is one of all pairs or counts padding between tokens.
+    """
+    layout, counts = batch.sequences, window not in _NO_WINDOW
+    key_layout = batch.memory if batch.memory is not None and window == (None, None) else layout
+    tokens = shape[0] * shape[2], shape[0] * shape[3]
+    if window is None or (counts and layout.has_gaps) or tokens != (layout.total, key_layout.total):
+        return MaskRules(shape, shape[3])
+    causal = window[1] == 0
+    return MaskRules(shape, shape[3], None, causal, window if counts else None, layout=layout, key_layout=key_layout)
+
+
+def _used_keys(window: Window, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> int | None:
+    """Return how many keys to keep so that the last query meets the last of them, or None if none do that."""
+    if window == (None, None):
+        return kv_length
+    if not isinstance(q_offset, int) or not isinstance(kv_offset, int):  # to look at it would wait for the device
+        return None
+    end = q_offset - kv_offset + q_length  # what comes after the last query is never seen by causal attention
+    return end if q_length <= end and (end == kv_length or (window[1] == 0 and end < kv_length)) else None
+
+
+def _key_mask(padding: Tensor | None, used: int, kv_offset: int) -> Tensor | None:
+    """Cut the padding mask `[B, positions]` to the used keys; positions beyond it are padding, as in transformers."""
+    if padding is None:
+        return None
+    padding = masking_utils.prepare_padding_mask(padding, used, kv_offset)
+    padding = padding.to(torch.bool, copy=True)  # the caller's may change before backward
+    key_mask: Tensor = padding[:, kv_offset : kv_offset + used]
+    # Only where looking waits for no device: without padding, torch's own attention takes its fast path.
+    if key_mask.device.type == "cpu" and not compiling() and bool(key_mask.all()):
+        return None
+    return key_mask
 
 
 def attention_forward(
@@ -53,18 +231,16 @@ def attention_forward(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rules = _rules_of(query, key, attention_mask, bool(causal), sliding_window)
-    unknown = [
-        name for name, x in kwargs.items() if name not in _NOT_FOR_ATTENTION and x is not None and x is not False
-    ]
+    unknown = {name for name, x in kwargs.items() if x is not None and x is not False} - _NOT_FOR_ATTENTION
     if unknown:
         raise ValueError(
-            f"fastformer's attention does not know {', '.join(unknown)}, which may change the result; "
+            f"fastformer's attention does not know {', '.join(sorted(unknown))}, which may change the result; "
             'use attn_implementation="eager" for this model or call'
         )
     offsets = kwargs.get("cu_seq_lens_q")
     if offsets is not None and len(offsets) > 2 and rules.mask is None and rules.layout is None:
         raise ValueError(
-            "cu_seq_lens_q has several sequences a row, but attention_mask does not keep them apart: "
+            "cu_seq_lens_q has several sequences a row, which nothing keeps apart: "
             "pass position_ids that start again at 0 for each, and no attention_mask"
         )
     weights_too = kwargs.get("output_attentions") or rules.collected or collects_weights()
@@ -73,9 +249,9 @@ def attention_forward(
         "dropout_p": dropout if module.training else 0.0, "scale": scaling, "sinks": s_aux,
     }  # fmt: skip
     if rules.layout is not None:
-        if weights_too or (position_bias is not None and position_bias.dim() > 2):
-            raise NotPacked("attention weights, or a bias of all pairs, in a packed call")
         bias = None if position_bias is None or position_bias.numel() == 1 else position_bias
+        if weights_too or (bias is not None and (bias.dim() > 2 or rules.layout.has_gaps)):
+            raise NotPacked("attention weights, a bias of all pairs, or one that counts padding between tokens")
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [N, H, K]
         out = functional.packed_attention(q, k, v, rules.layout, rules.key_layout, distance_bias=bias, **settings)
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
@@ -118,80 +294,47 @@ def _rules_of(query: Tensor, key: Tensor, mask: Any, causal: bool, sliding_windo
     return MaskRules((len(key), 1, T, S), S, mask=mask)
 
 
-def bias_by_distance(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+def t5_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
     """Run T5's attention with a bias by distance `[H, 2 P - 1]` in place of all pairs, where tokens are packed.
 
     The bias is computed by T5's own function, for one query. The attention to an encoder has a bias of zeros.
     """
-    rules, given = kwargs.get("mask"), kwargs.get("position_bias")
-    if isinstance(rules, MaskRules) and rules.layout is not None and given is None:
-        if not attention.has_relative_attention_bias:
-            kwargs["position_bias"] = args[0].new_zeros(1)
-        elif rules.layout.has_gaps:
-            raise NotPacked("padding between tokens, which a bias counts")
+    rules = kwargs.get("mask")
+    if isinstance(rules, MaskRules) and rules.layout is not None and kwargs.get("position_bias") is None:
+        if attention.has_relative_attention_bias:
+            P = rules.layout.max_length
+            bias = attention.compute_bias(1, 2 * P - 1, device=args[0].device, past_seen_tokens=P - 1)[0, :, 0]
         else:
-            P = max(rules.layout.max_length, 1)
-            bias = attention.compute_bias(1, 2 * P - 1, device=args[0].device, past_seen_tokens=P - 1)
-            kwargs["position_bias"] = bias[0, :, 0]
+            bias = args[0].new_zeros(1)
+        kwargs["position_bias"] = bias
     return inner(*args, **kwargs)
 
 
-def mpnet_bias(encoder: Any, inner: Any, names: tuple[str, ...], /, x: Tensor, **kwargs: Any) -> Any:
-    """Return MPNet's bias by distance `[H, 2 P - 1]` and the layout of the tokens, in place of all pairs, if packed.
-
-    It wraps `MPNetEncoder.compute_position_bias`. The encoder passes the result to the attention of each layer.
-    """
+def mpnet_bias(encoder: Any, inner: Any, names: tuple[str, ...], /, x: Tensor, **kwargs: Any) -> Tensor:
+    """Return MPNet's bias by distance `[H, 2 P - 1]` in place of all pairs, where tokens are packed."""
     batch = running()
     if not isinstance(batch, Packed):
-        bias = inner(x, **kwargs)
-        return bias if batch is None else bias.masked_fill(batch[:, None, :, None] != batch[:, None, None], -math.inf)
-    if batch.sequences.has_gaps:
-        raise NotPacked("padding between tokens, which a bias counts")
+        return inner(x, **kwargs)  # type: ignore[no-any-return]
     P = batch.sequences.max_length
     buckets = encoder.relative_position_bucket(torch.arange(1 - P, P, device=x.device), **kwargs)
-    return encoder.relative_attention_bias(buckets).T, batch.sequences
+    bias: Tensor = encoder.relative_attention_bias(buckets).T
+    return bias
 
 
 def mpnet_attention(attention: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Run MPNet's attention, which does not call transformers' interface, on packed tokens after `mpnet_bias`."""
+    """Run MPNet's attention, which does not call transformers' interface, through `attention_forward`."""
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    x, bias = arguments["hidden_states"], arguments.get("position_bias")
-    if not isinstance(bias, tuple):
+    x, rules = arguments["hidden_states"], arguments.get("attention_mask")
+    if not isinstance(rules, MaskRules):
         return inner(*args, **kwargs)
-    distance_bias, layout = bias
     q, k, v = (
-        linear(x).view(x.shape[1], attention.num_attention_heads, -1)  # [N, H, K]
+        linear(x).unflatten(2, (attention.num_attention_heads, -1)).transpose(1, 2)
         for linear in (attention.q, attention.k, attention.v)
     )
-    dropout_p = attention.dropout.p if attention.training else 0.0
-    out = functional.packed_attention(q, k, v, layout, distance_bias=distance_bias, dropout_p=dropout_p)
-    return (attention.o(out.flatten(1)[None]),)
+    options = {name: arguments.get(name) for name in ("position_bias", "output_attentions")}
+    out, weights = attention_forward(attention, q, k, v, rules, attention.dropout.p, **options)
+    return attention.o(out.flatten(2)), weights
 
 
-def register() -> None:
-    """Make `attn_implementation="fastformer"` known to transformers; done on import, and harmless to repeat.
-
-    transformers gives any model any name that is registered. Where a model computes attention by itself, such as
-    DeBERTa, the name would change nothing: `PreTrainedModel.get_correct_attn_implementation` raises for it then.
-    """
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask_rules)
-    original = PreTrainedModel.get_correct_attn_implementation
-    if getattr(original, "asks_fastformer", False):
-        return
-
-    @wraps(original)
-    def correct(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested_attention == NAME:
-            if not calls_the_interface(self):
-                raise ValueError(
-                    f'attn_implementation="{NAME}" does not reach the attention of {type(self).__name__}, which '
-                    'computes it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
-                )
-            for model in self.modules():  # parts that share its configuration are not asked
-                if isinstance(model, PreTrainedModel):
-                    install(model, forward)
-        return original(self, requested_attention, *args, **kwargs)  # type: ignore[no-any-return]
-
-    correct.asks_fastformer = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = correct
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, mask_rules)

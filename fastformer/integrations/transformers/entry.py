@@ -4,49 +4,55 @@
 reads its arguments first:
 - A padded batch `[B, L]` becomes one row of its N real tokens if `padding_free` took the model; outputs are padded.
 - A flattened batch holds several sequences in a row, whose position ids begin again with each, as
-  `DataCollatorWithFlattening` makes them. It becomes one row of B L tokens, or raises.
+  `DataCollatorWithFlattening` makes them. Its attention keeps them apart, or the call raises.
 """
 
-from dataclasses import dataclass
-from functools import partial, update_wrapper
+import json
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, update_wrapper, wraps
+from importlib import resources
 from inspect import signature
 from typing import Any, NoReturn
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import CompileableContextVar, _active_collector
 
-from fastformer.integrations.transformers import eligibility
 from fastformer.modes import compiling, has_values
+from fastformer.nn.inspection import HOOKS, has_global_hooks, mixing_reason
 from fastformer.packing import Layout, pack, unpack
 
 NAME = "fastformer"  # of the attention
-PACKS = "_runs_on_real_tokens_with"  # attribute of a model that `padding_free` took: the name of its attention
-# Arguments with a value for each token, and others that may hold tensors; position ids have one or four for each.
-BY_TOKEN = {
-    "input_ids", "inputs_embeds", "token_type_ids", "bbox", "per_layer_inputs", "xpath_tags_seq", "xpath_subs_seq",
-    "input_shape_ids", "input_pronunciation_ids",
-}  # fmt: skip
+PACKED = "_attention_before_padding_free"  # attribute of a model that `padding_free` took: the name of its attention
+BY_TOKEN = {"input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs"}  # arguments `[B, L, ...]`
+# Other arguments that may be tensors where a padded batch becomes one row.
 KNOWN = {
     "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "cache_position", "num_items_in_batch",
-    "position_ids", "labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    "position_ids", "labels",
 }  # fmt: skip
+_OUTPUTS_OF_BATCHES = ("output_attentions", "output_router_logits")
+_TOKEN_WISE = (nn.Embedding, Conv1D)  # beside the classes that `mixing_reason` knows; Conv1D is GPT-2's linear map
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+# Libraries whose hooks and forwards inside a model do not look at the batch.
+_LIBRARIES = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.", "deepspeed.", "peft.")
 
 
 class NotPacked(TypeError):
-    """Raised inside a packed call that cannot go on as one row."""
+    """Raised inside a packed call that cannot go on as packed."""
 
 
 @dataclass(eq=False)
 class Packed:
-    """A batch that runs as one row; in a flattened batch, the sequences are other ones than the rows."""
+    """The sequences of a packed call, one after another."""
 
-    arguments: dict[str, Any]  # of the model, before they are packed
-    rows: Layout  # of the tokens in `[B, L]`
-    sequences: Layout  # in the row of tokens
+    sequences: Layout
     memory: Layout | None = None  # of an encoder's states, to which the model attends
+    arguments: dict[str, Any] = field(default_factory=dict)  # of a padded batch, before they became one row
 
 
 # The packed call that runs in this thread; while torch.compile traces, the number of each token's sequence `[B, L]`.
@@ -58,10 +64,7 @@ def current(variable: CompileableContextVar) -> Any:
     return None if compiling() and not variable.compiling else variable.get()
 
 
-def running() -> Packed | Tensor | None:
-    """Return the batch of the packed call that runs, or the sequences of a call that torch.compile traces, or None."""
-    batch: Packed | Tensor | None = current(_running)
-    return batch
+running = partial(current, _running)
 
 
 def install(module: Any, wrapper: Any, method: str = "forward") -> None:
@@ -83,25 +86,98 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
+@lru_cache(maxsize=1)
+def tested_classes() -> dict[str, str]:
+    """Return the base models that the survey (`tests/integrations/survey.py`) found right when packed, by `identity`.
+
+    Their values are what a token's default position counts: "columns" of the padded batch, "tokens" of the sequence, or
+    "words": ids other than the padding token's.
+    """
+    text = resources.files("fastformer.integrations.transformers").joinpath("tested.json").read_text(encoding="utf-8")
+    return {
+        name: rule for found in json.loads(text)["types"].values() for name, rule in found.get("packed", {}).items()
+    }
+
+
+def _class_of(cls: Any) -> Any:
+    """Return the class of a module itself, of which FSDP2's `fully_shard` makes a subclass."""
+    return next(c for c in cls.__mro__ if not c.__module__.startswith("torch.distributed."))
+
+
+def identity(model: nn.Module) -> str:
+    """Return the name of a model's class in `tested.json`."""
+    cls = _class_of(type(model))
+    return f"{cls.__module__.removeprefix('transformers.models.')}.{cls.__name__}"
+
+
+def calls_the_interface(model: PreTrainedModel) -> bool:
+    """Return whether a model's attention goes through transformers' interface, as transformers reads from its source.
+
+    Classes outside of transformers count as those that do.
+    """
+    cls: Any = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")), None)
+    return cls is None or bool(cls._can_set_attn_implementation())
+
+
+def obstacle(model: PreTrainedModel, also: Collection[type[nn.Module]]) -> str | None:
+    """Return why a base model cannot run packed, or None; the caller vouches for the classes in `also`."""
+    if identity(model) not in tested_classes():
+        if not calls_the_interface(model):
+            return "computes its attention outside of transformers' attention interface"
+        if type(model) not in also:
+            return f"{type(model).__name__} is not among the classes that were tested"
+    if getattr(model.config, "chunk_size_feed_forward", 0):
+        return f"chunk_size_feed_forward is {model.config.chunk_size_feed_forward}"
+    return reason_for_batches(model)
+
+
+def reason_for_batches(model: nn.Module) -> str | None:
+    """Return which hook, forward or module inside a model may look at the whole batch, or None."""
+    if has_global_hooks():
+        return "hooks of all modules"
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        state = module.__dict__
+        if not all(_is_known(hook) for kind in HOOKS for hook in state[kind].values()):
+            return f"{name} has hooks"
+        own = state.get("forward")
+        if own is not None and not (_is_known(getattr(own, "func", own)) or _is_known(state.get("_hf_hook"))):
+            return f"{name} has a forward of its own"
+        if getattr(module, "expert_capacity", None) is not None:
+            return f"{name}: experts drop what exceeds their capacity, padding included"
+        cls: Any = type(module)
+        if not _was_tested_inside(cls) and (mixing := mixing_reason(module, _TOKEN_WISE)) is not None:
+            return f"{name}{mixing}"
+    return None
+
+
+def _is_known(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(_LIBRARIES)
+
+
+@lru_cache(maxsize=10_000)
+def _was_tested_inside(cls: Any) -> bool:
+    """Return whether a class was in the model when that was tested, or only holds other modules."""
+    cls = _class_of(cls)
+    return issubclass(cls, _CONTAINERS) or cls.__module__.startswith(("transformers.", "liger_kernel."))
+
+
 def forward(model: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's own forward as one row, if it may."""
-    attention = model.config._attn_implementation
-    if attention not in (NAME, model.__dict__.get(PACKS, NAME)) or isinstance(running(), Packed):
+    """Run a model's own forward on sequences that are kept apart: as one row, if the batch has padding."""
+    if model.config._attn_implementation != NAME or isinstance(running(), Packed):
         return inner(*args, **kwargs)
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    if compiling():  # padded; the masks keep sequences apart
-        ids = arguments.get("position_ids")
-        several = isinstance(ids, Tensor) and ids.dim() == 2 and arguments.get("attention_mask") is None
-        return _inside(masking_utils.find_packed_sequence_indices(ids) if several else None, inner, *args, **kwargs)
-    batch = _read_padding(model, arguments) if PACKS in model.__dict__ else None
-    batch = _read_positions(model, arguments) if batch is None else batch
-    if batch is None:
-        return inner(*args, **kwargs)
-    try:
-        return _run(model, inner, names, batch)
-    except NotPacked as error:
-        if batch.sequences is not batch.rows:
+    sequences = _read_positions(model, arguments)
+    if sequences is not None or compiling():
+        try:
+            return _inside(sequences, inner, **arguments)
+        except NotPacked as error:
             _refuse(model, str(error))
+    batch = _read_padding(model, arguments) if PACKED in model.__dict__ else None
+    with suppress(NotPacked):
+        if batch is not None:
+            return _run(model, inner, names, batch)
     return inner(*args, **kwargs)
 
 
@@ -113,37 +189,41 @@ def _inside(batch: Packed | Tensor | None, function: Any, *args: Any, **kwargs: 
         _running.reset(token)
 
 
-def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | None:
-    """Return a flattened batch, or None. Waits for the device if there are position ids and no padding mask.
+def _read_positions(model: Any, arguments: dict[str, Any]) -> Packed | Tensor | None:
+    """Return the sequences of a flattened batch, or None. Waits for the device if there are position ids.
+
+    Adds an attention mask to a flattened batch: without one, transformers would make masks of all pairs.
 
     Raises:
         ValueError: the model cannot keep its sequences apart.
     """
     ids, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    if not isinstance(ids, Tensor) or ids.shape[-1] < 2 or not has_values(ids):
+    ids = ids[0] if isinstance(ids, Tensor) and ids.dim() == 3 and len(ids) == 4 else ids  # text, time, height, width
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
         return None
-    if not eligibility.is_tested(model) and not model.config.is_encoder_decoder:
-        if any(isinstance(part, PreTrainedModel) and eligibility.is_tested(part) for part in model.modules()):
+    if compiling():
+        return masking_utils.find_packed_sequence_indices(ids) if mask is None else None
+    if not has_values(ids):
+        return None
+    if identity(model) not in tested_classes() and not model.config.is_encoder_decoder:
+        if any(isinstance(part, PreTrainedModel) and identity(part) in tested_classes() for part in model.modules()):
             return None  # the model inside gets the same position ids
-    ids = ids[0] if ids.dim() == 3 and len(ids) == 4 else ids  # of text, time, height and width
-    padded = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all()))
-    if padded or ids.dim() != 2 or bool((ids.diff() == 1).all()):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
         return None
+    numbers = masking_utils.find_packed_sequence_indices(ids)
+    if numbers is None:
+        return None
+    if identity(model) not in tested_classes():
+        _refuse(model, "no test has shown that its class does")
+    if arguments.get("encoder_hidden_states") is not None:
+        _refuse(model, "it attends to an encoder's states too")
+    if not _is_empty(arguments.get("past_key_values")):
+        _refuse(model, "its cache holds tokens or has a fixed length; pass use_cache=False and no past_key_values")
     states = next((x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)), ids)
-    B, L = len(states), ids.shape[1]
-    starts = F.pad(ids.diff() != 1, (1, 0), value=True).expand(B, -1).flatten().nonzero()[:, 0]
-    sequences = Layout.from_lengths(starts.diff(append=starts.new_tensor([B * L])).cpu(), ids.device)
-    if not eligibility.is_tested(model):
-        reason = "no test has shown that its class does"
-    elif arguments.get("encoder_hidden_states") is not None:
-        reason = "it attends to an encoder's states too"
-    elif not _is_empty(arguments.get("past_key_values")):
-        reason = "its cache holds tokens or has a fixed length; pass use_cache=False and no past_key_values"
-    else:
-        reason = _needs_batch(model, arguments) or ("" if B == 1 else eligibility.reason_for_batches(model)) or ""
-    if reason:
-        _refuse(model, reason)
-    return Packed(arguments, Layout.from_lengths([L] * B, ids.device, L), sequences)
+    arguments["attention_mask"] = ids.new_ones(len(states), ids.shape[1])
+    numbers = numbers + ids.shape[1] * torch.arange(len(states), device=ids.device)[:, None]
+    lengths = numbers.flatten().unique_consecutive(return_counts=True)[1]
+    return Packed(Layout.from_lengths(lengths.cpu(), ids.device))
 
 
 def _refuse(model: nn.Module, reason: str) -> NoReturn:
@@ -153,44 +233,34 @@ def _refuse(model: nn.Module, reason: str) -> NoReturn:
     )
 
 
-def _needs_batch(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Return which argument or output one row does not have, or None."""
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() and name not in KNOWN and name not in BY_TOKEN:
-            return f"it is given {name}"
-    names = ("output_attentions", "output_router_logits")
-    if _active_collector.get() or any(arguments.get(name) or getattr(model.config, name, False) for name in names):
-        return "attention weights, router logits or another model's hidden states are asked for"
-    return None
-
-
 def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     """Return a padded batch that can run as one row, or None. Waits for the device."""
     mask, ids = arguments.get("attention_mask"), arguments.get("input_ids")
     states = arguments.get("inputs_embeds") if ids is None else ids
     if not isinstance(mask, Tensor) or not isinstance(states, Tensor) or not (has_values(mask) and has_values(states)):
         return None
-    if mask.dim() != 2 or states.shape[:2] != mask.shape:
+    if mask.dim() != 2 or states.shape[:2] != mask.shape or not _is_empty(arguments.get("past_key_values")):
         return None
-    cache = arguments.get("past_key_values")
-    if not _is_empty(cache) or _needs_batch(model, arguments) or eligibility.reason_for_batches(model):
+    tensors = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim()}
+    asked = any(arguments.get(name) or getattr(model.config, name, False) for name in _OUTPUTS_OF_BATCHES)
+    if tensors - BY_TOKEN - KNOWN or asked or _active_collector.get() or reason_for_batches(model):
         return None
     rows = Layout.from_mask(mask == 0).to(states.device)
     if rows.total in (0, mask.numel()):
         return None
     memory, memory_mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_attention_mask")
     if memory is None:
-        return Packed(arguments, rows, rows)
+        return Packed(rows, None, arguments)
     real = memory.new_ones(memory.shape[:2]) != 0 if memory_mask is None else memory_mask != 0
     if real.shape != memory.shape[:2] or len(real) != len(mask) or not bool(real.any()):
         return None
-    return Packed(arguments, rows, rows, Layout.from_mask(~real).to(memory.device))
+    return Packed(rows, Layout.from_mask(~real).to(memory.device), arguments)
 
 
 def _run(model: Any, inner: Any, names: tuple[str, ...], batch: Packed) -> Any:
     """Run a model's own forward on one row, and pad its outputs."""
-    arguments, rows = batch.arguments, batch.rows
-    row = {name: to_tokens(x, rows) if name in BY_TOKEN else x for name, x in arguments.items()}
+    arguments, rows = batch.arguments, batch.sequences
+    row = {name: to_tokens(x, rows) if name in BY_TOKEN and x is not None else x for name, x in arguments.items()}
     row["attention_mask"] = rows.origin.new_ones(1, rows.total)
     if arguments.get("position_ids") is not None:
         row["position_ids"] = to_tokens(arguments["position_ids"], rows, (-2, -1))  # [4, B, L] in Qwen-VL
@@ -222,15 +292,10 @@ def _padded(x: Any, rows: Layout) -> Any:
     return to_batch(x, rows) if isinstance(x, Tensor) and x.shape[:2] == (1, rows.total) else x
 
 
-def to_tokens(x: Tensor | None, rows: Layout, axes: tuple[int, int] = (0, 1)) -> Tensor | None:
+def to_tokens(x: Tensor, rows: Layout, axes: tuple[int, int] = (0, 1)) -> Tensor:
     """Turn `[…, B, L, …]`, or a row for all, `[…, 1, L, …]`, into `[…, 1, N, …]`."""
-    if x is None:
-        return None
-    rows_first = (x[None] if x.dim() == 1 else x).movedim(axes, (0, 1))
-    if len(rows_first) == rows.batch:
-        tokens = pack(rows_first, rows)
-    else:
-        tokens = rows_first[0].index_select(0, rows.origin % rows.columns)
+    x = (x[None] if x.dim() == 1 else x).movedim(axes, (0, 1))
+    tokens = pack(x.expand(rows.batch, *x.shape[1:]), rows)
     return tokens[None].movedim((0, 1), axes).contiguous()
 
 
@@ -241,8 +306,8 @@ def to_batch(x: Tensor, rows: Layout, axes: tuple[int, int] = (0, 1)) -> Tensor:
 
 def _default_positions(model: Any, batch: Packed) -> Tensor | None:
     """Return the position ids `[1, N]` that a model takes for a padded batch without any."""
-    rows, ids = batch.rows, batch.arguments.get("input_ids")
-    rule = eligibility.tested_classes().get(eligibility.identity(model))
+    rows, ids = batch.sequences, batch.arguments.get("input_ids")
+    rule = tested_classes().get(identity(model))
     columns: Tensor = (rows.origin % rows.columns)[None]
     if rule == "words":  # RoBERTa counts ids other than the padding token's, from that number on
         padding = getattr(model._modules.get("embeddings"), "padding_idx", model.config.pad_token_id)
@@ -265,9 +330,7 @@ def _is_empty(cache: Any) -> bool:
     """Return whether a cache is none, or one of `DynamicCache`'s that holds nothing."""
     if type(cache) is EncoderDecoderCache:
         return _is_empty(cache.self_attention_cache) and _is_empty(cache.cross_attention_cache)
-    if cache is None:
-        return True
-    return type(cache) is DynamicCache and cache.get_seq_length() == 0
+    return cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0)
 
 
 def _cache_to_fill(model: Any, arguments: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -301,7 +364,30 @@ def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: A
     batch = running()
     if not isinstance(batch, Packed):
         return inner(*args, **kwargs)
+    rows = batch.sequences
     if "position_ids" in names:  # BART counts columns
-        return inner(*args, **{**kwargs, "position_ids": batch.rows.origin % batch.rows.columns})
+        return inner(*args, **{**kwargs, "position_ids": rows.origin % rows.columns})
     embedded = inner(*map(batch.arguments.get, ("input_ids", "inputs_embeds")))  # M2M-100 counts ids but the padding's
-    return to_tokens(embedded, batch.rows)
+    return to_tokens(embedded, rows)
+
+
+def _name_of_attention(model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    """Let models have the name "fastformer", but for those whose own code computes attention, such as DeBERTa.
+
+    transformers gives any model any name that is registered, which would change nothing in those.
+    """
+    if requested_attention == NAME:
+        if not calls_the_interface(model):
+            raise ValueError(
+                f'attn_implementation="{NAME}" does not reach the attention of {type(model).__name__}, which '
+                'computes it by itself, outside of transformers\' attention interface; use "eager" or "sdpa" for it'
+            )
+        for part in model.modules():  # parts that share its configuration are not asked
+            if isinstance(part, PreTrainedModel):
+                install(part, forward)
+    name: str = _original(model, requested_attention, *args, **kwargs)
+    return name
+
+
+_original = PreTrainedModel.get_correct_attn_implementation
+PreTrainedModel.get_correct_attn_implementation = wraps(_original)(_name_of_attention)

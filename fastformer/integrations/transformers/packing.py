@@ -7,11 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastformer.integrations.transformers import entry
-from fastformer.integrations.transformers.attention import bias_by_distance, mpnet_attention, mpnet_bias
-from fastformer.integrations.transformers.eligibility import calls_the_interface, obstacle
+from fastformer.integrations.transformers.attention import mpnet_attention, mpnet_bias, t5_attention
 from fastformer.nn.conversion import Entry, name_of
-
-_BEFORE = "_attention_before_padding_free"  # in a model: the name of its attention
 
 
 @dataclass
@@ -44,29 +41,20 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
 
     Returns:
         The report, with the reason for each model that stays as it was.
-
-    Raises:
-        TypeError: also holds what is no class of modules.
     """
-    for cls in also:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"also must hold classes of modules, not {cls!r}")
     padded(model)
     report = PaddingFree()
     for name, base in list(_base_models(model)):
-        reason = obstacle(base, frozenset(also))
+        reason = entry.obstacle(base, also)
         if reason is not None:
             report.padded.append(Entry(name, name_of(type(base)), reason))
             continue
-        before = base.config._attn_implementation
-        if before != entry.NAME and calls_the_interface(base):
-            base.__dict__[_BEFORE] = before
-            base.set_attn_implementation(entry.NAME)
+        base.__dict__[entry.PACKED] = base.config._attn_implementation
+        base.config._attn_implementation_internal = entry.NAME
         entry.install(base, entry.forward)
-        base.__dict__[entry.PACKS] = base.config._attn_implementation
         for part in base.modules():
             if hasattr(part, "compute_bias") and "position_bias" in entry.parameters(part):
-                entry.install(part, bias_by_distance)
+                entry.install(part, t5_attention)
             if hasattr(part, "compute_position_bias"):
                 entry.install(part, mpnet_bias, "compute_position_bias")
                 for layer in part.layer:
@@ -81,10 +69,11 @@ def padded(model: nn.Module) -> PaddingFree:
     """Undo `padding_free`, in place; return the models that were packed."""
     report = PaddingFree()
     for name, base in list(_base_models(model)):
-        if base.__dict__.pop(entry.PACKS, None):
+        before = base.__dict__.pop(entry.PACKED, None)
+        if before is not None:
             report.packed.append(Entry(name, name_of(type(base)), "runs on padded batches"))
-        if _BEFORE in base.__dict__:
-            base.set_attn_implementation(base.__dict__.pop(_BEFORE))
+        if before not in (None, entry.NAME):  # an encoder and its decoder can share a configuration
+            base.config._attn_implementation_internal = before
     for module in model.modules():
         has_name = isinstance(module, PreTrainedModel) and module.config._attn_implementation == entry.NAME
         for method in ("forward", "compute_position_bias"):
@@ -94,10 +83,8 @@ def padded(model: nn.Module) -> PaddingFree:
 
 
 def _base_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
-    """Yield every transformers model that takes a padding mask and has layers of its own, with its name."""
+    """Yield every transformers model that takes a padding mask and holds no other transformers model, with its name."""
     for name, base in model.named_modules():
         if isinstance(base, PreTrainedModel) and "attention_mask" in entry.parameters(base):
-            others = [part for part in base.modules() if isinstance(part, PreTrainedModel) and part is not base]
-            elsewhere = {part for other in others for part in other.modules()}
-            if any(isinstance(part, nn.ModuleList) and part not in elsewhere for part in base.modules()):
+            if not any(isinstance(part, PreTrainedModel) for part in base.modules() if part is not base):
                 yield name, base

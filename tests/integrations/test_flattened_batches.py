@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torch import Tensor
 from transformers import DataCollatorWithFlattening, StaticCache
 
 from fastformer.integrations.transformers import padding_free
 from tests.integrations import survey
-from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, fast, tiny
+from tests.integrations.tiny_transformers import LENGTH, ROUNDINGS, VOCABULARY, assert_same, fast, outcome, tiny
 from tests.support.closeness import assert_close
 
 LENGTHS = (4, 1, 3, 2)
@@ -27,12 +26,6 @@ def collated(**options: Any) -> dict[str, Any]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def outcome(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    result = model(**inputs)
-    result.loss.backward()
-    return [result.logits, result.loss, *(x.grad for x in model.parameters())]
-
-
 @pytest.mark.parametrize("caches", [{}, {"use_cache": False}, {"attention_mask": torch.ones(1, sum(LENGTHS))}])
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
@@ -44,8 +37,7 @@ def test_the_collator_of_transformers(name, options, pack, caches, seen):
     model = tiny(name)
     if pack:
         padding_free(model)
-    for actual, other in zip(outcome(model, inputs), expected, strict=True):
-        assert_close(actual, other, ROUNDINGS)
+    assert_same(outcome(model, inputs), expected)
     assert seen == [sum(LENGTHS)] * 2
 
 

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 from fastformer import functional
 from fastformer.integrations import transformers as integration
+from tests.integrations import survey
 from tests.integrations.test_packed import reasons
 from tests.integrations.tiny_transformers import (
     BY_NAME,
@@ -208,27 +208,14 @@ def test_compiled_decoding_traces_once():
     assert graphs.frame_count == 1
 
 
-_SIZES = {"n_layer": 1, "n_layers": 1, "num_hidden_layers": 1, "n_embd": 16, "n_head": 4, "n_heads": 4, "d_model": 16}
-_SIZES |= {"num_attention_heads": 4, "vocab_size": 60, "hidden_size": 16, "alibi": True}
-# Pairs by content, segments, and biases of all pairs: none of these calls transformers' attention interface.
-_NAMES = ("DebertaV2", "MPNet", "XLNet", "OpenAIGPT", "Bloom", "Falcon", "Mpt")
-
-
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", ["bloom", "deberta-v2", "mpnet"])
 def test_a_model_that_computes_its_attention_itself(name):
-    def settings() -> Any:
-        config = getattr(transformers, f"{name}Config")
-        return config(**{key: size for key, size in _SIZES.items() if hasattr(config(), key)})
-
-    cls, config = getattr(transformers, f"{name}Model"), settings()
-    config._attn_implementation = "fastformer"
-    with pytest.raises(ValueError, match=rf"does not reach the attention of {cls.__name__}, .* use \"eager\""):
-        cls(config)
-    model = cls(settings())
-    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"does not reach the attention of .*Model, .* use \"eager\""):
+        survey.build(name, "fastformer", torch.float32)
+    model = survey.build(name, "eager", torch.float32)
     model.set_attn_implementation("fastformer")  # transformers warns
-    assert model.config._attn_implementation == before
-    if name == "MPNet":
+    assert model.config._attn_implementation == "eager"
+    if name == "mpnet":
         assert integration.padding_free(model).packed
     else:
         assert reasons(model) == "computes its attention outside of transformers' attention interface"

@@ -139,19 +139,15 @@ def test_compiled_decoding_gets_rules_of_one_form():
         assert rules.key_mask.shape == (B, 9)
 
 
-def test_rules_made_in_advance_pass_a_second_time():
+def test_rules_made_in_advance_pass_a_second_time_and_move_between_devices():
     config = LlamaConfig(**GROUPED, attn_implementation="fastformer")
     rules = mask_rules(B, 4, 4)
     embeds = torch.zeros(B, 4, 16)
     assert masking_utils.create_causal_mask(config, embeds, rules, None) is rules
     assert rules.contiguous() is rules
     assert rules.ndim == 4
-
-
-def test_rules_move_between_devices():
-    rules = mask_rules(B, 4, 4, attention_mask=padding_mask("left", 4)).to("meta", non_blocking=True)
-    assert rules.key_mask.device.type == "meta"
-    assert rules.causal
+    moved = mask_rules(B, 4, 4, attention_mask=padding_mask("left", 4)).to("meta", non_blocking=True)
+    assert (moved.causal, moved.key_mask.device.type) == (True, "meta")
 
 
 def test_nothing_looks_at_values_on_a_device():

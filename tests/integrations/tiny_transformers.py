@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 import fastformer.integrations.transformers
+from tests.integrations.survey import mask
 from tests.support.closeness import assert_close
 
 logging.set_verbosity_error()
@@ -84,27 +85,13 @@ def tiny(name: str, attention: str = "fastformer", **changes: Any) -> PreTrained
     return model.to(DTYPES[name]).eval()
 
 
-def padding_mask(side: str) -> Tensor:
-    """int64 `[3, LENGTH]`, 1 = real: rows of 9, 4 and 6 tokens."""
-    positions = torch.arange(LENGTH)
-    lengths = torch.tensor([[LENGTH], [4], [6]])
-    match side:
-        case "right":
-            real = positions < lengths
-        case "left":
-            real = positions >= LENGTH - lengths
-        case "gaps":
-            real = (positions < lengths) | (positions % 3 == 2)
-    return real.long()
-
-
 def batch(name: str, side: str | None) -> dict[str, Tensor]:
     """ids, labels (-100 where padding would be asked for a word) and, unless side is None, the padding mask."""
     generator = torch.Generator().manual_seed(3)
     ids, labels = torch.randint(3, VOCABULARY, (2, 3, LENGTH), generator=generator)
     if side is None:
         return {"input_ids": ids, "labels": labels}
-    real = padding_mask(side)
+    real = mask(side, LENGTH)
     if MODELS[name][0] is PAIRS:
         labels = labels[:, : LENGTH - 2]
         tail = torch.tensor([7, 3, 5])[:, None] <= torch.arange(LENGTH - 2)

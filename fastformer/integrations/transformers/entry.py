@@ -141,8 +141,9 @@ def reason_for_batches(model: nn.Module) -> str | None:
         state = module.__dict__
         if not all(_is_known(hook) for kind in HOOKS for hook in state[kind].values()):
             return f"{name} has hooks"
-        own = state.get("forward")
-        if own is not None and not (_is_known(getattr(own, "func", own)) or _is_known(state.get("_hf_hook"))):
+        replaced = state.get("forward")
+        is_known = _is_known(getattr(replaced, "func", replaced)) or _is_known(state.get("_hf_hook"))
+        if replaced is not None and not is_known:
             return f"{name} has a forward of its own"
         if getattr(module, "expert_capacity", None) is not None:
             return f"{name}: experts drop what exceeds their capacity, padding included"
@@ -242,8 +243,8 @@ def _read_padding(model: Any, arguments: dict[str, Any]) -> Packed | None:
     if mask.dim() != 2 or states.shape[:2] != mask.shape or not _is_empty(arguments.get("past_key_values")):
         return None
     tensors = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim()}
-    asked = any(arguments.get(name) or getattr(model.config, name, False) for name in _OUTPUTS_OF_BATCHES)
-    if tensors - BY_TOKEN - KNOWN or asked or _active_collector.get() or reason_for_batches(model):
+    needs_batch = any(arguments.get(name) or getattr(model.config, name, False) for name in _OUTPUTS_OF_BATCHES)
+    if tensors - BY_TOKEN - KNOWN or needs_batch or _active_collector.get() or reason_for_batches(model):
         return None
     rows = Layout.from_mask(mask == 0).to(states.device)
     if rows.total in (0, mask.numel()):

@@ -87,7 +87,7 @@ def test_shapes_errors_and_settings_are_shown(site: Path) -> None:
         assert word in words
     settings = re.sub(r"<[^>]*>", "", (site / "api" / "train.html").read_text(encoding="utf-8"))
     assert "optimiser: adamw, adam, sgd" in settings
-    assert re.search(r"end after this many optimiser steps \(.*1.*\)", settings)
+    assert re.search(r"end after this many optimizer steps \(.*1.*\)", settings)
 
 
 def test_every_command_and_option_is_on_its_page(site: Path) -> None:

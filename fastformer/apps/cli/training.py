@@ -117,16 +117,16 @@ def train_run(
             text, settled = application.data(**data), application.train(**train)
             application.refuse_idle(given, text, model, settled, device)
             run = kind.create(folder, text, model, settled, device, pretrained, given)
-        if processes.is_main:
-            report = run.data_report()
-            about = run.application.describe(run.model_config)
-            for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
-                terminal.line(line)
-            for line in run.choice.lines if run.choice else ():
-                terminal.line(line)
-            if processes.world > 1:
-                terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
         with run.writing():
+            if processes.is_main:
+                report = run.data_report()
+                about = run.application.describe(run.model_config)
+                for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
+                    terminal.line(line)
+                for line in run.choice.lines if run.choice else ():
+                    terminal.line(line)
+                if processes.world > 1:
+                    terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
             cpu = time.process_time()
             result = run.fit(resume)
             cpu = time.process_time() - cpu

@@ -111,27 +111,17 @@ class Embedding(nn.Module):
         """
         if types is not None and "types" not in self._modules:
             raise ValueError("types must be None where the embedding has none")
-        if "types" in self._modules or "norm" in self._modules:
-            return self._with_types(ids, positions, length, types)
-        if not (_looks_up(self.tokens) and _looks_up(self.positions) and plain(self.dropout, nn.Dropout)):
-            if not self.adds_positions:
-                return self.dropout(self.tokens(ids) * self.scale)  # type: ignore[no-any-return]
-            if self.positions is None:
-                encoded = F.embedding(positions, self.encodings(length))
-            else:
-                self._check_length(length)
-                encoded = self.positions(positions)
-            return self.dropout(self.tokens(ids) * self.scale + encoded)  # type: ignore[no-any-return]
-        p = self.dropout.p if self.dropout.training else 0.0
-        added = (self.encodings(length), positions) if self.adds_positions else ()
-        return functional.embedding(ids, self.tokens.weight, *added, scale=self.scale, dropout_p=p)
-
-    def _with_types(self, ids: Tensor, positions: Tensor, length: int, types: Tensor | None) -> Tensor:
-        """`forward` with what only some models have."""
+        plain_parts = _looks_up(self.tokens) and _looks_up(self.positions) and plain(self.dropout, nn.Dropout)
+        if plain_parts and not {"types", "norm"} & self._modules.keys():
+            p = self.dropout.p if self.dropout.training else 0.0
+            added = (self.encodings(length), positions) if self.adds_positions else ()
+            return functional.embedding(ids, self.tokens.weight, *added, scale=self.scale, dropout_p=p)
         x = self.tokens(ids) * self.scale
-        if self.adds_positions:
-            encoded = self.encodings(length)
-            x = x + (F.embedding(positions, encoded) if self.positions is None else self.positions(positions))
+        if self.positions is not None:
+            self._check_length(length)
+            x = x + self.positions(positions)
+        elif self.adds_positions:
+            x = x + F.embedding(positions, self.encodings(length))
         if "types" in self._modules:
             x = x + (self.types.weight[0] if types is None else self.types(types))
         return self.dropout(self.norm(x) if "norm" in self._modules else x)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,16 @@ _TRIAL_SECONDS, _TRIAL_STEPS = 1.0, 3  # of training that decide the speed: at l
 _TRIAL_TOKENS = 1000, 4000  # of a step: on a CPU, on a GPU, where launches would decide otherwise
 
 
-@dataclass(frozen=True)
-class Size:
-    """A row of the table of sizes; how many layers a model of it has is up to the kind of run (`Task.layers`).
-
-    d_model: width of the model. widening: width of its feed-forward layers / d_model, where they are not gated.
-    budget, corpus: least tokens that the budget pays for, and of the corpus, for a model of this size.
-    """
+class Size(NamedTuple):
+    """A size of model, the width of its feed-forward layers / d_model, and the tokens that it needs at least."""
 
     d_model: int
     widening: int
-    budget: float
+    budget: float  # that the budget pays for
     corpus: float
 
 
+# How many layers a model of each row has is up to the kind of run (`Task.layers`).
 SIZES = (
     Size(128, 2, 0, 0),
     Size(128, 2, 2e6, 0),
@@ -107,15 +103,14 @@ def vocabulary_size(sides: Iterable[Iterable[str]]) -> int:
 
     Not fewer than two for each character, as a script without spaces has hardly a word that occurs twice.
     """
-    return max(map(_vocabulary_of, sides))
-
-
-def _vocabulary_of(lines: Iterable[str]) -> int:
-    counts = Counter(chain.from_iterable(line.split() for line in lines))
-    frequent = sum(count >= _FREQUENT for count in counts.values())
-    characters = len(set(chain.from_iterable(counts)))
-    repeated = sum(count >= 2 for count in counts.values())
-    return int(_rounded(max(min(64 * math.sqrt(frequent), repeated), 2 * characters, 100)))
+    sizes = []
+    for lines in sides:
+        counts = Counter(chain.from_iterable(line.split() for line in lines))
+        frequent = sum(count >= _FREQUENT for count in counts.values())
+        repeated = sum(count >= 2 for count in counts.values())
+        characters = len(set(chain.from_iterable(counts)))
+        sizes.append(int(_rounded(max(min(64 * math.sqrt(frequent), repeated), 2 * characters, 100))))
+    return max(sizes)
 
 
 def choose(
@@ -133,9 +128,8 @@ def choose(
         task: what is trained.
         defaults: class of the model's settings.
         train: settings of training as given, with their defaults.
-        given: name -> value of all settings that a user stated.
-        speed: targets of the loss a second, with the shape and the batch size of a choice; asked only where `train`
-            has minutes.
+        given: all settings that a user stated.
+        speed: targets of the loss a second with a choice's shape; asked only where `train` has minutes.
         data: settings of the data that are chosen already.
         on_gpu: whether the run is on a GPU, where nothing of this was measured.
     """
@@ -155,10 +149,9 @@ def choose(
         if train.steps is not None:
             budgets.append(train.steps * _step(task, train, given, _BATCH**2 * train.steps)[1])
         if train.minutes is not None:
-            key = str(shape)
-            if key not in rates:
-                rates[key] = task.per_target * speed(shape)
-            rate = rates[key]
+            if str(shape) not in rates:
+                rates[str(shape)] = task.per_target * speed(shape)
+            rate = rates[str(shape)]
             budgets.append(_TRAINING_SHARE * 60 * train.minutes * rate)
         return shape, min(budgets), rate
 

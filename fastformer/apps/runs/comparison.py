@@ -113,14 +113,14 @@ def summarise(folder: Path, name: str | None = None) -> RunSummary:
     settings = _read_settings(folder)
     records = read_metrics(folder) if (folder / JSONL).is_file() else []
     metric = str(settings.get("train.metric", "loss"))
-    best = _best(records, metric)
+    best, checkpoint = _best(records, metric), CheckpointFolder(folder / "checkpoints").last()
     last: Mapping[str, Any] = records[-1] if records else {}
     return RunSummary(
         name=name or folder.name,
         folder=folder,
         settings=settings,
         records=records,
-        parameters=_count_parameters(folder),
+        parameters=None if checkpoint is None else Checkpoint.open(checkpoint).parameters(),
         steps=last.get("step"),
         seconds=last.get("seconds"),
         clock=str(settings.get("train.clock", "wall")),
@@ -152,10 +152,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 def _read_checksums(folder: Path) -> dict[str, str]:
     path = folder / DATA
     report = read_json(path) if path.is_file() else {}
-    found = {name: report.get(name, "") for name in _CHECKSUMS} if isinstance(report, dict) else {"": None}
-    if not all(isinstance(each, str) for each in found.values()):
+    if not isinstance(report, dict) or not all(isinstance(report.get(name, ""), str) for name in _CHECKSUMS):
         raise ValueError(f"{path}: damaged; it is no report of a run's data")
-    return {name: each for name, each in found.items() if each}
+    return {name: report[name] for name in _CHECKSUMS if name in report}
 
 
 def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any]:
@@ -170,8 +169,3 @@ def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _count_parameters(folder: Path) -> int | None:
-    checkpoint = CheckpointFolder(folder / "checkpoints").last()
-    return None if checkpoint is None else Checkpoint.open(checkpoint).parameters()

@@ -19,34 +19,28 @@ class Terminal:
         """Return the stream's encoding."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
-    def write(self, text: str) -> int:
+    def write(self, text: str, flush: bool = False) -> int:
         """Write, or stop writing."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
+                if flush:
+                    self._stream.flush()
             except (OSError, ValueError):  # the latter if it is closed, or cannot encode the text
                 self._stream = None
         return len(text)
 
     def flush(self) -> None:
         """Flush, or stop writing."""
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._stream = None
+        self.write("", flush=True)
 
     def line(self, text: str) -> None:
         """Write a line at once."""
-        self.write(f"{text}\n")
-        self.flush()
+        self.write(f"{text}\n", flush=True)
 
     def isatty(self) -> bool:
         """Return whether a person sees it."""
-        try:
-            return self._stream is not None and self._stream.isatty()
-        except ValueError:
-            return False
+        return self._stream is not None and not getattr(self._stream, "closed", False) and self._stream.isatty()
 
     def fileno(self) -> int:
         """Return the stream's descriptor, whose size rich asks for."""

@@ -7,10 +7,10 @@ import torch
 
 
 class AnyBatch(Protocol):
-    """What the loop asks of a batch.
+    """A batch of the training loop.
 
-    With several processes it asks for `share(rank, world)`, too: the part of process `rank`, a batch or None. Every
-    sentence must be in exactly one of the parts. With CUDA graphs, for a dataclass whose `SIDES` name all its fields
+    Several processes need `share(rank, world)`, too: the part of process `rank`, a batch or None. Every sentence must
+    be in exactly one of the parts. CUDA graphs need a dataclass whose `SIDES` name all its fields
     (`fastformer.apps.text.Side`), ids packed `[T]`, and a loss that takes a `Layout` in place of lengths and asks for
     nothing but the fields.
     """
@@ -20,18 +20,18 @@ class AnyBatch(Protocol):
         """Real tokens that the loss is summed over."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The batch on a device."""
+        """Return the batch on a device."""
 
 
 class BatchSource(Protocol):
     """The training data. The batches of an epoch must depend on its number only, not on global generators.
 
-    `longest`, where it has that, is the number of tokens of its longest sequence; CUDA graphs need it for models that
+    `longest`, if it has that, is the number of tokens of its longest sequence; CUDA graphs need it for models that
     take no longer ones.
     """
 
     def batches_in(self, epoch: int) -> int:
-        """Number of batches of an epoch (the first is 0)."""
+        """Return the number of batches of an epoch (the first is 0)."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from number `start` on."""
+        """Yield the batches of an epoch from number `start` on."""

@@ -1,6 +1,6 @@
 """torch.compile of the model in training: its forward and backward as one graph for batches of all shapes.
 
-Only the steps of training call the compiled model; validation, checkpoints and the optimiser have the model itself, so
+Only the steps of training call the compiled model; validation, checkpoints and the optimizer have the model itself, so
 a run may be resumed with or without. Batches reach it with a `Layout` in place of their lengths, which the compiler
 cannot read. The loss stays outside: its large product is a fused op already.
 """
@@ -33,19 +33,13 @@ def check_compiler(backend: str | None, device: torch.device | str) -> None:
 def compiled_loss(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], backend: str
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """`loss(model, batch)` with a compiled model, whichever model it is called with.
-
-    Args:
-        model: shares its parameters with the compiled one.
-        loss: of a batch; it may read attributes of the model that it is given.
-        backend: one of `BACKENDS`.
-    """
+    """Return `loss(model, batch)` with a compiled model, which shares `model`'s parameters, in place of any model."""
     compiled: Any = torch.compile(model, dynamic=True, backend=backend)
     return lambda _, batch: loss(compiled, with_layouts(batch))
 
 
 def with_layouts(batch: Any) -> Any:
-    """A batch with a layout in place of the lengths of each side, unless it brought them along, or names no sides."""
+    """Return a batch with a layout in place of the lengths of each side, unless it has them or names no sides."""
     if getattr(batch, "layouts", ()):
         return batch
     layouts = {

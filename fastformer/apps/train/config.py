@@ -14,7 +14,7 @@ _THREADS_A_PROCESSOR = 4
 class TrainConfig(Settings):
     """Hyperparameters of a run. At least one of steps, epochs and minutes must be set; the first reached ends it."""
 
-    optimizer: str = setting("adamw", "optimiser", choices=("adamw", "adam", "sgd"), fixed=True)
+    optimizer: str = setting("adamw", "optimizer", choices=("adamw", "adam", "sgd"), fixed=True)
     lr: float = setting(1e-3, "peak learning rate", above=0)
     betas: Pair = setting(
         (0.9, 0.98), "Adam's decay rates of gradient and square, each at least 0 and below 1", only={"optimizer": _ADAM}
@@ -33,7 +33,7 @@ class TrainConfig(Settings):
     label_smoothing: float = setting(0.1, "probability mass spread over all words", at_least=0, below=1)
     clip_norm: float = setting(1.0, "largest gradient norm; 0: no clipping", at_least=0)
     accumulate: int = setting(1, "batches whose gradients make one step", at_least=1)
-    steps: int | None = setting(None, "end after this many optimiser steps", at_least=1)
+    steps: int | None = setting(None, "end after this many optimizer steps", at_least=1)
     epochs: int | None = setting(None, "end after this many passes over the data", at_least=1)
     minutes: float | None = setting(
         None, "end after this many minutes, with all validations; one that takes over a tenth is made smaller", above=0

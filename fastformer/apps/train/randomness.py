@@ -24,16 +24,15 @@ def random_state() -> dict[str, Any]:
     return {
         "python": list(random.getstate()),
         "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": _digits(torch.get_rng_state()),
-        "cuda": [_digits(state) for state in on_gpus],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.numpy().tobytes().hex() for state in on_gpus],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Continue from `random_state()`. States of GPUs that this machine lacks are left out.
 
-    Raises:
-        ValueError, TypeError, KeyError, RuntimeError: these are no states of generators.
+    Raises ValueError, TypeError, KeyError or RuntimeError if these are no states of generators.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -41,25 +40,18 @@ def set_random_state(state: dict[str, Any]) -> None:
     if not 0 <= position <= len(keys) == 624:  # NumPy does not check where it reads
         raise ValueError("NumPy's generator has 624 words")
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_tensor(state["torch"]))
-    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_tensor(cuda_state), device)
+    torch.set_rng_state(_from_hex(state["torch"]))
+    for device, digits in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_from_hex(digits), device)
 
 
-def _digits(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _tensor(digits: str | Tensor) -> Tensor:
-    """Return the state that `_digits` wrote; earlier versions saved the tensor itself."""
-    if isinstance(digits, Tensor):
-        return digits
+def _from_hex(digits: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
 
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Whatever the block draws, the generators stand afterwards where they stood before."""
+    """Set the generators back after the block to where they stood before."""
     state = random_state()
     try:
         yield

@@ -15,7 +15,7 @@ from fastformer.apps.train.batch_source import BatchSource
 from fastformer.apps.train.checkpoint import Checkpoint, average_checkpoints
 from fastformer.apps.train.checkpoint_folder import INTERIM, CheckpointFolder
 from fastformer.apps.train.config import TrainConfig
-from fastformer.apps.train.metrics import JSONL, RunningSums, is_better, read_metrics
+from fastformer.apps.train.metrics import RunningSums, is_better
 from fastformer.apps.train.parallel import whole_tensors, whole_weights
 from fastformer.apps.train.processes import ProcessError, Processes
 from fastformer.apps.train.randomness import random_state, seed_everything, set_random_state
@@ -247,19 +247,6 @@ class RunState:
             f"loss or gradient is not finite at step {step} (lr {self.sums.rate:.2e}{scaled}); {kept}; "
             "try a lower lr, more warmup_steps or a lower clip_norm"
         )
-
-    def is_complete(self, validates: bool) -> bool:
-        """Return whether the end of the run is saved, recorded (if it `validates`), and marked if it is the best."""
-        kinds = ({"validation"} if validates else set()) | ({"average"} if self._config.average > 1 else set())
-        if self.saved_step != self.at.step or self.saved_interim or not (self._folder / JSONL).is_file():
-            return False
-        ends = [
-            each for each in read_metrics(self._folder) if each["step"] == self.at.step and each.get("kind") in kinds
-        ]
-        metric, best = self._config.metric, self.checkpoints.best_value()
-        values = [each[metric] for each in ends if isinstance(each.get(metric), float)]
-        marked = not any(is_better(metric, value, best) for value in values)
-        return marked and kinds == {each["kind"] for each in ends}
 
     def result(self, reason: str, signal: int | None) -> Result:
         """Return how the run ended."""

@@ -132,10 +132,6 @@ class Trainer:
         """
         with ExitStack() as stack:
             self._processes.on_main(lambda: self._lock(stack))
-            validates = self._evaluation is not None
-            if self.ended and self._processes.on_main(lambda: self._state.is_complete(validates)):
-                self._records.progress.line(f"nothing to train: {self.ended} ended this run at step {self._at.step:,}")
-                return self._state.result(self.ended, None)
             if self._state.saved_step < 0 and self.checkpoints.paths():  # a run may have ended at step 0
                 raise ValueError(f"folder={self.folder} already holds checkpoints; resume from them or choose another")
             stack.callback(self._records.close)

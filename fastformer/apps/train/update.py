@@ -1,4 +1,4 @@
-"""`Update`: one step of the optimiser, from a group of batches to new parameters.
+"""`Update`: one step of the optimizer, from a group of batches to new parameters.
 
 The gradient is that of the mean over all real tokens of the step's batches, in all processes, so how they are cut into
 batches, accumulated and shared out does not change it.
@@ -37,14 +37,14 @@ class _Step(nn.Module):
         self.model, self._loss = model, loss
 
     def forward(self, batch: Any) -> Tensor:
-        """The summed loss."""
+        """Return the summed loss."""
         return self._loss(self.model, batch)
 
 
 class Update:
-    """The optimiser and what it takes to get its gradients: call `gradients`, look at what it found, then `apply`.
+    """The optimizer and what it takes to get its gradients: call `gradients`, look at what it found, then `apply`.
 
-    `module` computes the loss of a batch, wrapped for several processes; `parameters` in the optimiser's order.
+    `module` computes the loss of a batch, wrapped for several processes; `parameters` in the optimizer's order.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Update:
         return self._scaler.get_scale() if self._scaler.is_enabled() else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the configuration, for training and for validation."""
+        """Return the precision of the configuration, for training and for validation."""
         precision = self._config.precision
         return torch.autocast(self.device.type, _PRECISIONS.get(precision), enabled=precision in _PRECISIONS)
 
@@ -93,11 +93,9 @@ class Update:
         return total, self.norm(), tokens
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
-        """Add the gradients of a batch's loss, divided by the tokens of the step; its sum, without a gradient.
+        """Add the gradients of a batch's loss, divided by the tokens of the step; return the loss without a gradient.
 
-        Args:
-            batch: on the device.
-            tokens: at least 1; infinity for gradients of 0.
+        tokens: at least 1; infinity for gradients of 0.
         """
         with ExitStack() as stack:
             stack.enter_context(self.autocast())
@@ -111,7 +109,7 @@ class Update:
         return loss.detach()
 
     def norm(self) -> Tensor:
-        """The norm of the gradients, a scalar."""
+        """Return the norm of the gradients, a scalar."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return whole_norm(nn.utils.get_total_norm(gradients), self._processes)
 
@@ -130,7 +128,7 @@ class Update:
         self._scaler.update()
 
     def scaler_state(self) -> dict[str, Any]:
-        """The loss scale and its history; empty without one."""
+        """Return the loss scale and its history; empty without one."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, optimizer: dict[int, dict[str, Any]], scaler: dict[str, Any]) -> None:

@@ -39,30 +39,22 @@ def check(name, weight, deviation, bound=None):
 
 
 @pytest.mark.parametrize(("how", "width"), DRAWN)
-def test_embeddings_and_an_output_of_their_own_are_drawn_alike(how, width):
-    for model in models(embedding_initialisation=how, embedding_range=width):
-        for name, weight in model.named_parameters():
-            if weight.dim() < 2:
-                continue
-            xavier = (2 / sum(weight.shape)) ** 0.5
-            classes = isinstance(model, SequenceClassifier) and name == "output.weight"
-            embedding = name.endswith(("tokens.weight", "positions.weight")) or name == "output.weight"
-            if embedding and not classes:
+@pytest.mark.parametrize("section", ["embedding", "matrices"])
+def test_embeddings_with_an_output_of_their_own_and_matrices_are_drawn_as_asked(section, how, width):
+    changes = {"initialisation": how, "initialisation_range": width}
+    if section == "embedding":
+        changes = {"embedding_initialisation": how, "embedding_range": width}
+    for model in models(**changes):
+        for name, weight in ((name, p) for name, p in model.named_parameters() if p.dim() > 1):
+            over_vocabulary = name == "output.weight" and not isinstance(model, SequenceClassifier)
+            embedding = name.endswith(("tokens.weight", "positions.weight"))
+            if section == "matrices":
+                check(name, weight, *((96**-0.5,) if embedding else DRAWN[how, width]))
+            elif embedding or over_vocabulary:
                 check(name, weight, *DRAWN[how, width])
             else:
+                xavier = (2 / sum(weight.shape)) ** 0.5
                 check(name, weight, xavier, 3**0.5 * xavier)
-
-
-@pytest.mark.parametrize(("how", "width"), DRAWN)
-def test_matrices_are_drawn_with_their_range(how, width):
-    for model in models(initialisation=how, initialisation_range=width):
-        for name, weight in model.named_parameters():
-            if weight.dim() < 2:
-                continue
-            if name.endswith(("tokens.weight", "positions.weight")):
-                check(name, weight, 96**-0.5)
-            else:
-                check(name, weight, *DRAWN[how, width])
 
 
 @pytest.mark.parametrize(

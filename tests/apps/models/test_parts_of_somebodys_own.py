@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
-import fastformer
 from fastformer.apps.classification.model import ClassifierConfig, TokenClassifier, token_classification_loss
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.window import LanguageState
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.text import LabelledBatch, LanguageBatch
-from fastformer.packing import Layout
 from tests.support.closeness import assert_close
 
 V, D = 11, 8
@@ -148,47 +145,6 @@ def test_an_embedding_is_called_as_it_is(change: str, positions: Any) -> None:
         assert parameter.grad is not None
         assert gradient.layout == parameter.grad.layout
         assert_close(gradient.to_dense(), parameter.grad.to_dense())
-
-
-class Louder(fastformer.MultiheadAttention):
-    """An attention of somebody's own."""
-
-    def forward(self, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
-        out, weights = super().forward(*given, **more)
-        return out * 2.0, weights
-
-
-def _louder(decoder: Any) -> None:
-    decoder.layers[1].self_attn.__class__ = Louder
-
-
-# By what a refusal says.
-ON_LAYERS: dict[str, Callable[[Any], Any]] = {
-    "the stack has hooks": lambda x: x.register_forward_hook(lambda module, given, out: out * 1.5),
-    "layers.0 has hooks": lambda x: x.layers[0].register_forward_hook(lambda module, given, out: out * 1.5),
-    "layers.1.self_attn has hooks": lambda x: x.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, given: (given[0] * 2.0, *given[1:])
-    ),
-    "layers.1.self_attn is a Louder": _louder,
-}
-
-
-@pytest.mark.parametrize("name", ON_LAYERS)
-def test_what_watches_a_decoder_takes_part_or_is_refused_by_name(name: str) -> None:
-    model = language().eval()
-    before = model(IDS, LENGTHS)
-    ON_LAYERS[name](model.decoder)
-    layout = Layout.from_lengths(LENGTHS)
-    embedded = model.embedding(IDS, layout.positions, layout.max_length)
-    alone = [  # torch's form, without padding: one sequence at a time
-        model.decoder(x[None], torch.ones(len(x), len(x), dtype=torch.bool).triu(1)).squeeze(0)
-        for x in embedded.split(LENGTHS.tolist())
-    ]
-    found = model(IDS, LENGTHS)
-    assert_close(found, torch.cat(alone))
-    assert not torch.allclose(found, before)
-    with pytest.raises(RuntimeError, match=f"^{name}, which decoding with a cache does not call"):
-        LanguageState(model, [[2, 5]], 8)
 
 
 # By what a change does to a part of a model.

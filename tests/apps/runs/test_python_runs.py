@@ -116,13 +116,6 @@ def test_a_language_run_by_hand(tmp_path: Path) -> None:
     assert "the run was trained in Python" in done.stderr
 
 
-def test_a_stream_by_hand_begins_like_a_line(tmp_path: Path) -> None:
-    trainer, tokenizer = language_trainer(tmp_path)
-    trainer.fit()
-    language_modelling.complete_run(trainer, tokenizer, context=8, stream="columns")
-    assert language_modelling.load_generator(tmp_path).first_id == tokenizer.eos_id
-
-
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     source, target = tokenizers()
     trainer = translation_trainer(tmp_path / "mine")

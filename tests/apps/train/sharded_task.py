@@ -35,10 +35,6 @@ def modern_model() -> LanguageModel:
     return language_model(positions="relative", sinks=True, **options)
 
 
-def rotary_model() -> LanguageModel:
-    return language_model(positions="rotary", d_model=16, heads=4, kv_heads=2, window=3, softcap=5.0)
-
-
 def translation_model() -> TranslationModel:
     torch.manual_seed(1)
     return TranslationModel(translation_task.config(norm_first=False, embeddings="shared"))
@@ -69,7 +65,6 @@ def labelled_batch(index: int) -> LabelledBatch:
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor], Callable[[int], Any]]] = {
     "language": (language_model, language_model_loss, language_batch),
     "modern language": (modern_model, language_model_loss, language_batch),
-    "rotary language": (rotary_model, language_model_loss, language_batch),
     "translation": (translation_model, translation_loss, translation_batch),
     "classification": (classifier, sequence_classification_loss, labelled_batch),
 }

@@ -98,16 +98,7 @@ def test_a_program_of_ones_own_ends_once_the_threads_had_time():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"RANK": "1"},
-        {"RANK": "0"},
-        {"MASTER_PORT": "many"},
-        {"RANK": "two"},
-        {"WORLD_SIZE": "x"},
-        {"MASTER_PORT": None},
-    ],
-    ids=str,
+    "changes", [{"RANK": "1"}, {"RANK": "two"}, {"WORLD_SIZE": "x"}, {"MASTER_PORT": None}], ids=str
 )
 def test_processes_that_do_not_find_one_another_say_so(changes, monkeypatch):
     monkeypatch.setattr(processes, "TIMEOUT", timedelta(seconds=1))

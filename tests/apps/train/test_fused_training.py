@@ -1,7 +1,5 @@
 """Training with the kernels: the losses of the reference, step by step, and its translations after that."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from fastformer.apps.translation.search import SearchOptions, greedy_search
 from fastformer.backend import Backend
 from tests.support.fused_op import DEVICE, compare, needs_kernels
 from tests.support.noise import noise
-from tests.support.python import variables
 from tests.support.translation_task import config, reverse_batch
 
 pytestmark = needs_kernels
@@ -71,30 +68,3 @@ def test_the_loss_curve_is_that_of_the_reference(changes):
     expected = greedy_search(reference.eval(), given.source.to(DEVICE), given.source_lengths, options)
     assert [h.ids for h in searched] == [h.ids for h in expected]
     assert all(h.ids for h in searched)
-
-
-@pytest.mark.slow
-def test_the_command_line_trains_with_kernels(tmp_path):
-    """Of the environment variables alone; both runs at once."""
-    pytest.importorskip("typer", reason="the command line needs the extra `apps`")
-    from fastformer.apps.train import read_metrics
-
-    arguments = (
-        "train --valid-size 2 --test-size 2 --train-size 50 --vocabulary 60 --no-joint --d-model 16 --heads 1 "
-        "--encoder-layers 1 --decoder-layers 1 --feed-forward 24 --dropout 0 --batch-tokens 40 --steps 2 "
-        "--warmup-steps 1 --log-every 1 --validate-every 2 --bleu-sentences 0 --threads 1 --device cpu"
-    )
-    processes = {}
-    for backend in ("triton", "reference"):
-        processes[backend] = subprocess.Popen(
-            [sys.executable, "-m", "fastformer.apps.cli", *arguments.split(), "--run", tmp_path / backend],
-            env=variables(TRITON_INTERPRET="1", FASTFORMER_BACKEND=backend),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    outputs = [process.communicate()[0] for process in processes.values()]
-    assert [process.returncode for process in processes.values()] == [0, 0], outputs
-    losses = {backend: [record["loss"] for record in read_metrics(tmp_path / backend)] for backend in processes}
-    assert len(losses["triton"]) >= 3  # of two steps and a validation
-    assert losses["triton"] == pytest.approx(losses["reference"], rel=1e-5)  # some tens of roundings

@@ -97,15 +97,11 @@ def test_dropout_differs_between_processes_and_resumes_bit_for_bit(ddp):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_the_first_process_keeps_the_time(ddp):
+def test_the_first_process_keeps_the_time_and_validates_for_all(ddp):
     _, seen = ddp
     assert seen[0]["minutes"] == seen[1]["minutes"]
     assert seen[0]["minutes"]["reason"] == "minutes"
     assert seen[0]["minutes"]["step"] > 4
-
-
-def test_the_first_process_validates_for_all(ddp):
-    _, seen = ddp
     first, second = (each["plateau"] for each in seen)
     assert (first.pop("called"), second.pop("called")) == (4, 0)
     assert first == second
@@ -114,11 +110,18 @@ def test_the_first_process_validates_for_all(ddp):
 
 def test_an_error_of_one_process_ends_all(ddp):
     _, seen = ddp
-    assert seen[0]["failing"] == ["ValueError", "no text to validate on"]
-    assert seen[1]["failing"] == ["ProcessError", "process 0 failed: ValueError: no text to validate on"]
-    for each in seen:
-        assert each["not_finite"].startswith("loss or gradient is not finite at step 1 ")
-        assert "Rows has no method share(rank, world), which 2 processes need" in each["unshared"]
+    for each, first in zip(
+        seen,
+        (
+            ["ValueError", "no text to validate on"],
+            ["ProcessError", "process 0 failed: ValueError: no text to validate on"],
+        ),
+        strict=True,
+    ):
+        failing, infinite, unshared = each["failing"]
+        assert failing == first
+        assert infinite[1].startswith("loss or gradient is not finite at step 1 ")
+        assert "Rows has no method share(rank, world), which 2 processes need" in unshared[1]
 
 
 @pytest.mark.slow  # importing DTensor alone takes longer than the other scenarios

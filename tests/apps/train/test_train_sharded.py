@@ -77,7 +77,7 @@ def test_every_family_trains_and_resumes_as_one_process_does(tmp_path):
             parts.fit()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert seen[0]["families"] == [[None], [None], [None], [None, None], [None]]  # stacks ran without padding
+    assert seen[0]["families"] == [[None], [None], [None, None], [None]]  # stacks ran without padding
     for name in FAMILIES:
         for kind in ("", "-parts", "-again"):
             assert_same_run(tmp_path / f"{name}{kind}", tmp_path / f"{name}-one")

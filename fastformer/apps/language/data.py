@@ -6,9 +6,9 @@ entries more here, `<pad>` and `<bos>`, which never follow.
 
 The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
 stream: all lines one after another, in training as columns (`fastformer.apps.text.ColumnBatches`), with no begin but
-the ends of lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after them,
-unless the windows of evaluation are made to overlap (`fastformer.apps.language.evaluation`); those of validation in
-training never do.
+the ends of lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after
+them, unless the windows of evaluation are made to overlap (`fastformer.apps.language.evaluation`); those of validation
+in training never do.
 """
 
 from typing import Any, ClassVar, Literal

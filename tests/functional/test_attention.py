@@ -221,7 +221,7 @@ def test_the_gradient_of_the_bias_is_added_up_in_fp32():
     assert found[0, n - 1] == n / 4 * (n - 1)  # 1/4 of the difference of the two values, of all but the first query
 
 
-@pytest.mark.parametrize("op", [attention, output, "packed"], ids=str)
+@pytest.mark.parametrize("op", [attention, output, "packed"], ids=["attention", "output", "packed"])
 def test_compiles_without_a_break(op):
     q, k, v = (random(2, heads, 5, 8, dtype=torch.float32) for heads in (4, 2, 2))
     bias, sink = random(4, 13, dtype=torch.float32), random(4, dtype=torch.float32)

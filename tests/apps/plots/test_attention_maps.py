@@ -4,11 +4,10 @@ import logging
 
 import pytest
 import torch
-from fastformer.apps.language.attention_maps import attend_text
 from torch import nn
 
 from fastformer.apps.classification.model import SequenceClassifier, TokenClassifier
-from fastformer.apps.language.text_generator import TextGenerator
+from fastformer.apps.language.text_generator import TextGenerator, attend_text
 from fastformer.apps.plots.attention_maps import attend_ids
 from fastformer.apps.text import WordTokenizer
 from fastformer.packing import Layout

@@ -19,7 +19,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 import fastformer
 from fastformer import functional
 from fastformer.apps.language.model import LanguageModel
-from tests.support.closeness import assert_close, gradients
+from tests.support.closeness import assert_close, assert_same
 from tests.support.fused_calls import CALLS
 from tests.support.fused_calls import leaves as op_leaves
 from tests.support.fused_calls import tensors as op_tensors
@@ -64,12 +64,7 @@ def check(case: Subject, backend: str, dynamic: bool | None) -> None:
     compiled = torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic)
     for i, shape in enumerate(SHAPES):
         given = case.inputs(*shape, torch.float32)
-        out, expected = case.run(compiled, given), case.run(call, given)
-        assert_close(out, expected)
-        if i < 2:
-            inputs = leaves(given, module)
-            for a, w in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-                assert_close(a, w)
+        assert_same(case.run(compiled, given), case.run(call, given), leaves(given, module) if i < 2 else [])
 
 
 @pytest.mark.parametrize("name", [
@@ -147,15 +142,6 @@ def test_the_table_of_positions_may_grow_meanwhile():
     assert len(compilations()) == 1, compilations()
 
 
-def test_a_switch_of_the_backend_is_one_graph_more():
-    module, _ = CASES["LayerNorm"].pair()
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    for name in ("reference", "auto", "reference", "auto"):
-        with fastformer.backend(name):
-            compiled(torch.ones(2, 8))
-    assert len(compilations()) == 2, compilations()
-
-
 @needs_kernels
 @pytest.mark.parametrize("op", functional.OPS)
 def test_fused_ops_have_one_graph_for_all_numbers_of_tokens(op):
@@ -168,6 +154,5 @@ def test_fused_ops_have_one_graph_for_all_numbers_of_tokens(op):
     with fastformer.backend("triton"):
         for n in (5, 8, 3):
             inputs, extra = op_leaves(op, n, DEVICE), call.extra(n, DEVICE)
-            for a, w in zip(compiled(extra, *inputs), run(extra, *inputs), strict=True):
-                assert_close(a, w)
+            assert_close(compiled(extra, *inputs), run(extra, *inputs))
     assert len(compilations()) == 1, compilations()

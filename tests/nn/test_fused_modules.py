@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fastformer
@@ -210,41 +209,6 @@ def test_packed_layers_and_layers_with_rms_norm(kind, norm_first, causal, norm):
         inputs["memory"] = random(layouts[1].total, D)
     made = [cls(module, *layouts, causal=causal) for cls, module in zip((Packed, Padded), made, strict=True)]
     return check(*made, torch.float32, inputs)
-
-
-def zeroed(module: nn.Module, hidden: Tensor) -> Any:
-    """torch's stack as a function of its parameters, with zeros at padding, as ours has."""
-
-    def run(parameters: dict[str, Tensor], **given: Any) -> Tensor:
-        out: Tensor = functional_call(module, parameters, (), given, strict=True)
-        return out.masked_fill(hidden.to(out.device)[:, :, None], 0.0)
-
-    return run
-
-
-@pytest.mark.slow
-def test_encoder_stack():
-    made = []
-    for library in (fastformer, nn):
-        made.append(library.TransformerEncoder(layer(library, "Encoder", norm_first=True), 2, library.LayerNorm(D)))
-    inputs = {"src": random(B, T, D), "mask": ahead(T), "src_key_padding_mask": TGT_PADDING}
-    check(made[0], zeroed(made[1], TGT_PADDING), torch.float32, inputs, is_causal=True)
-    made[0].padding_free = False
-    check(*made, torch.float32, inputs, is_causal=True)
-
-
-@pytest.mark.slow
-def test_transformer():
-    ours, torchs = (library.Transformer(D, H, 1, 1, FF, 0.0, batch_first=True) for library in (fastformer, nn))
-    inputs = {
-        "src": random(B, S, D),
-        "tgt": random(B, T, D),
-        "tgt_mask": ahead(T),
-        "src_key_padding_mask": MEMORY_PADDING,
-        "memory_key_padding_mask": MEMORY_PADDING,
-        "tgt_key_padding_mask": TGT_PADDING,
-    }
-    check(ours, zeroed(torchs, TGT_PADDING), torch.float32, inputs, tgt_is_causal=True)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])

@@ -53,10 +53,7 @@ def test_autocast(name, dtype):
         assert out.dtype == torch.float32
     noise = 32 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps  # of a few products one after another
     assert_close(out.float(), exact, roundings=noise)
-    found = gradients(out, leaves(given, ours))
-    for a, w in zip(found, wanted, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(a, w, roundings=4 * noise)
+    assert_close(gradients(out, leaves(given, ours)), wanted, roundings=4 * noise)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,8 +73,7 @@ def test_gradient_scaling(name):
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0**10
-    for a, w in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert_close(a.detach(), w.detach(), roundings=1e4)
+    assert_close(list(ours.state_dict().values()), list(plain.state_dict().values()), roundings=1e4)
     before = [p.detach().clone() for p in ours.parameters()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
@@ -155,9 +151,7 @@ def test_functional_gradients(name):
     function = as_function(case, module)
     found = torch.func.grad(lambda p: function(p, *args, **kwargs).pow(2).sum())(parameters)
     wanted = of_squares(case.run(case.function(module), (args, kwargs)), module)
-    for (key, p), w in zip(parameters.items(), wanted, strict=True):
-        assert found[key].shape == p.shape
-        assert_close(found[key], w)
+    assert_close([found[key] for key in parameters], wanted)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -178,8 +172,7 @@ def test_an_ensemble_by_vmap(name):
     for i, model in enumerate(models):
         expected = case.run(case.function(model), (args, kwargs))
         assert_close(outs[i], expected.detach())
-        for key, w in zip(parameters, of_squares(expected, model), strict=True):
-            assert_close(found[key][i], w)
+        assert_close([found[key][i] for key in parameters], of_squares(expected, model))
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -263,21 +256,6 @@ def test_it_is_torchs_own_method(name):
     for one, other in zip(ours.modules(), torchs.modules(), strict=True):
         for method in ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict"):
             assert getattr(type(one), method) is getattr(type(other), method), (type(one), method)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_values_are_cast_or_assigned(name):
-    module, _ = CASES[name].pair()
-    wide = {key: value.double() for key, value in module.state_dict().items()}
-    before = dict(module.named_parameters())
-    module.load_state_dict(wide)
-    after = dict(module.named_parameters())
-    assert all(after[key] is p and p.dtype == torch.float32 for key, p in before.items())
-    module.load_state_dict(wide, assign=True)
-    after = dict(module.named_parameters())
-    assert after.keys() == before.keys()  # what was tied still is
-    assert all(p.dtype == torch.float64 and p.requires_grad for p in after.values())
-    assert all(torch.equal(p, wide[key]) for key, p in after.items())
 
 
 @pytest.mark.parametrize("name", CASES)

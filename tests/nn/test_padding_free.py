@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fastformer
 from fastformer import functional
 from fastformer.packing.row_map import RowMap
 from tests.nn.layer_cases import (
@@ -56,13 +55,19 @@ MASKS = {
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize(
+    ("padding", "mask"),
+    [
+        (padding, mask)
+        for padding, (hidden, _) in PADDING.items()
+        for mask in MASKS
+        # torch gives NaN there: the first real query may attend to nothing before it.
+        if not (mask.startswith("causal") and hidden[:, 0].any())
+    ],
+)
 def test_encoder(padding, mask, norm_first, tokens_seen):
     ours, torchs = twins("TransformerEncoder", norm_first=norm_first, activation="gelu")
     hidden = PADDING[padding][0]
-    if mask.startswith("causal") and hidden[:, 0].any():
-        pytest.skip("torch gives NaN: the first real query may attend to nothing before it")
     check(ours, torchs, (random(B, T, D),), hidden, src_key_padding_mask=hidden, **MASKS[mask]())
     assert set(tokens_seen) == {int((~hidden).sum())}
 
@@ -132,21 +137,6 @@ def test_a_bias_of_ones_is_not_the_padding_mask_of_the_source():
     check(ours, torchs, inputs_for("Transformer"), torch.zeros(B, T).bool(), **masks)
 
 
-def test_a_decoder_projects_no_padding_of_its_sources(monkeypatch):
-    seen, project = [], fastformer.MultiheadAttention._project
-
-    def watched(self, query, key, value, *positions):
-        if key is not query:
-            seen.append(key.shape[:-1].numel())
-        return project(self, query, key, value, *positions)
-
-    monkeypatch.setattr(fastformer.MultiheadAttention, "_project", watched)
-    ours, _ = twins("TransformerDecoder")
-    hidden = PADDING["right"][1]
-    ours(*inputs_for("TransformerDecoder"), memory_key_padding_mask=hidden)
-    assert set(seen) == {int((~hidden).sum())}
-
-
 def test_transformer_never_pads_in_between(monkeypatch):
     """One gather a side and one scatter at the end, whatever the number of layers."""
     calls, gather, spread = [], RowMap.gather, RowMap.spread
@@ -213,16 +203,16 @@ def test_a_sequence_of_padding_alone_gives_zeros_and_disturbs_nobody(kind, norm_
 @pytest.mark.parametrize("batch", [0, 2])
 def test_nothing_but_padding(kind, batch):
     ours, _ = twins(kind)
-    x, memory = random(batch, T, D), random(batch, S, D)
-    hidden, hidden_keys = torch.ones(batch, T).bool(), torch.ones(batch, S).bool()
+    inputs = random(batch, T, D), random(batch, S, D)
+    masks = {
+        "tgt_key_padding_mask": torch.ones(batch, T).bool(),
+        "memory_key_padding_mask": torch.ones(batch, S).bool(),
+    }
     if kind == "TransformerEncoder":
-        out = ours(x, src_key_padding_mask=hidden)
-    else:
-        out = ours(x, memory, AHEAD, tgt_key_padding_mask=hidden, memory_key_padding_mask=hidden_keys)
+        inputs, masks = inputs[:1], {"src_key_padding_mask": masks["tgt_key_padding_mask"]}
+    out = ours(*inputs, **masks)
     assert out.shape == (batch, T, D)
-    assert not out.any()
-    for gradient in gradients(out, [x, *ours.parameters()]):
-        assert not gradient.any()
+    assert not any(x.any() for x in (out, *gradients(out, [*inputs, *ours.parameters()])))
 
 
 def test_targets_without_a_source_are_what_remains():
@@ -235,14 +225,6 @@ def test_targets_without_a_source_are_what_remains():
         for layer in alone.layers:
             layer.multihead_attn.out_proj.weight.zero_()
     assert_close(out, alone(x, memory, AHEAD))
-
-
-def test_a_stack_without_layers_is_its_norm():
-    ours, _ = twins("TransformerDecoder")
-    ours.layers = nn.ModuleList()
-    assert ours.obstacle() == "it has no layers, which say where the batch is"
-    x, hidden = random(B, B, D), right([1, 3, 2], B)
-    assert_close(ours(x, random(B, S, D), tgt_key_padding_mask=hidden), ours.norm(x))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -270,10 +252,3 @@ def test_masks_that_learn_get_their_gradients():
     found = learned(ours)
     assert all(x.any() for x in found)
     assert_close(found, learned(torchs))
-
-
-def test_an_additive_padding_mask_that_hides_nothing_is_added(tokens_seen):
-    ours, torchs = twins("TransformerEncoder")
-    bias = -torch.rand(B, T, dtype=torch.float64)
-    check(ours, torchs, (random(B, T, D),), torch.zeros(B, T).bool(), src_key_padding_mask=bias)
-    assert set(tokens_seen) == {B * T}

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", STACKS)
-def test_a_switch_for_a_call_a_stack_and_all_twins(kind, monkeypatch, tokens_seen):
+def test_a_switch_for_a_call_a_stack_and_all_stacks(kind, monkeypatch, tokens_seen):
     ours, torchs = twins(kind)
     x = inputs_for(kind)
     mask = {"src_key_padding_mask" if "Encoder" in kind else "tgt_key_padding_mask": PADDING["right"][0]}

@@ -91,16 +91,6 @@ def test_a_step_of_decoding(given: dict[str, Tensor], queries: int, fillings: tu
     agree(results)
 
 
-def test_a_nan_at_the_end_of_finite_padding(fillings: tuple[float, ...]) -> None:
-    q, k, v = (torch.randn(B, H, n, K) for n in (1, S, S))
-    results = []
-    for filling in fillings:
-        values = v.clone()
-        values[0, :, -1] = filling
-        results.append([attention(q.to(DEVICE), k.to(DEVICE), values.to(DEVICE), key_lengths=KEYS.to(DEVICE))])
-    agree(results)
-
-
 def test_cross_attention_of_a_module(fillings: tuple[float, ...]) -> None:
     """Outputs, weights and the gradients of the queries and of real memory; a module's own weights meet all memory."""
     module = MultiheadAttention(K, H, batch_first=True).to(DEVICE)

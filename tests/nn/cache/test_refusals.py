@@ -101,17 +101,6 @@ def test_declared_parts_are_token_wise() -> None:
     assert ours.obstacle() is None
 
 
-def test_a_parametrised_part_is_what_it_was() -> None:
-    theirs, ours = both("encoder")
-    for stack in (theirs, ours):
-        nn.utils.parametrizations.weight_norm(stack.layers[1].linear2)  # type: ignore[union-attr, index]
-        nn.utils.parametrizations.weight_norm(stack.layers[1].self_attn.out_proj)  # type: ignore[union-attr, index]
-        stack.layers[1].linear2.parametrizations.weight.original0.data *= 1.5  # type: ignore[union-attr, index]
-        stack.layers[1].self_attn.out_proj.parametrizations.weight.original0.data *= 1.5  # type: ignore[union-attr, index]
-    assert ours.obstacle() is None
-    assert_reads(ours, ours.new_cache(2), Uncached(theirs, None, 2), drawn(3, 3), "equal")
-
-
 WRONG: dict[str, tuple[str, Callable[[Any, KVCache], object]]] = {
     "rows": (
         r"x must be of shape \[2, tokens, width\], not \[3, 1, 16\]",

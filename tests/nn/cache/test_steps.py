@@ -18,22 +18,15 @@ from tests.support.fused_op import DEVICE, needs_kernels
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("capacity", [None, 16], ids=["growing", "static"])
-def test_every_kind_of_layer(kind: str, layer: str, capacity: int | None) -> None:
+@pytest.mark.parametrize("rows", [[3, 5, 4], [3]], ids=["three rows", "one row"])
+def test_every_kind_of_layer(kind: str, layer: str, capacity: int | None, rows: list[int]) -> None:
     """Tokens one by one, a chunk, prompts of different lengths, and one by one again."""
-    for stack, cache, uncached in caches(kind, [3, 5, 4], capacity=capacity, **LAYERS[layer]):
+    for stack, cache, uncached in caches(kind, rows, capacity=capacity, **LAYERS[layer]):
         for seed, lengths, how in (
             *((1, (1, 1, 1), "equal"), (2, (1, 1, 1), "equal"), (3, (4, 4, 4), "equal"), (4, (2, 0, 3), "padded")),
             *((5, (1, 1, 1), "equal"), (6, (2, 2, 2), "equal"), (7, (0, 4, 1), "packed"), (8, (1, 1, 1), "equal")),
         ):
-            assert_reads(stack, cache, uncached, drawn(*lengths, seed=seed), how)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_one_row_reads_one_token_after_another(kind: str, layer: str) -> None:
-    for stack, cache, uncached in caches(kind, [3], **LAYERS[layer]):
-        for seed in range(3):
-            assert_reads(stack, cache, uncached, drawn(1, seed=seed), "equal")
+            assert_reads(stack, cache, uncached, drawn(*lengths[: len(rows)], seed=seed), how)
 
 
 @pytest.mark.parametrize("capacity", [None, 8], ids=["growing", "static"])

@@ -74,7 +74,7 @@ class Stack(nn.Module):
         return layer(*arguments, **options)
 
     def _run_packed(self, tokens: Tensor, *arguments: Any) -> Tensor:
-        """Run the layers on packed sequences, then the norm; arguments: of the layers' `packed` behind tokens."""
+        """Run the layers on packed sequences, then the norm; arguments: of the layers' `packed_attentions`."""
         check_types(("tokens",), tokens)
         return self._run(
             tokens,
@@ -85,12 +85,11 @@ class Stack(nn.Module):
     def _call_packed(self, layer: Any, x: Tensor, *arguments: Any) -> Tensor:
         """Run a layer on packed sequences; a sharded one gathers its parameters where it is called."""
         if not is_sharded(layer):
-            return self.run_layer(layer.packed, x, *arguments)
+            return self.run_layer(_compose_packed, layer, x, *arguments)
         memory = arguments[1:2] if isinstance(layer, TransformerDecoderLayer) else ()
 
         def run(layer: Any, x: Tensor, *memory: Tensor) -> Tensor:
-            rest = arguments[2:] if memory else arguments[1:]
-            return layer.packed(x, arguments[0], *memory, *rest)  # type: ignore[no-any-return]
+            return _compose_packed(layer, x, arguments[0], *memory, *arguments[1 + len(memory) :])
 
         return self.run_layer(layer, x, *memory, run)
 
@@ -185,6 +184,10 @@ class Stack(nn.Module):
         if layout is None:
             return out if cache.batch_first else out.transpose(0, 1)
         return out if isinstance(lengths, Layout) else unpack(out, layout, cache.batch_first)
+
+
+def _compose_packed(layer: Any, x: Tensor, *arguments: Any) -> Tensor:
+    return layer.compose(x, *layer.packed_attentions(*arguments))  # type: ignore[no-any-return]
 
 
 def _with_names(layer: Callable[..., Tensor], names: tuple[str, ...], *values: Any) -> Tensor:

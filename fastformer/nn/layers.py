@@ -2,8 +2,8 @@
 
 A layer runs in two forms. Where its attention was replaced or has hooks, or a subclass has a block of its own, torch's
 own `forward` runs, which calls every part. Else `compose` runs: one formula over attention callables, for padded
-batches (`forward`), packed sequences (`packed`) and cached steps. Constructors run torch's own, so initial values under
-a seed are torch's, then take over what it made.
+batches (`padded_attentions`), packed sequences (`packed_attentions`) and cached steps. Constructors run torch's own, so
+initial values under a seed are torch's, then take over what it made.
 
 Letters: B batch, H heads, T targets, S sources, D model width.
 """
@@ -200,11 +200,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Encode `[S, B, D]`, `[B, S, D]` if batch_first, or unbatched `[S, D]`.
 
-        Args:
-            src: the input.
-            src_mask: `[S, S]` or `[B * H, S, S]`, bool (True = may not attend) or additive.
-            src_key_padding_mask: `[B, S]`, bool (True = ignore) or additive.
-            is_causal: states that src_mask is the causal mask, which need not be given.
+        Arguments are torch's; masks are bool (True = ignore) or additive. `is_causal` states that src_mask is the
+        causal mask, which need not be given.
         """
         given: Any = src_mask
         if callable(given):  # by a stack, within the call in which a sharded layer gathers its parameters
@@ -219,11 +216,6 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         return self.compose(src, *self.padded_attentions((src_mask, src_key_padding_mask, is_causal)))
 
-    def packed(self, tokens: Tensor, layout: Layout, causal: bool = False, src_mask: Tensor | None = None) -> Tensor:
-        """Encode packed sequences: `[S, D]` -> `[S, D]`; src_mask as in forward, over layout.columns."""
-        check_types(("tokens",), tokens)
-        return self.compose(tokens, *self.packed_attentions(layout, causal, src_mask))
-
     def padded_attentions(
         self, own_masks: tuple[Any, Any, Any], weights: list[list[Tensor]] | None = None
     ) -> tuple[Attention, ...]:
@@ -233,7 +225,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     def packed_attentions(
         self, layout: Layout, causal: bool = False, src_mask: Tensor | None = None
     ) -> tuple[Attention, ...]:
-        """Return what `compose` takes for packed sequences."""
+        """Return what `compose` takes for packed sequences; src_mask as in forward, over layout.columns."""
         return (lambda x: self.self_attn.packed(x, layout, causal=causal, attn_mask=src_mask),)
 
 
@@ -260,17 +252,10 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`.
+        """Decode `[T, B, D]`, `[B, T, D]` if batch_first, or unbatched `[T, D]`, with a memory of S positions.
 
-        Args:
-            tgt: the input.
-            memory: the encoder's output, likewise with S.
-            tgt_mask: `[T, T]` or `[B * H, T, T]`, bool (True = may not attend) or additive.
-            memory_mask: `[T, S]` or `[B * H, T, S]`, likewise.
-            tgt_key_padding_mask: `[B, T]`, bool (True = ignore) or additive.
-            memory_key_padding_mask: `[B, S]`, likewise.
-            tgt_is_causal: states that tgt_mask is the causal mask, which need not be given.
-            memory_is_causal: the same of memory_mask.
+        Arguments are torch's; masks are bool (True = ignore) or additive. `tgt_is_causal` states that tgt_mask is the
+        causal mask, which need not be given, and `memory_is_causal` the same of memory_mask.
         """
         given: Any = tgt_mask
         if callable(given):  # as in the encoder's layer
@@ -284,31 +269,16 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
         return self.compose(tgt, *self.padded_attentions(memory, own_masks, memory_masks))
 
-    def packed(
+    def packed_attentions(
         self,
-        tokens: Tensor,
         layout: Layout,
         memory: Tensor,
         memory_layout: Layout,
         causal: bool = True,
         tgt_mask: Tensor | None = None,
         memory_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Decode packed sequences: `[T, D]` with memory `[S, D]` -> `[T, D]`; masks as in forward, over the columns."""
-        check_types(("tokens",), tokens)
-        given = layout, memory, memory_layout, causal, tgt_mask, memory_mask
-        return self.compose(tokens, *self.packed_attentions(*given))
-
-    def packed_attentions(
-        self,
-        layout: Layout,
-        memory: Tensor,
-        memory_layout: Layout,
-        causal: bool,
-        tgt_mask: Tensor | None,
-        memory_mask: Tensor | None,
     ) -> tuple[Attention, ...]:
-        """Return what `compose` takes for packed sequences."""
+        """Return what `compose` takes for packed sequences; masks as in forward, over the columns of the layouts."""
         offsets_of("memory_layout", memory_layout)  # without these two, attention would be to the tokens themselves
         check_types(("memory",), memory)
         return (

@@ -28,26 +28,18 @@ class RowMap(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Take the rows from their places: `[N, ...]` -> `[M, ...]`. Differentiable."""
-        if _needs_function(x):
+        # Compilers, modes and transforms differentiate torch's own ops.
+        if x.requires_grad and torch.is_grad_enabled() and not watched():
             return _Gather.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
         return x.index_select(0, self.slots)
 
     def spread(self, x: Tensor) -> Tensor:
         """Put the rows to their places, zeros elsewhere: `[M, ...]` -> `[N, ...]`. Differentiable."""
-        if _needs_function(x):
+        if x.requires_grad and torch.is_grad_enabled() and not watched():
             return _Spread.apply(x, *self)  # type: ignore[no-untyped-call, no-any-return]
         if compiling():
             return x.new_zeros(self.inverse.numel(), *x.shape[1:]).index_copy(0, self.slots, x)
-        return _spread(x, self.inverse)
-
-
-def _spread(x: Tensor, inverse: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
-
-
-def _needs_function(x: Tensor) -> bool:
-    """Return whether a backward pass follows; compilers, modes and transforms differentiate torch's ops themselves."""
-    return x.requires_grad and torch.is_grad_enabled() and not watched()
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.inverse)
 
 
 class _Gather(torch.autograd.Function):
@@ -69,7 +61,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(slots, inverse)
-        return _spread(x, inverse)
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

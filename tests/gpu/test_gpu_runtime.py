@@ -49,7 +49,7 @@ def step_of(name: str, dropout: float = 0.0):
         if name == "encoder layer":
             given, call = [x], lambda: layer(x, src_key_padding_mask=mask)
         else:
-            given, call = [tokens], lambda: layer.packed(tokens, layout, causal=True)
+            given, call = [tokens], lambda: layer.compose(tokens, *layer.packed_attentions(layout, causal=True))
         sources = [*given, *layer.parameters()]
     example = call()
     directions = [torch.randn_like(y) for y in ([example] if isinstance(example, Tensor) else example)]

@@ -79,16 +79,6 @@ class Classifier:
         """Return the most probable label of each text; arguments and errors as for `probabilities`."""
         return [self.labels[i] for logits in self._logits(texts, batch_size) for i in logits.argmax(-1).tolist()]
 
-    def ranked(self, texts: Sequence[str], batch_size: int = 64) -> Iterator[list[tuple[str, float]]]:
-        """Yield all labels of each text with their probabilities, the most probable first.
-
-        Arguments and errors as for `probabilities`.
-        """
-        for logits in self._logits(texts, batch_size):
-            found = logits.softmax(-1).sort(-1, descending=True)
-            for values, indices in zip(*found, strict=True):
-                yield [(self.labels[i], p) for i, p in zip(indices.tolist(), values.tolist(), strict=True)]
-
     def _logits(self, texts: Sequence[str], batch_size: int) -> Iterator[Tensor]:
         check_texts("texts", texts)
         check_value("batch_size", batch_size, int, at_least=1)

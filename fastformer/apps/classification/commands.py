@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fastformer.apps.classification.classifier import Classifier
 from fastformer.apps.classification.run import (
@@ -28,7 +27,6 @@ from fastformer.apps.cli.help import USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
 
-_ROWS = 200  # of a table
 RUN = Path("runs") / APPLICATION.kind
 Folder = Annotated[Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}`")]
 
@@ -64,24 +62,19 @@ def classify(
 def _labelled(classifier: Classifier, texts: list[str], batch_size: int, probabilities: bool) -> Iterable[str]:
     if not probabilities:
         return classifier.classify(texts, batch_size)
-    ranked = classifier.ranked(texts, batch_size)
-    return ("\t".join(f"{label}\t{p:.4f}" for label, p in labels) for labels in ranked)
+    found = (row.sort(descending=True) for row in classifier.probabilities(texts, batch_size))
+    return ("\t".join(f"{classifier.labels[i]}\t{p:.4f}" for p, i in zip(*row, strict=True)) for row in found)
 
 
 def evaluate_run(run: Path, checkpoint: str, device: str, texts: Any) -> None:
-    """Print accuracy, macro-F1, and the scores of each label, of many labels the most frequent."""
+    """Print accuracy, macro-F1, and the scores of each label."""
     corpus, found = evaluate_folder(run, texts, checkpoint, device)
     console.print(f"{corpus}; checkpoint {checkpoint}")
-    # rich lays out some 700 rows a second, so that 100,000 labels would take minutes.
-    most = sorted(found.each, key=lambda each: -each.texts)[:_ROWS] if len(found.each) > _ROWS else found.each
-    table = Table(box=None, pad_edge=False)
-    for name in ("label", "texts", "precision", "recall", "F1"):
-        table.add_column(name, justify="left" if name == "label" else "right", overflow="fold")
-    for each in most:
-        table.add_row(each.label, f"{each.texts:,}", *(f"{x:.4f}" for x in (each.precision, each.recall, each.f1)))
-    console.print(table)
-    if len(most) < len(found.labels):
-        console.print(f"these are the {len(most)} labels with the most texts, of {len(found.labels):,}")
+    width = max(len("label"), *map(len, found.labels))
+    console.print(f"{'label':{width}}  {'texts':>7}  precision  recall      F1")
+    for each in found.each:
+        scores = f"{each.precision:9.4f}  {each.recall:.4f}  {each.f1:.4f}"
+        console.print(f"{each.label:{width}}  {each.texts:>7,}  {scores}")
     console.print(str(found))
 
 

@@ -1,8 +1,7 @@
 """Labelled text: one text a line, `label<TAB>text`, in UTF-8.
 
-The label is what stands before the first tab, in Unicode's composed form (NFC); spaces around label and text are
-dropped. What has no text is left out and counted. The labels of the training text are the classes, in alphabetical
-order, unless the settings name them: a label that is none of them is refused with file and line, in held-out text too.
+The label stands before the first tab, in Unicode's composed form (NFC). Lines without text are dropped and counted. The
+labels of the training text are the classes, in alphabetical order, unless the settings name them.
 """
 
 import random
@@ -93,11 +92,7 @@ def read_labelled(path: Path | str, labels: Sequence[str] | None = None, name: s
 
 
 def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
-    """English number words and how many digits the number has: all below 100, and about as many of each length above.
-
-    A word more or less changes the label (`six thousand`, `six hundred thousand`), and longer texts may have fewer
-    digits (`nine hundred ninety-nine`, `ten thousand`).
-    """
+    """Generate English number words, labelled by how many digits the number has."""
     generator = random.Random(seed)
     numbers = list(range(100))
     for digits in range(3, _DIGITS + 1):
@@ -112,12 +107,9 @@ def number_texts(count: int, seed: int = 1) -> LabelledCorpus:
 def split_labelled(
     corpus: LabelledCorpus, share: float, given: Mapping[Split, LabelledCorpus] | None = None
 ) -> dict[Split, LabelledCorpus]:
-    """Training, validation and test texts of one corpus, drawn at random: `share` for each of the two.
+    """Split a corpus at random into training, validation and test texts, `share` for each of the last two.
 
-    given: held-out parts that there are; they stay as they are, and what would be theirs is for training.
-
-    Raises:
-        TextError: there are too few texts for three parts.
+    Parts that are `given` stay as they are; their share is for training. Raises TextError for too few texts.
     """
     try:
         train, *held = hold_out(corpus.texts, share, 1, "texts")
@@ -134,10 +126,7 @@ def split_labelled(
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> tuple[Sequences, int]:
-    """Encode texts as the model reads them: bos and the tokens, at most `max_length` in all; also how many were cut.
-
-    bos is what pooling "first" looks at, and leaves no text without a token.
-    """
+    """Encode texts as bos, for pooling "first", and tokens, at most `max_length`; return also how many were cut."""
     sequences, cut = encode_source(texts, tokenizer, max_length)
     ids, lengths = sequences.with_special(first=tokenizer.bos_id)
     return Sequences(ids.astype(np.int32), np.concatenate([[0], np.cumsum(lengths)])), cut

@@ -1,7 +1,7 @@
-"""How well a classifier does: cross entropy, accuracy, and precision, recall and F1 of each label.
+"""Scores of classifiers: cross entropy, accuracy, and precision, recall and F1 of each label.
 
-F1 is 2 PR / (P + R), and 0 where nothing was found right. Macro-F1 is its plain mean over the labels that occur or were
-predicted, so that a rare label counts as much as a common one (van Rijsbergen 1979; Sokolova and Lapalme 2009).
+F1 is 2 PR / (P + R), and 0 where nothing was found right. Macro-F1 is its mean over the labels that occur or were
+predicted (van Rijsbergen 1979; Sokolova and Lapalme 2009).
 
 Letters: N texts, C classes.
 """
@@ -34,7 +34,7 @@ class LabelScore:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model makes of labelled text.
+    """Predictions for labelled text, and their loss.
 
     Attributes:
         labels: of the C classes.
@@ -50,7 +50,7 @@ class Scores:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Texts of each label (row) by the label that was predicted (column): int64 `[C, C]`, made when asked for."""
+        """Count the texts of each label (row) by predicted label (column): int64 `[C, C]`."""
         size = len(self.labels)
         return np.bincount(self.wanted * size + self.predicted, minlength=size * size).reshape(size, size)
 
@@ -92,26 +92,14 @@ def score(model: SequenceClassifier, corpus: LabelledCorpus, tokenizer: Tokenize
 
 
 def score_logits(batches: Iterable[Tensor], corpus: LabelledCorpus) -> Scores:
-    """Compare logits, batch by batch `[.., C]`, with a corpus of N texts.
-
-    Raises:
-        ValueError: there is no text, or there are not logits of each for each label.
-    """
+    """Compare logits, batch by batch `[.., C]`, with a corpus; raise ValueError if it has no text."""
     if not len(corpus):
         raise ValueError(f"{corpus.name} must hold at least one text to score")
     wanted = torch.from_numpy(corpus.classes)
-    predicted, nats = torch.empty_like(wanted), 0.0
-    first = 0
+    predicted: list[int] = []
+    nats = 0.0
     for logits in batches:
-        rows = slice(first, first + len(logits))
-        if rows.stop > len(wanted) or logits.shape[1] != len(corpus.labels):
-            raise ValueError(
-                f"logits must be of {len(wanted)} texts and {len(corpus.labels)} labels, not of {rows.stop} or more "
-                f"and {logits.shape[1]}"
-            )
-        predicted[rows] = logits.argmax(-1)
+        rows = slice(len(predicted), len(predicted) + len(logits))
+        predicted += logits.argmax(-1).tolist()
         nats += float(F.cross_entropy(logits, wanted[rows], reduction="sum"))
-        first = rows.stop
-    if first < len(wanted):
-        raise ValueError(f"logits must be of {len(wanted)} texts, not of {first}")
-    return Scores(corpus.labels, corpus.classes, predicted.numpy(), nats / len(wanted))
+    return Scores(corpus.labels, corpus.classes, np.array(predicted, np.int64), nats / len(wanted))

@@ -1,7 +1,6 @@
-"""The classification application: labelled text, tokenizer, model, training and scores around one run folder.
+"""Runs of classifiers, and what loads and evaluates them; `fastformer.apps.runs.folder` has the folder.
 
-What a run folder is stands in `fastformer.apps.runs.folder`. The labels are a setting of the data: config.toml has them
-in the order of the classes, so that a run describes itself. A batch has so many texts, whatever their lengths.
+The labels are a setting of the data: config.toml has them in the order of the classes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -138,11 +137,7 @@ APPLICATION = Application(
 
 
 def read_labelled_corpora(data: ClassificationDataConfig) -> dict[Split, LabelledCorpus]:
-    """Read or generate the training, validation and test text, with the labels of the settings or else of training.
-
-    Raises:
-        FileNotFoundError, ValueError: naming file and line, or the setting.
-    """
+    """Read or generate the training, validation and test text, with the labels of the settings or else of training."""
     if data.train_text is None:
         refuse_by_hand(data.dataset)
         return split_labelled(number_texts(data.size), data.held_out)
@@ -224,8 +219,9 @@ def load_classifier(folder: Path | str, checkpoint: str = "best", device: torch.
         device: of the model.
 
     Raises:
-        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.application.Application.load_weights`.
+        FileNotFoundError: there is no such run.
+        ValueError: the run is of another kind, or this machine cannot hold the model.
+        fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     return _load(folder, checkpoint, device)[0]
 
@@ -242,11 +238,10 @@ def _load(
 
 
 def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], max_length: int = 256) -> None:
-    """Make the folder of a `Trainer` a run folder, which `load_classifier` and every command open.
+    """Write tokenizer and config.toml into a `Trainer`'s folder, which `load_classifier` and every command then open.
 
-    Writes the tokenizer and config.toml beside the checkpoints: the kind of run, the labels, the settings of model and
-    training. Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in
-    Python only, and `fastformer evaluate` needs `--source`.
+    Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
+    only, and `fastformer evaluate` needs `--source`.
 
     Args:
         trainer: of a `SequenceClassifier` that reads what `encode_texts` gives.
@@ -256,8 +251,8 @@ def complete_run(trainer: Trainer, tokenizer: Tokenizer, labels: Sequence[str], 
 
     Raises:
         TypeError: the trainer's model is another one.
-        ValueError: the model does not fit the tokenizer, the labels or max_length; or a label is empty or has a tab, an
-            end of a line or spaces around it, which no line of a labelled file could name.
+        ValueError: the model does not fit the tokenizer, the labels or max_length; or no line of a labelled file could
+            hold a label.
     """
     config, data = getattr(trainer.model, "config", None), {"labels": tuple(labels), "max_length": max_length}
     ClassificationDataConfig(dataset=BY_HAND, **data)  # type: ignore[arg-type]
@@ -272,12 +267,7 @@ def evaluate(
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
 ) -> tuple[LabelledCorpus, Scores]:
-    """The scores of a run on its test or validation text, or on a labelled file; with the best weights by default.
-
-    Raises:
-        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_classifier`, `read_labelled`
-            and `read_labelled_corpora`.
-    """
+    """Score a run on its test or validation text, or on a labelled file; errors as `load_classifier`."""
     classifier, data = _load(folder, checkpoint, device)
     if isinstance(split, Path):
         corpus = read_labelled(split, classifier.labels)

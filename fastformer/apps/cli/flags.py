@@ -40,11 +40,9 @@ def with_settings(
 
         def run(**given: Any) -> None:
             values: dict[str, dict[str, Any]] = {section: {} for section in sections}
-            for name in list(given):
-                if name in homes:
-                    value = given.pop(name)
-                    if value is not None:
-                        values[homes[name]][name] = value
+            for name, home in homes.items():
+                if (value := given.pop(name)) is not None:
+                    values[home][name] = value
             command(**given, **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -57,9 +55,9 @@ def with_settings(
 
 
 def int_or_text(text: str) -> Any:
-    """A whole number of the command line, for `typer.Option(parser=…)`.
+    """Parse a whole number for `typer.Option(parser=…)`; the check of the setting refuses what stays text.
 
-    What is none goes on as it is, and who checks the value refuses it as from a file; typer would take 64.0 for 64.
+    typer takes 64.0 for 64.
     """
     try:
         return int(text)
@@ -68,7 +66,7 @@ def int_or_text(text: str) -> Any:
 
 
 def made(settings: type[Settings], given: dict[str, Any]) -> Any:
-    """Settings with their defaults; what was given and has no effect beside the others is refused, by name."""
+    """Make settings with their defaults; refuse what was given and has no effect."""
     found = settings(**given)
     refuse_idle({"": given}, {"": found})
     return found
@@ -90,7 +88,7 @@ def _flag(
 
 
 def _bare(hint: Any) -> Any:
-    """The type without None."""
+    """Return the type without None."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
     return hint

@@ -17,34 +17,26 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Command(TyperCommand):
-    """A command with plain help and suggestions."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super(TyperCommand, self).format_help(ctx, formatter)
+    """A command whose options stand in groups, with suggestions for mistyped ones."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_options(self, ctx, formatter)
+        _write(formatter, options_by_group(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return _suggesting(self, ctx, super().parse_args, args)
 
 
 class Group(TyperGroup):
-    """A group of commands with plain help, which shows the commands of its groups too, and suggestions."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super(TyperGroup, self).format_help(ctx, formatter)
+    """A group whose help shows all commands below it, in groups, with suggestions for mistyped options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
-        for name, command in _commands(self):
-            if name:
-                panels.setdefault(_panel(command) or "Commands", []).append((name, command.get_short_help_str(1000)))
-        for panel, rows in panels.items():
-            if rows:
-                with formatter.section(panel):
-                    formatter.write_dl(rows)
-        _write_options(self, ctx, formatter)
+        for path, command in walk(self, ""):
+            if path and (not hasattr(command, "commands") or command.invoke_without_command):
+                panel = getattr(command, "rich_help_panel", None) or "Commands"
+                panels.setdefault(panel, []).append((path.strip(), command.get_short_help_str(1000)))
+        _write(formatter, panels)
+        _write(formatter, options_by_group(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return _suggesting(self, ctx, super().parse_args, args)
@@ -54,21 +46,21 @@ class App(typer.Typer):
     """A `typer.Typer` whose commands, and itself as a group, have plain help and suggestions."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=Group, rich_markup_mode="rich", **options)
+        super().__init__(cls=Group, rich_markup_mode=None, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, cls=Command, **options)
 
 
 def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every command below one, itself first, with the words that call it; groups that do nothing alone too."""
+    """Yield every command below one, itself first, with the words that call it."""
     yield path, command
     for name, each in getattr(command, "commands", {}).items():
         yield from walk(each, f"{path} {name}")
 
 
 def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-    """The options and arguments of a command with their help, by the group they stand in."""
+    """Return the options and arguments of a command with their help, by the group they stand in."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
@@ -80,7 +72,15 @@ def options_by_group(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]
     return groups
 
 
+def _write(formatter: Any, groups: dict[str, list[tuple[str, str]]]) -> None:
+    for group, rows in groups.items():
+        if rows:
+            with formatter.section(group):
+                formatter.write_dl(rows)
+
+
 def _suggesting(command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[str]], args: list[str]) -> list[str]:
+    """Parse arguments; add the nearest options to the error for an unknown one."""
     try:
         return parse(ctx, args)
     except _UsageError as error:
@@ -95,20 +95,3 @@ def _suggesting(command: Any, ctx: Any, parse: Callable[[Any, list[str]], list[s
             error.possibilities = None
             error.message += f"; did you mean {' or '.join(near)}?" if near else ""  # type: ignore[attr-defined]
         raise
-
-
-def _commands(group: Any) -> Iterator[tuple[str, Any]]:
-    """The commands that a group's help shows: in place of a group that does nothing alone, the commands in it."""
-    for path, command in walk(group, ""):
-        if path and (not hasattr(command, "commands") or command.invoke_without_command):
-            yield path.strip(), command
-
-
-def _panel(command: Any) -> str:
-    return getattr(command, "rich_help_panel", None) or ""
-
-
-def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
-    for group, rows in options_by_group(command, ctx).items():
-        with formatter.section(group):
-            formatter.write_dl(rows)

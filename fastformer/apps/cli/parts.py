@@ -1,4 +1,4 @@
-"""Commands for runs of every kind: which application's function does the work, and which options it takes."""
+"""Commands for runs of every kind: the application's function that does the work, and the options that it takes."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ def part_of(run: Path, name: str, given: Mapping[str, Any]) -> Callable[..., Any
     Args:
         run: the folder.
         name: of the function.
-        given: options of all parts by name, settings as a dictionary; None, False and {} are not given.
+        given: options of all applications by name, settings as a dictionary; None, False and {} are not given.
 
     Raises:
         FileNotFoundError: there is no such run.

@@ -3,7 +3,6 @@
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +11,14 @@ import typer
 from fastformer.apps.cli.console import Device, app, choose_device
 from fastformer.apps.cli.flags import with_settings
 from fastformer.apps.cli.help import TRAIN, App
+from fastformer.apps.cli.parts import flag
 from fastformer.apps.runs.application import PRETRAINED
 from fastformer.apps.runs.folder import CONFIG, refuse_output
 from fastformer.apps.runs.kinds import MAIN
 from fastformer.apps.runs.run import Run
 from fastformer.apps.system.terminal import Terminal
+from fastformer.apps.train import Processes, Result, join_processes, read_metrics
+from fastformer.apps.train.processes import local_device
 
 _HOW = """Settings that are not given are chosen for the corpus, the budget and the speed of this machine, and printed.
 
@@ -34,12 +36,7 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with sections data,
 
 
 def add_training(kind: type[Run], what: str) -> None:
-    """Register the command that trains runs of a kind; that of the main application is `fastformer train` itself.
-
-    Args:
-        kind: of the run.
-        what: the command does, in a sentence.
-    """
+    """Register the command that trains runs of a kind; `what`: what the command does, in a sentence."""
     application = kind.application
 
     @with_settings(
@@ -57,14 +54,24 @@ def add_training(kind: type[Run], what: str) -> None:
         model: dict[str, Any],
         train: dict[str, Any],
     ) -> None:
-        if call.invoked_subcommand is None:
-            given = {"data": data, "model": model, "train": train}
-            train_run(kind, run, config, resume, device, given, pretrained)
+        if call.invoked_subcommand is not None:
+            for name in call.params:
+                source = call.get_parameter_source(name)
+                if source is not None and source.name == "COMMANDLINE":
+                    raise ValueError(f"{flag(name)} must stand behind {call.invoked_subcommand}")
             return
-        for name in call.params:
-            source = call.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise ValueError(f"--{name.replace('_', '-')} must stand behind {call.invoked_subcommand}")
+        if resume and (data or model or config or pretrained):
+            raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
+        device = local_device(choose_device(device))
+        with join_processes(device) as processes:
+            if resume:
+                learner = kind.open(run, train, device)
+            else:
+                given = {"data": data, "model": model, "train": train}
+                learner = _new_run(kind, run, config, given, device, pretrained)
+            result = _fit(learner, processes, resume)
+        if result.signal is not None and result.signal != signal.SIGINT:
+            raise typer.Exit(128 + result.signal)
 
     command.__doc__ = f"{what}\n\n{_HOW}"
     name = application.command.split()[-1]
@@ -72,70 +79,54 @@ def add_training(kind: type[Run], what: str) -> None:
     (train_app.callback() if main else train_app.command(name, rich_help_panel=TRAIN))(command)
 
 
-def train_run(
+def _new_run(
     kind: type[Run],
     folder: Path,
     config: Path | None,
-    resume: bool,
+    flags: dict[str, dict[str, Any]],
     device: str,
-    settings: Mapping[str, dict[str, Any]],
-    pretrained: Path | None = None,
-) -> None:
-    """Make a run or open one, train it, say what is read, what learns and how it ended, and draw the learning curve.
+    pretrained: Path | None,
+) -> Run:
+    """Make a run of a file of settings, and of flags, which override it."""
+    application = kind.application
+    if config is not None:
+        refuse_output(folder / CONFIG, config)
+    file = application.read_settings(config)
+    given = {name: file[name] | flags[name] for name in flags}
+    data = given["data"]
+    if pretrained is not None:
+        application.check_begins()
+        data = {"tokenizer": PRETRAINED} | data
+    text, train = application.data(**data), application.train(**given["train"])
+    application.refuse_idle(given, text, given["model"], train, device)
+    return kind.create(folder, text, given["model"], train, device, pretrained, given)
 
-    Nothing that is said keeps it from training. Asked to end by SIGTERM or SIGHUP, it exits with 128 and their number.
 
-    Args:
-        kind: of the run.
-        folder: of the run.
-        config: see `Config`.
-        resume: continue from the last checkpoint.
-        device: see `Device`.
-        settings: what was given as flags, by section: data, model, train.
-        pretrained: see `From`.
+def _fit(run: Run, processes: Processes, resume: bool) -> Result:
+    """Train a run, print what is read, learned and how it ended, and draw the learning curve.
+
+    Output that fails does not end training.
     """
     from fastformer.apps.plots import plot_history, save
-    from fastformer.apps.train import join_processes, read_metrics
-    from fastformer.apps.train.processes import local_device
 
-    if resume and (settings["data"] or settings["model"] or config or pretrained):
-        raise ValueError("--resume takes its data and model from the run folder; give [train] settings only")
-    device, terminal = local_device(choose_device(device)), Terminal(sys.stdout)
-    with join_processes(device) as processes:
-        if resume:
-            run = kind.open(folder, settings["train"], device)
-        else:
-            application = kind.application
-            if config is not None:
-                refuse_output(folder / CONFIG, config)
-            file = application.read_settings(config)
-            data, model, train = (file[name] | settings[name] for name in ("data", "model", "train"))
-            given = {"data": data, "model": model, "train": train}
-            if pretrained is not None:
-                application.check_begins()
-                data = {"tokenizer": PRETRAINED} | data
-            text, settled = application.data(**data), application.train(**train)
-            application.refuse_idle(given, text, model, settled, device)
-            run = kind.create(folder, text, model, settled, device, pretrained, given)
-        with run.writing():
-            if processes.is_main:
-                report = run.data_report()
-                about = run.application.describe(run.model_config)
-                for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
-                    terminal.line(line)
-                for line in run.choice.lines if run.choice else ():
-                    terminal.line(line)
-                if processes.world > 1:
-                    terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
-            cpu = time.process_time()
-            result = run.fit(resume)
-            cpu = time.process_time() - cpu
-            if processes.is_main:
-                picture = plot_history({run.folder.name: read_metrics(run.folder)})
-                save(picture, run.folder / "history.png")
-                terminal.line(
-                    f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
-                    f"session): {result.reason}; run folder: {run.folder}"
-                )
-    if result.signal is not None and result.signal != signal.SIGINT:
-        raise typer.Exit(128 + result.signal)
+    terminal = Terminal(sys.stdout)
+    with run.writing():
+        if processes.is_main:
+            report = run.data_report()
+            about = run.application.describe(run.model_config)
+            for line in (*report["corpora"].values(), f"training: {report['training']}", f"model: {about}"):
+                terminal.line(line)
+            for line in run.choice.lines if run.choice else ():
+                terminal.line(line)
+            if processes.world > 1:
+                terminal.line(f"processes: {processes.world}, {run.train_config.parallel}")
+        cpu = time.process_time()
+        result = run.fit(resume)
+        cpu = time.process_time() - cpu
+        if processes.is_main:
+            save(plot_history({run.folder.name: read_metrics(run.folder)}), run.folder / "history.png")
+            terminal.line(
+                f"ended after {result.step:,} steps, {result.seconds:,.0f} s ({cpu:,.0f} CPU-seconds in this "
+                f"session): {result.reason}; run folder: {run.folder}"
+            )
+    return result

@@ -1,14 +1,10 @@
 """The data of language models: its settings, the corpora that they name, and the vocabulary learned from them.
 
-Every line of text ends with eos, whatever the tokenizer, and is predicted like a word; so the tokens of WikiText-2
-count 2,088,628, 217,646 and 245,569, as published. Its closed vocabulary of 33,278 (with `<unk>` and `<eos>`) has two
-entries more here, `<pad>` and `<bos>`, which never follow.
+Every line of text ends with eos, which is predicted like a word: WikiText-2 has 2,088,628, 217,646 and 245,569 tokens,
+as published, and its vocabulary of 33,278 has two more entries here, `<pad>` and `<bos>`.
 
-The text is read in one of two ways. As documents, each between bos and eos: no token sees another document. As a
-stream: all lines one after another, in training as columns (`fastformer.apps.text.ColumnBatches`), with no begin but
-the ends of lines. In both a model looks back on at most `context` tokens, in evaluation too, and starts afresh after
-them, unless the windows of evaluation are made to overlap (`fastformer.apps.language.evaluation`); those of validation
-in training never do.
+The text is read as documents, each between bos and eos, of which none sees another; or as a stream of all lines, in
+training as columns (`fastformer.apps.text.ColumnBatches`). A model sees at most `context` tokens.
 """
 
 from typing import Any, ClassVar, Literal
@@ -87,24 +83,20 @@ class LanguageDataConfig(Settings):
 
     @property
     def corpus(self) -> str:
-        """What kind of data it is, in words."""
+        """Name the kind of data."""
         if self.train_text is not None:
             return "text files" if self.valid_text is not None and self.test_text is not None else _TO_SPLIT
         return "docstrings" if self.dataset == "docstrings" else "a dataset folder"
 
     @property
     def parts(self) -> str:
-        """Whether it matters where documents begin, in words: a docstring is a line, and columns know no documents."""
+        """Say whether it matters where documents begin: a docstring is a line, and columns have no documents."""
         apart = self.corpus == _TO_SPLIT or (self.stream == "documents" and self.corpus != "docstrings")
         return "documents to tell apart" if apart else "none"
 
 
 def read_text_corpora(data: LanguageDataConfig) -> dict[Split, TextCorpus]:
-    """Read the training, validation and test text.
-
-    Raises:
-        FileNotFoundError, ValueError: naming file and line, or the setting.
-    """
+    """Read the training, validation and test text."""
     if data.train_text is None:
         if data.dataset == "docstrings":
             parts = docstring_corpora(data.size)

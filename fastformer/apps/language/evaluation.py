@@ -1,10 +1,7 @@
-"""How well a language model predicts a text: every token once, in windows no longer than its context.
+"""Perplexity of a language model: every token of a text is predicted once, in windows no longer than the context.
 
-Windows that begin where the one before ended leave a token half a context to look back on, on average. Windows that
-overlap, of stride context - overlap (sliding-window or strided evaluation), leave it `overlap` tokens at least, a
-document's first ones excepted, at context / stride times the work; what is predicted, and how often, stays the same.
-
-It gave up to 1 % on small models, measured in docs/language-models.md.
+Windows may overlap, with stride context - overlap (sliding-window or strided evaluation): a token then sees at least
+`overlap` tokens before it, at context / stride times the work. docs/language-models.md has the gain.
 """
 
 import math
@@ -32,7 +29,7 @@ _EVALUATION_TOKENS = 4096  # in a batch; more did not make it faster on a CPU
 
 
 def encode_corpus(corpus: TextCorpus, tokenizer: Tokenizer, stream: str) -> EncodedDocuments:
-    """The documents of a corpus as ids; as a stream, its lines are one document."""
+    """Encode the documents of a corpus; of a stream, all lines are one document."""
     documents = [corpus.lines] if stream == "columns" else corpus.documents
     try:
         return encode_lines(documents, tokenizer)
@@ -40,17 +37,16 @@ def encode_corpus(corpus: TextCorpus, tokenizer: Tokenizer, stream: str) -> Enco
         raise ValueError(f"{corpus.name}: {error}") from None
 
 
-def cut_corpus(documents: EncodedDocuments, context: int, stream: str, overlap: int = 0) -> Pieces:
-    """The pieces that predict every token of a text once."""
-    return (cut_stream if stream == "columns" else cut_documents)(documents, context, overlap)
-
-
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model makes of a text: `nats` is the sum of -log p over `tokens` predicted tokens, eos included.
+    """The loss of a model on a text.
 
-    `words` are those of the same text at spaces, and an <eos> a line; `unknown` tokens stood where <unk> was predicted.
-    `overlap` tokens before it, each window read again.
+    Attributes:
+        nats: sum of -log p over the predicted tokens.
+        tokens: that were predicted, eos included.
+        words: of the same text at spaces, and an <eos> a line.
+        unknown: predicted tokens that are <unk>.
+        overlap: tokens that each window read again.
     """
 
     nats: float
@@ -66,7 +62,7 @@ class Perplexity:
 
     @property
     def per_word(self) -> float:
-        """exp(nats / words): compares models of different tokenizers, where none of them has unknown tokens."""
+        """exp(nats / words), which compares models of different tokenizers without unknown tokens."""
         return _perplexity(self.nats / self.words)
 
     def __str__(self) -> str:
@@ -99,7 +95,8 @@ class HeldOutText:
 
     def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0) -> None:
         documents = encode_corpus(corpus, tokenizer, stream)
-        self.pieces = cut_corpus(documents, context, stream, overlap)
+        cut = cut_stream if stream == "columns" else cut_documents
+        self.pieces = cut(documents, context, overlap)
         self._overlap = overlap
         self._unknown = int(np.count_nonzero(documents.documents.ids == tokenizer.unk_id))
         # Lines that were left out as documents without a token are an <eos> each.
@@ -107,9 +104,9 @@ class HeldOutText:
 
     @torch.no_grad()
     def perplexity(self, model: LanguageModel, indices: NDArray[np.int64] | None = None) -> Perplexity:
-        """The perplexity of the pieces at `indices`, or of all; call `model.eval()` first.
+        """Compute the perplexity of the pieces at `indices`, or of all; call `model.eval()` first.
 
-        Of some of the pieces, words and unknown tokens are as many as their share of all tokens has on average.
+        Words and unknown tokens of some of the pieces are those of all, by their share of the tokens.
         """
         pieces = self.pieces if indices is None else self.pieces.take(indices)
         share = pieces.predictions / self.pieces.predictions
@@ -120,7 +117,7 @@ class HeldOutText:
 def perplexity(
     model: LanguageModel, corpus: TextCorpus, tokenizer: Tokenizer, context: int, stream: str, overlap: int = 0
 ) -> Perplexity:
-    """The perplexity of a text, every token of it predicted once; arguments and errors as `HeldOutText`."""
+    """Compute the perplexity of a text; arguments and errors as `HeldOutText`."""
     return HeldOutText(corpus, tokenizer, context, stream, overlap).perplexity(model)
 
 

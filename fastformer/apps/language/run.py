@@ -1,4 +1,4 @@
-"""Runs of language models, and what loads and evaluates them; the folder is in `fastformer.apps.runs.folder`."""
+"""Runs of language models, and what loads and evaluates them; `fastformer.apps.runs.folder` has the folder."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -27,8 +27,8 @@ from fastformer.settings import check_value
 class LanguageTrainConfig(TrainConfig):
     """`TrainConfig` with defaults for language models.
 
-    No smoothing, which perplexity punishes, and a rate that falls to its minimum at the end of the budget.
-    What other settings gave stands in docs/language-models.md.
+    No smoothing, which perplexity punishes, and a rate that falls to its minimum at the end of the budget;
+    docs/language-models.md has the figures of other settings.
     """
 
     schedule: str = inherited(TrainConfig, "schedule", default="cosine")
@@ -58,7 +58,7 @@ APPLICATION = Application(
 
 
 def _writes_unknown(corpus: TextCorpus) -> bool:
-    """Whether rare words were replaced by <unk> already, as in WikiText: the text has a word list, without pieces."""
+    """Return whether rare words are <unk> in the text, as in WikiText: it needs a word list, not pieces."""
     return any(UNK in line.split() for line in corpus.lines)
 
 
@@ -157,8 +157,9 @@ def load_language_model(
         device: of the model.
 
     Raises:
-        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.application.Application.load_weights`.
+        FileNotFoundError: there is no such run.
+        ValueError: the run is of another kind, or this machine cannot hold the model.
+        fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     model = APPLICATION.load_for_inference(folder, checkpoint, device)
     (tokenizer,) = APPLICATION.load_tokenizers(folder)
@@ -168,9 +169,8 @@ def load_language_model(
 def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.device | str = "cpu") -> TextGenerator:
     """Load a run's model and tokenizer, ready to write.
 
-    A model of a stream has never read bos: there, texts begin after an end of line.
-
-    Args and errors as `load_language_model`.
+    Texts of a stream's model begin after an end of line, because it has never read bos. Arguments and errors as
+    `load_language_model`.
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
     first = tokenizer.eos_id if data.stream == "columns" else tokenizer.bos_id
@@ -178,9 +178,8 @@ def load_generator(folder: Path | str, checkpoint: str = "best", device: torch.d
 
 
 def complete_run(trainer: Trainer, tokenizer: Tokenizer, context: int, stream: str = "documents") -> None:
-    """Make the folder of a `Trainer` a run folder, which `load_generator` and every command open.
+    """Write tokenizer and config.toml into a `Trainer`'s folder, which `load_generator` and every command then open.
 
-    Writes the tokenizer and config.toml beside the checkpoints: the kind of run, the settings of model and training.
     Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
     only, and `fastformer evaluate` needs `--source`.
 
@@ -208,20 +207,16 @@ def evaluate_text(
     device: torch.device | str = "cpu",
     overlap: int = 0,
 ) -> tuple[TextCorpus, Perplexity]:
-    """The perplexity of a run's test or validation text, or of a file; with the best weights by default.
+    """Compute the perplexity of a run's test or validation text, or of a file.
 
     Args:
-        folder: of the run.
+        folder, checkpoint, device: as in `load_language_model`.
         split: part of the run's data, or a file.
-        checkpoint: "best" (by validation), "last" or "average".
-        device: to compute on.
         overlap: how many tokens before it each window reads again; see `fastformer.apps.language.evaluation`.
-        weights: as in `load_language_model`.
 
     Raises:
         FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see `load_language_model`,
-            `read_text_corpora`
-            and `perplexity`.
+            `read_text_corpora` and `perplexity`.
     """
     model, tokenizer, data = load_language_model(folder, checkpoint, device)
     if split in ("test", "valid"):

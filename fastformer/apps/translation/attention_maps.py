@@ -1,4 +1,4 @@
-"""Where a translation model looks: every attention weight for a sentence and its translation.
+"""Every attention weight of a translation model for a sentence and its translation.
 
 Letters: L layers, H heads, T target positions, S source positions.
 """

@@ -1,9 +1,8 @@
 """`fastformer demo | train | translate | score`, and what `evaluate` and `plot` do for translation runs."""
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +24,7 @@ from fastformer.apps.cli.flags import int_or_text, made, with_settings
 from fastformer.apps.cli.help import START, USE
 from fastformer.apps.cli.training import add_training
 from fastformer.apps.runs.folder import refuse_output
-from fastformer.apps.text import read_parallel
-from fastformer.apps.text.files import iterate_lines
+from fastformer.apps.text import read_lines, read_parallel
 from fastformer.apps.text.scores import check_bleu_tokenizer
 from fastformer.apps.translation.attention_maps import attend
 from fastformer.apps.translation.data import DataConfig, read_corpora
@@ -34,7 +32,6 @@ from fastformer.apps.translation.run import APPLICATION, TranslationRun, evaluat
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translation
 from fastformer.nn import pack_weights
-from fastformer.settings import check_value
 
 Folder = Annotated[
     Path, typer.Option("--run", help=f"run folder, made by `{APPLICATION.command}` or `fastformer demo`")
@@ -99,40 +96,21 @@ def score(
     checkpoint: Checkpoint = "best",
     device: Device = "auto",
 ) -> None:
-    """Score given translations: how probable the model finds each, a line a pair, separated by tabs.
+    """Score given translations, a line a pair, separated by tabs.
 
     The natural logarithm of the probability, the tokens of the translation with its end, and the perplexity per token.
     """
     check_output(output)
     refuse_output(output, source, target, runs=(run,))
-    check_value("batch_size", batch_size, int, at_least=1)
-    pairs = _pairs_to_score(source, target)
-    streamed = source.is_fifo() or target.is_fifo()
-    given = [list(pairs)] if not streamed else iter(lambda: list(itertools.islice(pairs, batch_size)), [])
+    sides = [[line.strip() for line in read_lines(path)] for path in (source, target)]
+    for path, lines in zip((source, target), sides, strict=True):
+        if "" in lines:
+            raise ValueError(f"{path}:{lines.index('') + 1}: an empty line cannot be scored; leave the pair out")
+    if len(sides[0]) != len(sides[1]):
+        raise ValueError(f"{source} has {len(sides[0]):,} lines but {target} has {len(sides[1]):,}; they must be pairs")
     translator = load_translator(run, checkpoint, choose_device(device))
-
-    def scores() -> Iterator[tuple[float, int]]:
-        first = 1
-        for batch in given:
-            sources, targets = zip(*batch, strict=True)
-            yield from translator.score_each(sources, targets, batch_size, first)
-            first += len(batch)
-
-    put_lines((f"{log_p:.4f}\t{n}\t{math.exp(min(-log_p / n, 700.0)):.4f}" for log_p, n in scores()), output)
-
-
-def _pairs_to_score(source: Path, target: Path) -> Iterator[tuple[str, str]]:
-    """The pairs of two files or pipes; raises ValueError for an empty line, and at the end for files of two lengths."""
-    counts = [0, 0]
-    for pair in itertools.zip_longest(iterate_lines(source), iterate_lines(target)):
-        for side, (path, line) in enumerate(zip((source, target), pair, strict=True)):
-            counts[side] += line is not None
-            if line is not None and not line.strip():
-                raise ValueError(f"{path}:{counts[side]}: an empty line cannot be scored; leave the pair out")
-        if None not in pair:
-            yield pair[0].strip(), pair[1].strip()
-    if counts[0] != counts[1]:
-        raise ValueError(f"{source} has {counts[0]:,} lines but {target} has {counts[1]:,}; they must be pairs")
+    scores = translator.score_each(sides[0], sides[1], batch_size)
+    put_lines((f"{log_p:.4f}\t{n}\t{math.exp(min(-log_p / n, 700.0)):.4f}" for log_p, n in scores), output)
 
 
 def evaluate_run(

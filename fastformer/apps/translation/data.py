@@ -105,39 +105,31 @@ class DataConfig(Settings):
 
     @property
     def corpus(self) -> str:
-        """What kind of data it is, in words."""
+        """Name the kind of data."""
         if self.train_source is not None:
             return "sentence files"
         return "number words" if self.dataset == "numbers" else "a dataset folder"
 
     @property
     def tokenizer_for_bleu(self) -> str:
-        """The tokenizer that BLEU is computed with: the setting, or the one for the target language."""
+        """Return the tokenizer of BLEU: the setting, or the one for the target language."""
         language = self.target if self.train_source is None else self.target_language or ""
         return self.bleu_tokenizer or bleu_tokenizer(language)
 
     def files(self) -> list[Path]:
-        """What stands where the text comes from."""
+        """Return the files that the text comes from."""
         given = [path for path in vars(self).values() if isinstance(path, Path)]
         folder = Path(self.dataset or "") if self.corpus == "a dataset folder" else None
         return given + (sorted(folder.iterdir()) if folder is not None and folder.is_dir() else [])
 
     @property
     def special_ids(self) -> SpecialIds:
-        """The four special ids as one value."""
+        """Return the four special ids."""
         return SpecialIds(self.unk_id, self.pad_id, self.bos_id, self.eos_id)
 
 
 def read_corpora(data: DataConfig) -> dict[Split, ParallelCorpus]:
-    """Read or generate the training, validation and test pairs.
-
-    Of `train_size` pairs the first are taken, after those that are split off: `head` shows the same, nothing else is
-    held in memory, and where the order means something (Europarl's is that of its sessions) `fastformer data` has
-    shuffled it.
-
-    Raises:
-        FileNotFoundError, ValueError: naming file and line, or the setting.
-    """
+    """Read or generate the training, validation and test pairs; `train_size` takes the first that are not split off."""
     if data.train_source is not None and data.train_target is not None:
         held: dict[Split, ParallelCorpus] = {}
         if data.valid_source is not None and data.valid_target is not None:

@@ -1,8 +1,4 @@
-"""`fastformer demo`: from nothing to translations in about a minute, with no network and no data.
-
-Number words are a real translation task: French counts by twenties and agrees (quatre-vingts, but quatre-vingt-un),
-German says the units before the tens and writes one word. The numbers it is tested on never occur in training.
-"""
+"""`fastformer demo`: from nothing to translations of held-out number words in about a minute, with no network."""
 
 import shutil
 import signal
@@ -51,19 +47,9 @@ _MARK = b"made by `fastformer demo`, which may replace this folder\n"
 
 
 def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scores:
-    """Train, evaluate on held-out numbers, translate a few, draw an attention map; report as it goes.
+    """Train, print the scores on held-out numbers, translate a few, draw an attention map; return the scores.
 
-    Args:
-        folder: of the run; an earlier demo is replaced, but no folder that holds anything else.
-        target: "fr" or "de".
-        device: of the model.
-        console: where to report.
-
-    Returns:
-        The scores on held-out numbers.
-
-    Raises:
-        FileExistsError: the folder holds something that is not a demo's.
+    Raises FileExistsError for a folder that holds something else than an earlier demo, which is replaced.
     """
     _check_folder(folder)
     data = DataConfig(**DATA, target=target)  # type: ignore[arg-type]
@@ -114,7 +100,7 @@ def run_demo(folder: Path, target: str, device: str, console: "Console") -> Scor
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder that is neither new, nor empty, nor an earlier demo's, which may have been killed."""
+    """Raise FileExistsError for a folder that is neither new, nor empty, nor an earlier demo's, killed or not."""
     own = {name for each in (*FILES, *PICTURES, DEMO) for name in (each, f".{each}.tmp")}
     names, mark = {path.name for path in folder.iterdir()} if folder.exists() else set(), folder / DEMO
     if names <= {LOCK, f".{DEMO}.tmp"}:

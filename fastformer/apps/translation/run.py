@@ -1,8 +1,4 @@
-"""The translation application: data, tokenizers, model, training and decoding around one run folder.
-
-What a run folder is stands in `fastformer.apps.runs.folder`; its tokenizers lie in tokenizer/source and
-tokenizer/target, the same one twice if they are joint.
-"""
+"""Runs of translation models, and what loads and evaluates them; `fastformer.apps.runs.folder` has the folder."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -54,7 +50,7 @@ APPLICATION = Application(
 
 @torch.no_grad()
 def corpus_loss(model: TranslationModel, pairs: EncodedPairs, tokens: int = 4096) -> float:
-    """Mean cross entropy per target token (eos included, no smoothing), in nats; call `.eval()` first."""
+    """Compute the mean cross entropy per target token, eos included, in nats; call `.eval()` first."""
     device = device_of(model)
     longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max())) + 1
     total, count = 0.0, 0
@@ -166,8 +162,9 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
         device: of the model.
 
     Raises:
-        FileNotFoundError, ValueError, fastformer.apps.train.CheckpointError: see
-            `fastformer.apps.runs.application.Application.load_weights`.
+        FileNotFoundError: there is no such run.
+        ValueError: the run is of another kind, or this machine cannot hold the model.
+        fastformer.apps.train.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     model = APPLICATION.load_for_inference(folder, checkpoint, device)
     source, target = APPLICATION.load_tokenizers(folder)
@@ -178,9 +175,8 @@ def load_translator(folder: Path | str, checkpoint: str = "best", device: torch.
 def complete_run(
     trainer: Trainer, source_tokenizer: Tokenizer, target_tokenizer: Tokenizer, max_length: int = 256
 ) -> None:
-    """Make the folder of a `Trainer` a run folder, which `load_translator` and every command open.
+    """Write tokenizers and config.toml into a `Trainer`'s folder, which `load_translator` and every command then open.
 
-    Writes the tokenizers and config.toml beside the checkpoints: the kind of run, the settings of model and training.
     Call it before or after `fit`, in all processes. The folder does not know the text, so the run goes on in Python
     only, and `fastformer evaluate` needs `--source` and `--target`.
 
@@ -205,6 +201,6 @@ def evaluate(
     lowercase: bool = False,
     bleu_tokenizer: str = "13a",
 ) -> tuple[Scores, list[str]]:
-    """Translate a corpus and compare with its target side: the scores and the translations."""
+    """Translate a corpus and compare with its target side; return the scores and the translations."""
     translations = translator.translate(corpus.source, options)
     return score_translations(translations, corpus.target, lowercase, bleu_tokenizer), translations

@@ -19,7 +19,7 @@ logger = logging.getLogger("fastformer")
 
 @dataclass(frozen=True)
 class Translation:
-    """One translation of a sentence; log probability in nats, summed over its tokens, and the score that ranked it."""
+    """A translation of a sentence, its log probability in nats, and the score that ranked it."""
 
     text: str
     log_probability: float
@@ -108,9 +108,9 @@ class Translator:
         return list(self.score_each(sources, targets, batch_size))
 
     def score_each(
-        self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64, first: int = 1
+        self, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64
     ) -> Iterator[tuple[float, int]]:
-        """Score like `score`, a batch when its first pair is asked for; `first`: number of the first pair in errors."""
+        """Score like `score`, a batch when its first pair is asked for."""
         check_value("batch_size", batch_size, int, at_least=1)
         check_texts("sources", sources)
         check_texts("targets", targets)
@@ -119,8 +119,8 @@ class Translator:
         if not sources:
             return iter(())
         pairs = EncodedPairs(
-            self._encode_whole("source", sources, self.source_tokenizer, first),
-            self._encode_whole("target", targets, self.target_tokenizer, first),
+            self._encode_whole("source", sources, self.source_tokenizer),
+            self._encode_whole("target", targets, self.target_tokenizer),
             self.source_tokenizer.special_ids,
             self.target_tokenizer.special_ids,
         )
@@ -141,11 +141,11 @@ class Translator:
             parts = torch.split(chosen, lengths)
             yield from [(float(part.sum()), length) for part, length in zip(parts, lengths, strict=True)]
 
-    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer, first: int) -> Sequences:
+    def _encode_whole(self, side: str, sentences: Sequence[str], tokenizer: Tokenizer) -> Sequences:
         """Encode sentences of which none may be cut or left out."""
         sequences = Sequences.from_lists(tokenizer.encode_batch(list(sentences)))
         most = self.max_source_length - 1
-        for number, length in enumerate(sequences.lengths.tolist(), start=first):
+        for number, length in enumerate(sequences.lengths.tolist(), start=1):
             if not 1 <= length <= most:
                 raise ValueError(f"{side} {number} has {length} tokens; what is scored must have 1 to {most}")
         return sequences

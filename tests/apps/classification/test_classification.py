@@ -294,18 +294,3 @@ def test_batches_keep_labels_with_their_tokens_and_every_sequence_comes_once():
     ordered = LabelledBatches(sequences, np.arange(5), size=3, shuffle=False)
     assert [batch.labels.tolist() for batch in ordered.epoch(0)] == [[0, 1, 2], [3, 4]]
     assert next(ordered.epoch(0)).lengths.tolist() == [3, 1, 0]
-
-
-def test_batches_refuse_what_does_not_fit():
-    sequences, labels = numbered([3, 1])
-    for wrong, message in (
-        (numbered([3])[1], "labels must be 2, one for each sequence, not 1"),
-        (numbered([3, 2])[1], "labels of sequence 1 must be 1, one for each token, not 2"),
-        (np.zeros(2), r"labels must be integers \[N\] or Sequences, not float64 \[2\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LabelledBatches(sequences, wrong, size=2)
-    with pytest.raises(ValueError, match="size must be at least 1, not 0"):
-        LabelledBatches(sequences, labels, size=0)
-    with pytest.raises(ValueError, match="there are no sequences"):
-        LabelledBatches(*numbered([]), size=2)

@@ -97,20 +97,3 @@ def test_scores_against_counting_by_hand() -> None:
     assert str(Scores(("x", "y"), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 0.5)) == (
         "accuracy 75.00 % of 4 texts, macro-F1 0.7333, loss 0.5000"
     )
-
-
-@pytest.mark.parametrize(
-    ("texts", "sizes", "message"),
-    [
-        (2, [(1, 3)], r"^logits must be of 2 texts, not of 1$"),
-        (2, [], r"^logits must be of 2 texts, not of 0$"),
-        (2, [(3, 3)], r"^logits must be of 2 texts and 3 labels, not of 3 or more and 3$"),
-        (2, [(2, 3), (1, 3)], r"^logits must be of 2 texts and 3 labels, not of 3 or more and 3$"),
-        (2, [(2, 5)], r"^logits must be of 2 texts and 3 labels, not of 2 or more and 5$"),
-        (0, [], r"^few must hold at least one text to score$"),
-    ],
-)
-def test_logits_of_other_texts_are_refused(texts: int, sizes: list[tuple[int, int]], message: str) -> None:
-    corpus = LabelledCorpus(["x"] * texts, np.zeros(texts, np.int64), ("a", "b", "c"), "few")
-    with pytest.raises(ValueError, match=message):
-        score_logits([torch.zeros(size) for size in sizes], corpus)

@@ -1,7 +1,6 @@
 """What is shown is never worth a run: broken outputs, a closed terminal, signals."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -218,31 +217,3 @@ def test_a_broken_output_ends_no_demo(tmp_path, monkeypatch, short_demo, error):
     demo_command(run=tmp_path / "demo", target="fr", device="cpu")
     assert stream.asked == 1
     assert (tmp_path / "demo" / "attention.png").exists()
-
-
-def test_a_demo_that_was_killed_is_followed_by_the_next(tmp_path, monkeypatch, short_demo):
-    """While it wrote that the folder is a demo's, or when it had removed some files of an earlier one."""
-    run_demo(tmp_path / "whole", "fr", "cpu", Console(quiet=True))
-    ended = Result("interrupted", 1, 1, 1, 1.0, {}, None, None, int(signal.SIGTERM))
-    monkeypatch.setattr(TranslationRun, "fit", lambda self: ended)
-
-    def begins(name):
-        (tmp_path / name / ".lock").write_text("process 1 on nowhere since 2020-01-01\n")
-        with pytest.raises(SystemExit):
-            run_demo(tmp_path / name, "fr", "cpu", Console(quiet=True))
-
-    files = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file())
-    removed = [path for path in files if path.name != "demo.txt"]
-    for gone in (removed[:1], removed[-1:], removed[::2], ["config.toml"], ["data.json"]):
-        folder = shutil.copytree(tmp_path / "whole", tmp_path / "half")
-        for path in gone:
-            (folder / path).unlink()
-        begins("half")
-        shutil.rmtree(folder)
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".demo.txt.tmp").write_bytes(b"made by")
-    begins("new")
-    (tmp_path / "new" / "notes").write_text("mine")
-    with pytest.raises(FileExistsError, match="not an earlier demo"):
-        run_demo(tmp_path / "new", "fr", "cpu", Console(quiet=True))
-    assert (tmp_path / "new" / "notes").read_text() == "mine"

@@ -26,8 +26,8 @@ def loaded(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> list[tu
     """Runs are this generator; the list tells which were asked for."""
     asked = []
 
-    def load_generator(folder: Path, checkpoint: str, device: str, weights: str) -> TextGenerator:
-        asked.append((str(folder), checkpoint, device, weights))
+    def load_generator(folder: Path, checkpoint: str, device: str) -> TextGenerator:
+        asked.append((str(folder), checkpoint, device))
         return generator
 
     monkeypatch.setattr("fastformer.apps.language.commands.load_generator", load_generator)
@@ -46,49 +46,12 @@ def test_one_prompt_is_streamed(loaded, generator, tmp_path, monkeypatch):
     assert (done.returncode, done.stderr) == (0, "")
     assert len(pieces) == 12
     assert done.stdout == "the cat" + "".join(pieces) + "\n"
-    assert loaded == [("run", "best", "cpu", "fp32")]
+    assert loaded == [("run", "best", "cpu")]
     again = generate("the cat", "--checkpoint", "last", cwd=tmp_path)
     assert again.stdout == done.stdout
-    assert loaded[1] == ("run", "last", "cpu", "fp32")
+    assert loaded[1] == ("run", "last", "cpu")
     assert generate("the cat", "--seed", "4", cwd=tmp_path).stdout != done.stdout
     assert generate("the cat", "--temperature", "0", "--top-k", "3", cwd=tmp_path).stdout != done.stdout
-
-
-def test_several_prompts_arguments_files_and_single_ones_agree(loaded, tmp_path):
-    prompts = ["the cat", "", "a mat , and"]
-    single = [generate(prompt, cwd=tmp_path).stdout for prompt in prompts]
-    assert generate(*prompts, cwd=tmp_path).stdout == "".join(single)
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
-    for batch_size in ("1", "2"):
-        done = generate("--prompt-file", "prompts.txt", "--batch-size", batch_size, cwd=tmp_path)
-        assert done.stdout == "".join(single)
-    done = generate("--prompt-file", "prompts.txt", "--output", "texts.txt", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert (tmp_path / "texts.txt").read_text(encoding="utf-8") == "".join(single)
-    generate("the cat", "--output", "one.txt", cwd=tmp_path)
-    assert (tmp_path / "one.txt").read_text(encoding="utf-8") == single[0]
-
-
-def test_an_interrupted_run_leaves_what_is_finished(loaded, generator, tmp_path, monkeypatch):
-    prompts = ["the cat", "a mat", "on", "the"]
-    whole = generate(*prompts, cwd=tmp_path).stdout.splitlines(keepends=True)
-    model, calls = generator.model, []
-
-    def interrupt(*given):
-        calls.append(given)
-        if len(calls) > 30:  # 2 x 12 tokens of two batches
-            raise KeyboardInterrupt
-
-    hook = model.register_forward_pre_hook(interrupt)
-    output_hook = model.output.register_forward_pre_hook(interrupt)
-    try:
-        done = generate(*prompts, "--batch-size", "1", "--output", "texts.txt", cwd=tmp_path)
-    finally:
-        hook.remove(), output_hook.remove()
-    assert done.returncode == 130
-    written = (tmp_path / "texts.txt.partial").read_text().splitlines(keepends=True)
-    assert 0 < len(written) < 4
-    assert written == whole[: len(written)]
 
 
 def test_texts_of_several_lines(loaded, tmp_path):

@@ -57,35 +57,6 @@ def test_the_maps_of_a_sentence_carry_its_tokens_and_its_weights(runs: Path, run
     assert attend(translator, "one", "").written == ["<eos>"]
 
 
-def test_a_figure_draws_the_maps_that_were_asked_for(runs: Path) -> None:
-    found = attend(load_translator(runs / "words"), "twelve thousand one", "douze mille un")
-    cross = found.maps["cross"]
-    cases = [
-        (("cross", 1, 2), [cross[0, 1]], "cross attention, layer 1, head 2: "),
-        (("cross", None, "all"), list(cross[1]), "cross attention, layer 2: "),
-        (("cross", 2, "mean"), [cross[1].mean(0)], "cross attention, layer 2, mean of 2 heads: "),
-        (("cross", "all", "all"), list(cross.flatten(0, 1)), "cross attention, all layers: "),
-        (("cross", "all", "mean"), list(cross.mean(1)), "cross attention, all layers, mean of 2 heads: "),
-        (("cross", "all", 1), list(cross[:, 0]), "cross attention, all layers, head 1: "),
-        (("encoder", None, 1), [found.maps["encoder"][-1, 0]], "encoder attention, layer 1, head 1: "),
-        (("decoder", 1, 1), [found.maps["decoder"][0, 0]], "decoder attention, layer 1, head 1: "),
-    ]
-    for choice, expected, title in cases:
-        figure = found.figure(*choice)
-        drawn = [torch.from_numpy(axes.images[0].get_array().filled()) for axes in figure.axes if axes.images]
-        assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=False))
-        assert len([axes for axes in figure.axes if axes.images]) == len(expected)
-        shown = figure.get_suptitle().replace("\n", " ")
-        assert shown == f"{title}twelve thousand one -> douze mille un"
-    axes = found.figure("decoder", 1, 1).axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == found.read
-    assert [label.get_text() for label in axes.get_yticklabels()] == found.written
-    figure = axes.figure
-    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("target token read", "target token written")
-    axes = found.figure("encoder", 1, 1).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == found.source_tokens
-
-
 @pytest.mark.parametrize(
     "options",
     ["", "--kind encoder --layer 1 --head 2", "--layer all --head mean --target deux", "--kind decoder --layer all"],
@@ -217,13 +188,6 @@ def test_a_mistake_gets_one_line_and_no_picture(runs: Path, command: str, messag
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
-
-
-def test_a_target_too_long_for_learned_positions_is_refused(runs: Path) -> None:
-    translator = load_translator(runs / "words")
-    longest = translator.model.config.longest
-    with pytest.raises(ValueError, match=f"target must have at most {longest - 1} tokens, not {longest}"):
-        attend(translator, "two", "un " * longest)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ What is translated from a file goes beside it line by line; one more line, and e
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.cli.console import put_lines
 from fastformer.apps.text import WordTokenizer
 from fastformer.apps.train import CheckpointFolder, TrainConfig
 from fastformer.apps.translation.model import TranslationConfig, TranslationModel
@@ -70,13 +68,3 @@ def test_each_sentence_gives_as_many_lines_as_translations_were_asked_for(folder
     found = [[float(x) for x in scores[first : first + 6]] for first in (0, 6, 12)]
     assert [sum(x > -math.inf for x in each) for each in found] == [4, 1, 4]
     assert all(each == sorted(each, reverse=True) for each in found)
-
-
-def test_lines_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
-    def lines() -> Iterator[str]:
-        yield "one"
-        assert capsys.readouterr().out == "one\n"
-        yield "two"
-
-    put_lines(lines(), None)
-    assert capsys.readouterr().out == "two\n"

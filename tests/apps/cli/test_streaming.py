@@ -64,25 +64,22 @@ def inputs(command, *names):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="names of open pipes")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["translate", "classify", "generate"])
 def test_a_program_at_the_other_end_of_a_pipe_gets_each_answer(runs, command):
     whole = fastformer(*COMMANDS[command], *inputs(command, "lines"), cwd=runs).stdout.splitlines()
-    pipes = [os.pipe() for _ in range(2 if command == "score" else 1)]
-    names = [f"/dev/fd/{reader}" for reader, _ in pipes]
-    given = [] if command == "translate" else inputs(command, *names)  # translate reads standard input
+    reader, writer = os.pipe()
+    given = [] if command == "translate" else inputs(command, f"/dev/fd/{reader}")  # translate reads standard input
     process = subprocess.Popen(
         [sys.executable, "-m", "fastformer", *COMMANDS[command], *given, "--batch-size", "1", "--device", "cpu"],
-        stdin=pipes[0][0], stdout=subprocess.PIPE, pass_fds=[reader for reader, _ in pipes], cwd=runs, env=ENVIRONMENT,
+        stdin=reader, stdout=subprocess.PIPE, pass_fds=[reader], cwd=runs, env=ENVIRONMENT,
         bufsize=0,
     )  # fmt: skip
     assert process.stdout is not None
     for line, answer in list(zip(LINES, whole, strict=True))[:3]:
-        for _, writer in pipes:
-            os.write(writer, f"{line}\n".encode())
+        os.write(writer, f"{line}\n".encode())
         assert select.select([process.stdout], [], [], 600)[0], "no answer to a line"
         assert process.stdout.readline().decode() == f"{answer}\n"
-    for end in (end for pipe in pipes for end in pipe):
-        os.close(end)
+    os.close(reader), os.close(writer)
     assert process.communicate(timeout=600)[0] == b""
     assert process.returncode == 0
 
@@ -101,6 +98,23 @@ def test_a_file_in_batches_gives_what_it_gives_at_once(runs, command):
         else:
             assert words[size] == words["64"]
     assert len(outputs["1"].stdout.splitlines()) == len(LINES)
+
+
+@pytest.mark.parametrize("command", ["translate", "classify", "generate"])
+def test_arguments_a_file_and_standard_input_give_the_same(runs, tmp_path, command):
+    (tmp_path / "in").write_text("w1 w2\n\nw3\n")
+    given = ["w1 w2", "", "w3"]
+    expected = fastformer(*COMMANDS[command], *inputs(command, str(tmp_path / "in")), cwd=runs)
+    assert expected.returncode == 0, expected.stderr
+    assert len(expected.stdout.splitlines()) == 3
+    assert fastformer(*COMMANDS[command], *given, cwd=runs).stdout == expected.stdout
+    if command != "generate":
+        by_stdin = fastformer(*COMMANDS[command], cwd=runs, stdin="\n".join(given).encode())
+        assert by_stdin.stdout == expected.stdout
+    done = fastformer(
+        *COMMANDS[command], *inputs(command, str(tmp_path / "in")), "--output", str(tmp_path / "out"), cwd=runs
+    )
+    assert (done.returncode, done.stdout, (tmp_path / "out").read_text()) == (0, "", expected.stdout)
 
 
 @pytest.mark.parametrize("command", ["translate", "classify", "generate"])

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
@@ -13,7 +12,7 @@ import fastformer as package
 from fastformer.apps.language import run as language_modelling
 from fastformer.apps.language.run import LanguageDataConfig, LanguageRun, LanguageTrainConfig
 from fastformer.apps.text import write_lines
-from fastformer.apps.train import CheckpointError, TrainConfig, Trainer
+from fastformer.apps.train import TrainConfig
 from fastformer.apps.translation import demo
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, TranslationRun
@@ -135,42 +134,3 @@ def test_a_batch_without_room_for_a_sentence_is_refused_before_a_folder_is_made(
     with pytest.raises(ValueError, match="tokens=3 is less than sentence pair"):
         TranslationRun.create(tmp_path / "run", data, SMALL, TrainConfig(steps=1, batch_tokens=3))
     assert not (tmp_path / "run").exists()
-
-
-class _OneBatch:
-    """Epochs of one batch."""
-
-    def epoch(self, epoch: int, start: int = 0) -> Any:
-        return iter([_Numbers()][start:])
-
-    def batches_in(self, epoch: int) -> int:
-        return 1
-
-
-class _Numbers:
-    tokens = 4
-
-    def to(self, device: Any, non_blocking: bool = False) -> "_Numbers":
-        return self
-
-
-def trainer(folder: Path, metric: str) -> Trainer:
-    model = torch.nn.Linear(1, 1)
-    config = TrainConfig(epochs=1, metric=metric, threads=1)
-    validate = lambda model: {"accuracy": 1.0}  # noqa: E731
-    return Trainer(
-        model, lambda m, b: m(torch.ones(4, 1)).sum(), _OneBatch(), config, folder, validate=validate, show=False
-    )
-
-
-def test_a_trainer_loses_nothing_to_a_metric_that_its_validation_does_not_compute(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"metric='bleu' is not among the validation's values: accuracy; what was trained"
-    ):
-        trainer(tmp_path, "bleu").fit()
-    again = trainer(tmp_path, "accuracy")
-    assert again.resume().step == 1
-    assert again.fit().step == 1
-    trainer(tmp_path / "rated", "accuracy").fit()
-    with pytest.raises(CheckpointError, match="was trained with metric=accuracy, not bleu"):
-        trainer(tmp_path / "rated", "bleu").resume()

@@ -1,6 +1,5 @@
 """The first pairs of a corpus, whatever it is made of, and settings that are paths."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
-from fastformer.apps.language.run import LanguageDataConfig
 from fastformer.apps.text import TextError, open_dataset, prepare, write_lines
 from fastformer.apps.translation import run as translation
 from fastformer.apps.translation.run import DataConfig, read_corpora
@@ -81,26 +79,3 @@ def test_train_size_of_a_folder_is_saved_and_used(tmp_path: Path) -> None:
 
 
 # Paths in Python.
-
-
-class _Link(os.PathLike):  # type: ignore[type-arg]
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-
-@pytest.mark.parametrize("form", [str, Path, _Link])
-def test_paths_are_taken_in_any_form(tmp_path: Path, form: Any) -> None:
-    files = {name: form(path) for name, path in pairs(tmp_path, 40).items()}
-    data = DataConfig(**files, valid_size=2, test_size=2)
-    assert (data.train_source, data.train_target) == (tmp_path / "s", tmp_path / "t")
-    assert isinstance(data.train_source, Path)
-    assert len(read_corpora(data)["train"]) == 36
-    assert DataConfig(dataset=form(tmp_path)).dataset == str(tmp_path)
-    text = LanguageDataConfig(train_text=form(tmp_path / "s"), valid_text=form(tmp_path / "t"))
-    assert (text.train_text, text.valid_text) == (tmp_path / "s", tmp_path / "t")
-    for value in (7, b"s", ["s"]):
-        with pytest.raises(ValueError, match=r"train_source must be a path, not "):
-            DataConfig(**{**files, "train_source": value})  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -138,37 +137,6 @@ def test_rare_words_keep_their_share():
     assert found.tolist() == (uniform * V).long().tolist()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.6}, {"temperature": 1.8, "top_k": 9}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.7}],
-    ids=str,
-)
-def test_frequencies_are_the_probabilities(options):
-    """Chi-square of 40,000 draws, below its mean by chance in all but one of a million seeds."""
-    V, draws = 25, 40_000
-    logits = 1.5 * torch.randn(V)
-    options = SamplingOptions(**options)
-    streams = random_streams([[7]], seed=11)
-    uniform = torch.tensor(streams[0].random(draws))
-    found = choose_ids(logits.expand(draws, -1), options, uniform)
-    x = logits.double() / options.temperature
-    order = x.argsort(descending=True)[: options.top_k or V]
-    p = torch.zeros(V, dtype=torch.float64)
-    p[order] = x[order].softmax(0)
-    if options.top_p < 1:
-        n = int((p[order].cumsum(0) < options.top_p).sum()) + 1
-        p[order[n:]] = 0
-        p /= p.sum()
-    counts = found.bincount(minlength=V)
-    assert counts[p == 0].sum() == 0
-    possible = p > 0
-    degrees = int(possible.sum()) - 1
-    expected = draws * p[possible]
-    statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
-    # Mean `degrees`, variance 2 * degrees; Laurent and Massart 2000, lemma 1, with x = 14 (e^-14 < 1e-6).
-    assert statistic < degrees + 2 * math.sqrt(14 * degrees) + 28
-
-
 @pytest.mark.parametrize("same", ["pad_id", "bos_id"])
 def test_what_ends_may_be_what_begins_or_pads(same):
     """As in GPT-2, whose texts begin with what ends them."""
@@ -268,17 +236,3 @@ def test_a_text_does_not_know_the_batch(options):
     assert texts(model, [[2, 4, 4], *prompts[1:], [2, 4]], options)[1:-1] == together[1:]
     shorter = texts(model, prompts, replace(options, max_new_tokens=10))
     assert shorter == [text[:10] for text in together]
-
-
-def test_numbers_are_drawn_once_a_token(model):
-    """One number a token, in order: what was drawn says what was chosen."""
-    options = SamplingOptions(max_new_tokens=12, stop_at_eos=False)
-    stream, twin = (np.random.default_rng(8) for _ in range(2))
-    [text] = [[t for [(_, t)] in sample(model, [[2, 5]], options, 20, [stream])]]
-    ids = [2, 5]
-    for token in text:
-        logits = model.logits(model(torch.tensor(ids), torch.tensor([len(ids)]))[-1:])
-        uniform = torch.tensor([twin.random()], dtype=torch.float64)
-        assert choose_ids(logits, options, uniform, forbidden=[PAD, BOS]).item() == token
-        ids.append(token)
-    assert stream.random() == twin.random()

@@ -137,17 +137,6 @@ def test_gradients_stay_within_the_document_and_its_past(lengths):
             assert reached.nonzero().flatten().tolist() == list(range(start, position + 1))
 
 
-@pytest.mark.parametrize("lengths", [RAGGED, LONG], ids=["short", "long"])
-def test_documents_of_length_zero_change_nothing(lengths):
-    model = random_model(8).double()
-    batch = random_batch(lengths)
-    gaps = replace(batch, lengths=torch.tensor([0, *[n for length in lengths for n in (length, 0)]]))
-    (loss, gradients), (same, others) = (loss_and_gradients(model, each) for each in (batch, gaps))
-    torch.testing.assert_close(same, loss, atol=1e-11, rtol=0)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, atol=1e-11, rtol=1e-10)
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_batch_of_no_tokens_has_loss_and_gradients_zero(lengths, padded):

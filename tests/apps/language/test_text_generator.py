@@ -120,18 +120,6 @@ def test_pieces_joined_are_the_text(generator, stop_at_eos, monkeypatch):
             assert all(pieces)
 
 
-def test_the_text_is_what_the_tokenizer_writes_behind_the_prompt(generator):
-    tokenizer, model = generator.tokenizer, generator.model
-    options = SamplingOptions(seed=3, max_new_tokens=30, temperature=2.0)
-    for prompt in ("the cat said: \"I don't", "the dog", ""):
-        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        streams = random_streams([ids], 3)
-        new = [i for [(_, i)] in sample(model, [ids], options, generator.context, streams, tokenizer.unk_id)]
-        [text] = generator.generate([prompt], options)
-        assert tokenizer.decode(ids) + text == tokenizer.decode([*ids, *new])
-        assert "\n" not in text
-
-
 def test_lines_of_a_prompt_and_what_stands_before_it(alphabet, monkeypatch):
     """New lines are read as eos; the text goes on in the last line; first_id stands where bos stood."""
     tokenizer, given = alphabet.tokenizer, []
@@ -194,18 +182,6 @@ def test_pieces_come_as_they_are_written(alphabet):
         assert len(list(pieces)) == 4
     finally:
         hook.remove()
-
-
-@pytest.mark.slow
-def test_texts_do_not_depend_on_batches(generator):
-    prompts = ["the cat", "", "the", "the dog said nothing", "the", "dit «oui»", "1,000"]
-    options = SamplingOptions(seed=9, max_new_tokens=20, top_p=0.9)
-    expected = generator.generate(prompts, options)
-    for batch_size in (1, 2, 3):
-        assert generator.generate(prompts, options, batch_size) == expected
-    assert [generator.generate([prompt], options)[0] for prompt in prompts[:4]] == expected[:4]
-    assert expected[4] != expected[2]
-    assert generator.generate([], options) == []
 
 
 def test_each_text_comes_once_it_and_those_before_it_are_finished(alphabet, monkeypatch):

@@ -1,6 +1,5 @@
 """Folders of transformers that are a stranger's: one sentence each, no way out of the folder, no size that is built."""
 
-import hashlib
 import json
 import shutil
 import sys
@@ -14,8 +13,6 @@ import torch
 
 from fastformer.apps.pretrained import folders as folders_of_theirs
 from fastformer.apps.pretrained import from_transformers
-from fastformer.apps.text import TextError, load_tokenizer, number_corpus, read_marian
-from tests.apps.pretrained.marian_folder import write_marian_folder
 from tests.apps.pretrained.tiny_models import build
 
 transformers = pytest.importorskip("transformers")
@@ -193,39 +190,3 @@ def test_what_is_shown_meanwhile_is_not_worth_the_model(
         assert transformers.utils.logging.is_progress_bar_enabled() == shown
         return
     pytest.fail("a full disk behind standard error ended it")
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizers") / "marian"
-    write_marian_folder(folder, number_corpus("fr", 1, 1, 300)[0])
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        *(("tokenizer_config.json", x, "tokenizer_config.json: not") for x in (b"[]", b"null", b"5", b"[" * 10**5)),
-        *(("vocab.json", x, "vocab.json: not a vocabulary") for x in (b"null", b"[]", b'{"a": 1}', b'{"a": "0"}')),
-        ("vocab.json", b'{"\\ud800": 0}', "vocabulary: .*ud800 at character 1 is not text"),
-        *(("source.spm", x, "source.spm, .*not a sentencepiece model") for x in (b"", b"x" * 100)),
-    ],
-)
-def test_tokenizers_of_any_form_are_refused(
-    tokenizers: Path, tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    folder = shutil.copytree(tokenizers, tmp_path / "marian")
-    (folder / name).write_bytes(content)
-    with pytest.raises(TextError, match=message):
-        read_marian(folder)
-
-
-@pytest.mark.parametrize("words", ["5", "null", '"abc"', "{}", "[" * 10**5, '["<unk>", "</s>", "<pad>", 5]', "[[]]"])
-def test_a_saved_vocabulary_of_any_form_is_refused(tokenizers: Path, tmp_path: Path, words: str) -> None:
-    read_marian(tokenizers)[0].save(tmp_path)
-    (tmp_path / "vocabulary.json").write_text(words)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["vocabulary_sha256"] = hashlib.sha256(words.encode()).hexdigest()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(TextError, match=r"tokenizer\.json: not a tokenizer file, or damaged"):
-        load_tokenizer(tmp_path)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fastformer
 from fastformer.apps.export import export_ctranslate2, export_safetensors, load_safetensors
 from fastformer.apps.language.model import CLASSICAL, LanguageConfig, LanguageModel
-from fastformer.apps.text import WordTokenizer, load_tokenizer
+from fastformer.apps.text import WordTokenizer
 from fastformer.apps.text.special_ids import SpecialIds
 from fastformer.apps.train import CheckpointError
 from fastformer.apps.train.checkpoint import Checkpoint
@@ -142,15 +141,6 @@ def test_what_ctranslate2_has_not_is_refused(tmp_path, words):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_exported_folder_is_complete(tmp_path):
-    ctranslate2 = pytest.importorskip("ctranslate2")
-    export_ctranslate2(tmp_path / "new" / "model", translation_model(), TOKENIZERS, quantization="int8")
-    folder = tmp_path / "new" / "model"
-    assert [load_tokenizer(folder / "tokenizer" / side).size for side in ("source", "target")] == [12, 12]
-    assert ctranslate2.contains_model(str(folder))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
-
-
 @pytest.mark.parametrize("make", [translation_model, language_model])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_safetensors_come_back(tmp_path, make, dtype):
@@ -228,19 +218,6 @@ def test_a_folder_gets_its_name_when_it_is_whole_and_on_the_disk(tmp_path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "link", "model"]
 
 
-def test_an_empty_folder_stays_where_an_export_ends_early(tmp_path, monkeypatch):
-    model = LanguageModel(LanguageConfig(TOKENIZERS[1].size, layers=1, **{**CLASSICAL, **SIZES}))
-    (tmp_path / "empty").mkdir()
-
-    def interrupted(path, to):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export_safetensors(tmp_path / "empty", model, TOKENIZERS[1:])
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
 def test_damaged_exports_are_said_to_be(tmp_path):
     with pytest.raises(CheckpointError, match=r"no exported model, there is no config\.json"):
         load_safetensors(tmp_path)
@@ -253,18 +230,3 @@ def test_damaged_exports_are_said_to_be(tmp_path):
     config.write_text(json.dumps({**content, "model": {**content["model"], "layers": 1}}))
     with pytest.raises(CheckpointError, match="which this model does not have"):
         load_safetensors(tmp_path / "model")
-
-
-def test_torch_export_takes_every_batch_and_length(tmp_path):
-    layer = fastformer.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
-    encoder = fastformer.TransformerEncoder(layer, 2, fastformer.LayerNorm(16)).eval()
-    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
-    shapes = {"src": axes, "src_key_padding_mask": axes}
-    arguments = {"src_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [2], [5]])}
-    with fastformer.backend("reference"), torch.no_grad():
-        program = torch.export.export(encoder, (torch.randn(3, 7, 16),), arguments, dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "encoder.pt2")
-    exported = torch.export.load(tmp_path / "encoder.pt2").module()
-    x, hidden = torch.randn(5, 11, 16), torch.arange(11) >= torch.tensor([[7], [2], [5], [11], [0]])
-    with torch.no_grad():
-        torch.testing.assert_close(exported(x, src_key_padding_mask=hidden), encoder(x, src_key_padding_mask=hidden))

@@ -9,18 +9,13 @@ import torch
 from torch import nn
 
 from fastformer.apps.translation.search import SearchOptions, beam_search, greedy_search
-from tests.support.translation_task import BOS, EOS, PAD, UNK, random_model, reverse_batch, reversing_model
+from tests.support.translation_task import EOS, PAD, UNK, random_model
 from tests.support.uncached_search import RAGGED, naive_beam, naive_greedy, rows_of, sequence_scores, sources
 
 
 def pad(source, lengths, extra=0):
     rows = nn.utils.rnn.pad_sequence(rows_of(source, lengths), batch_first=True, padding_value=PAD)
     return nn.functional.pad(rows, (0, extra), value=PAD)
-
-
-def with_end(hypothesis, limit):
-    """The tokens that were scored: with eos, unless the limit cut it off."""
-    return hypothesis.ids if len(hypothesis.ids) == limit else [*hypothesis.ids, EOS]
 
 
 MODELS = {
@@ -80,27 +75,6 @@ def test_the_strongest_length_penalties_rank_too(length_penalty):
         assert [h.score for h in found] == pytest.approx([score for _, _, score in expected], rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
-def test_trained_model_ends_its_sentences(length_penalty):
-    """Greedy, beam 1 and the uncached loops agree where sentences end by themselves, at different steps."""
-    model = reversing_model()
-    batch = reverse_batch(1000, 12)
-    rows = rows_of(batch.source, batch.source_lengths)
-    options = SearchOptions(beam=4, n_best=4, length_penalty=length_penalty)
-    greedy = greedy_search(model, batch.source, batch.source_lengths, options)
-    beam = beam_search(model, batch.source, batch.source_lengths, options)
-    right = 0
-    for row, one, four in zip(rows, greedy, beam, strict=True):
-        assert one.ids == naive_greedy(model, row, options)[0]
-        expected = naive_beam(model, row, options)
-        assert [h.ids for h in four] == [ids for ids, _, _ in expected]
-        right += four[0].ids == row[:-1].flip(0).tolist()
-    assert right >= 9
-    alone = beam_search(model, batch.source, batch.source_lengths, replace(options, beam=1, n_best=1))
-    assert [h.ids for [h] in alone] == [h.ids for h in greedy]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_beam_one_is_greedy(seed):
     model = random_model(seed, output_bias=True).double()
@@ -132,23 +106,6 @@ def test_wide_beam_search_is_exhaustive():
             assert len(found) == len(every) == 121
             assert [tuple(h.ids) for h in found] == best
             assert [h.score for h in found] == pytest.approx([scores[ids] for ids in best], abs=1e-5)
-
-
-@pytest.mark.parametrize("make", [lambda: random_model(5), reversing_model], ids=["random", "trained"])
-def test_hypotheses_are_distinct_sorted_and_scored(make):
-    model = make()
-    vocabulary = model.config.source_vocabulary
-    source, lengths = sources([3, 1, 6, 5, 2], vocabulary=vocabulary)
-    options = SearchOptions(beam=6, n_best=6, max_ratio=1.0, max_extra=4)
-    limits = options.limits(lengths, model.config).tolist()
-    for row, limit, found in zip(
-        rows_of(source, lengths), limits, beam_search(model, source, lengths, options), strict=True
-    ):
-        assert len({tuple(h.ids) for h in found}) == len(found) == 6
-        assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
-        assert all(len(h.ids) <= limit and not {PAD, BOS, EOS} & set(h.ids) for h in found)
-        expected = sequence_scores(model, row, [with_end(h, limit) for h in found])
-        assert [h.log_probability for h in found] == pytest.approx(expected, abs=1e-3)
 
 
 def test_vocabulary_smaller_than_the_beam():

@@ -9,8 +9,6 @@ from tests.support.translation_task import BOS, EOS, random_model, reverse_batch
 from tests.support.uncached_search import (
     RAGGED,
     log_probabilities,
-    naive_beam,
-    naive_greedy,
     rows_of,
     sequence_scores,
     sources,
@@ -85,20 +83,6 @@ def test_finished_sentences_leave_the_batch(steps):
     assert steps == [3 * sum(n > t for n in alone) for t in range(max(alone))]
 
 
-def test_cache_grows():
-    """Beyond its first capacity, more than once."""
-    model = random_model(13, output_bias=True).double()
-    with torch.no_grad():
-        model.output.bias[EOS] -= 100
-    source, lengths = sources([2])
-    options = SearchOptions(beam=2, max_ratio=0.0, max_extra=66, no_repeat_ngram=3)
-    greedy, beam = (search(model, source, lengths, options) for search in (greedy_search, beam_search))
-    for row, one, two in zip(rows_of(source, lengths), greedy, beam, strict=True):
-        assert one.ids == naive_greedy(model, row, options)[0]
-        assert len(one.ids) == 66
-        assert two[0].ids == naive_beam(model, row, options)[0][0]
-
-
 @torch.no_grad()
 def test_cached_logits_are_the_models():
     """Step by step, with rows that are reordered and dropped on the way."""
@@ -141,17 +125,3 @@ def test_search_leaves_the_model_as_it_was():
     assert model.training
     hidden = model(source, lengths, source, lengths)
     hidden.sum().backward()
-
-
-def test_low_precision():
-    """bf16 weights and bf16 autocast decode; log probabilities are summed in fp32."""
-    source, lengths = sources(RAGGED, vocabulary=12)
-    exact = greedy_search(reversing_model(), source, lengths)
-    with torch.autocast("cpu", torch.bfloat16):
-        autocast = greedy_search(reversing_model(), source, lengths)
-        beam_search(reversing_model(), source, lengths)
-    half = random_model(16).bfloat16()
-    greedy_search(half, source, lengths)
-    beam_search(half, source, lengths)
-    same = sum(a.ids == b.ids for a, b in zip(exact, autocast, strict=True))
-    assert same >= 4

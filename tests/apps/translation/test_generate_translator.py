@@ -11,7 +11,7 @@ from fastformer.apps.text.scores import score_translations
 from fastformer.apps.translation.model import TranslationModel, translation_loss
 from fastformer.apps.translation.search import SearchOptions
 from fastformer.apps.translation.translator import Translator
-from tests.support.translation_task import config, random_model
+from tests.support.translation_task import config
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 FRENCH = dict(zip(WORDS, ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"], strict=True))
@@ -117,19 +117,6 @@ def test_a_too_long_sentence_is_cut_with_one_warning(translator, caplog):
     assert not caplog.records
 
 
-def test_learned_positions_cut_too(translator, caplog):
-    """The model's limit counts where it is the smaller one."""
-    vocabularies = translator.source_tokenizer.size, translator.target_tokenizer.size
-    model = random_model(
-        source_vocabulary=vocabularies[0], target_vocabulary=vocabularies[1], positions="learned", max_positions=5
-    )
-    small = Translator(model, translator.source_tokenizer, translator.target_tokenizer)
-    small.translate(["one two three four five six"], SearchOptions(beam=2))
-    assert "cut to 5 tokens" in caplog.text
-    with pytest.raises(ValueError, match=r"^target 2 has 5 tokens; what is scored must have 1 to 4$"):
-        small.score(["one", "one"], ["un", "un deux trois quatre cinq"])
-
-
 def test_scores(translator):
     """Of a right translation, of a wrong one; independent of the batch; the model's own cross entropy."""
     source = sentences(9, seed=5)
@@ -146,18 +133,6 @@ def test_scores(translator):
     loss = translation_loss(translator.model, collate(pairs)).item()
     assert -sum(log_p for log_p, _ in translator.score(source, right, batch_size=2)) == pytest.approx(loss, rel=1e-4)
     assert translator.score([], []) == []
-
-
-def test_score_errors(translator):
-    with pytest.raises(ValueError, match=r"^2 sources and 1 targets$"):
-        translator.score(["one", "two"], ["un"])
-    for side, source, target in (("source", ["one", ""], ["un", "deux"]), ("target", ["one", "two"], ["un", " "])):
-        with pytest.raises(ValueError, match=rf"^{side} 2 has 0 tokens; what is scored must have 1 to 9$"):
-            translator.score(source, target)
-    with pytest.raises(ValueError, match=r"^source 2 has 10 tokens; what is scored must have 1 to 9$"):
-        translator.score(["one", "one " * 10], ["un", "un"])
-    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
-        translator.score(["one"], ["un"], batch_size=0)
 
 
 def test_argument_errors(translator):

@@ -188,14 +188,6 @@ def test_an_empty_sequence_has_the_bias_as_its_logits_and_no_nan_anywhere(poolin
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("lengths", [[0], [0, 0], []], ids=str)
-def test_a_batch_of_no_tokens_has_loss_and_gradients_zero(lengths):
-    model = random_model(TokenClassifier, 4)
-    loss, gradients = loss_and_gradients(model, random_batch(TokenClassifier, lengths))
-    assert loss.item() == 0
-    assert all((gradient == 0).all() for gradient in gradients.values())
-
-
 def test_pooling_max_of_negative_values_is_not_that_of_padding():
     """Padding's zeros would win over values that are all negative."""
     model = random_model(SequenceClassifier, 5, pooling="max", final_norm=True)
@@ -214,20 +206,6 @@ def test_pooling_mean_holds_what_fp16_could_not_sum():
         pooled = model(ids, torch.tensor([700]))
     assert pooled.dtype == torch.float16
     torch.testing.assert_close(pooled, torch.full_like(pooled, 200.0), atol=5.0, rtol=0)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_labels_of_minus_100_count_for_nothing(kind):
-    model = random_model(kind, 7).double()
-    batch = random_batch(kind, [4, 3, 2, 5])
-    logits = model.logits(model(batch.ids, batch.lengths))
-    kept = batch.labels != -100
-    assert 0 < kept.sum() < len(kept)
-    assert batch.tokens == padded_like(batch, extra=2, fill=1).tokens == kept.sum()
-    expected = F.cross_entropy(logits[kept], batch.labels[kept], reduction="sum")
-    torch.testing.assert_close(LOSSES[kind](model, batch), expected, atol=1e-12, rtol=0)
-    ignored = LabelledBatch(batch.ids, torch.full_like(batch.labels, -100), batch.lengths)
-    assert ignored.tokens == LOSSES[kind](model, ignored).item() == 0
 
 
 @pytest.mark.parametrize("kind", MODELS)

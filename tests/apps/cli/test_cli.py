@@ -24,7 +24,6 @@ from fastformer.apps.cli.flags import int_or_text
 from fastformer.apps.system.waiting import waiting
 from fastformer.apps.translation.run import load_translator
 from tests.support.command_line import fastformer
-from tests.support.python import python
 
 TRAIN = (
     "train --valid-size 8 --test-size 8 --train-size 200 --vocabulary 60 --no-joint --d-model 16 --heads 2 "
@@ -278,20 +277,6 @@ def test_a_corrupt_checkpoint_is_named(run: Path) -> None:
     assert done.returncode == 2
     assert weights.name in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_in_a_process_of_its_own_it_sets_the_wait_policy_before_torch() -> None:
-    code = (
-        "import os, sys\n"
-        "class Watch:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name == 'torch': print('policy', os.environ.get('OMP_WAIT_POLICY'))\n"
-        "sys.meta_path.insert(0, Watch())\n"
-        "import fastformer.apps.cli\n"
-    )
-    done = python("-c", code, OMP_WAIT_POLICY=None)
-    assert done.stdout.split("\n")[0] == "policy PASSIVE", done.stderr
 
 
 @pytest.mark.parametrize(

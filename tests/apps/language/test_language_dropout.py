@@ -77,13 +77,6 @@ def test_each_rate_is_that_of_its_place(rates: dict[str, float], expected: tuple
     assert torch.equal(hidden_of(model, 1), hidden_of(model_of(**NONE)))
 
 
-def test_output_dropout_scales_what_it_keeps() -> None:
-    """Behind the final norm: what is kept is the hidden state of the model without it, times 1 / (1 - p)."""
-    plain, found = hidden_of(model_of(**NONE)), hidden_of(model_of(**{**NONE, "output_dropout": 0.25}))
-    kept = found != 0
-    torch.testing.assert_close(found[kept], plain[kept] / 0.75, rtol=1e-5, atol=0)
-
-
 # Settings and checkpoints of before there were the rates.
 
 

@@ -184,35 +184,6 @@ def test_pieces_come_as_they_are_written(alphabet):
         hook.remove()
 
 
-def test_each_text_comes_once_it_and_those_before_it_are_finished(alphabet, monkeypatch):
-    """A text ends after 1 token for the prompt a, 2 for b, …, or after 5, the most that are allowed."""
-    steps: list[int] = []
-    tokenizer = alphabet.tokenizer
-
-    def planned(model, prompts, *rest):
-        left = {row: ALPHABET.index(tokenizer.words[ids[-1]]) for row, ids in enumerate(prompts)}
-        for step in range(5):
-            steps.append(1)
-            yield [(row, tokenizer.eos_id if n == step else 4) for row, n in left.items() if n >= step]
-            if step == max(left.values()):
-                return
-
-    monkeypatch.setattr("fastformer.apps.language.text_generator.sample", planned)
-    prompts = ["b", "k", "a", "c"]
-    expected = [" a" * n for n in (1, 5, 0, 2)]
-    options = SamplingOptions(max_new_tokens=5)
-    assert alphabet.generate(prompts, options) == expected
-    for batch_size, counts in ((1, [2, 7, 8, 11]), (2, [2, 5, 6, 8]), (4, [2, 5, 5, 5])):
-        steps.clear()
-        texts = alphabet.generate_each(prompts, options, batch_size)
-        assert not steps
-        assert [(text, len(steps)) for text in texts] == list(zip(expected, counts, strict=True))
-    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
-        alphabet.generate_each(["a"], batch_size=0)  # before anything is asked for
-    with pytest.raises(TypeError, match="prompts must be a list of prompts"):
-        alphabet.generate_each("a")
-
-
 def test_without_a_seed_texts_differ(generator):
     options = SamplingOptions(max_new_tokens=30, stop_at_eos=False)
     assert generator.generate(["the"], options) != generator.generate(["the"], options)
@@ -257,39 +228,34 @@ def test_unknown_words_are_named_and_do_not_stop_anything(alphabet, caplog):
 
 
 def test_modes_and_gradients_are_as_they_were(alphabet):
+    """Of each module apart, whenever a piece is there, and after an error."""
     model = alphabet.model
     flags = {name: name.endswith("norm1") or not name for name, _ in model.named_modules()}
     for name, module in model.named_modules():
         module.training = flags[name]
-    weight = model.output.weight.detach().clone()
-    dropout = model.decoder.layers[0].dropout
-    dropout.p, dropout.training = 0.9, True
-    flags["decoder.layers.0.dropout"] = True
 
     def as_before():
-        return {name: module.training for name, module in model.named_modules()} == flags and torch.is_grad_enabled()
+        modes = {name: module.training for name, module in model.named_modules()}
+        return modes == flags and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+    def broken(*_):
+        raise FloatingPointError("diverged")
 
     options = SamplingOptions(temperature=0, max_new_tokens=5, min_new_tokens=5)
     try:
-        assert alphabet.generate(["a b"], options) == [" c d e f g"]
-        assert as_before()
         pieces = alphabet.stream("a b", options)
         for piece in (" c", " d"):
             assert next(pieces) == piece
             assert as_before()
-            assert not torch.is_inference_mode_enabled()
         pieces.close()
         assert as_before()
-        model.output.weight.detach().fill_(float("nan"))
-        with pytest.raises(FloatingPointError, match="it has diverged"):
+        hook = model.output.register_forward_hook(broken)
+        with pytest.raises(FloatingPointError):
             alphabet.generate(["a"], options)
+        hook.remove()
         assert as_before()
     finally:
-        model.output.weight.detach().copy_(weight)
-        dropout.p = 0.0
         model.eval()
-    ids = torch.tensor([2, 4])
-    assert model(ids, torch.tensor([2])).requires_grad
 
 
 def test_argument_errors(alphabet):

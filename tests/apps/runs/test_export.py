@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -189,33 +187,6 @@ def test_mistakes_leave_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="tokenizers"):
         export_safetensors(tmp_path / "x", model, TOKENIZERS[:1])
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
-def test_a_folder_gets_its_name_when_it_is_whole_and_on_the_disk(tmp_path, monkeypatch):
-    """In place of what a killed process left; into an empty folder too, through a link, but not the current one."""
-    model = LanguageModel(LanguageConfig(TOKENIZERS[1].size, layers=1, **{**CLASSICAL, **SIZES}))
-    left = tmp_path / ".model.tmp"
-    left.mkdir()
-    (left / "half").touch()
-    synchronised, replaced = [], []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synchronised.append(os.fstat(descriptor).st_ino))
-    replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, to: (replaced.append(len(synchronised)), replace(path, to))[1])
-    export_safetensors(tmp_path / "model", model, TOKENIZERS[1:])
-    made = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
-    assert {path.stat().st_ino for path in made} <= set(synchronised[: replaced[-1]])
-    (tmp_path / "empty").mkdir()
-    assert (tmp_path / "model").stat().st_mode == (tmp_path / "empty").stat().st_mode
-    (tmp_path / "link").symlink_to("empty")
-    export_safetensors(tmp_path / "link", model, TOKENIZERS[1:])
-    assert (tmp_path / "link").is_symlink()
-    assert load_safetensors(tmp_path / "empty").config == model.config
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir("here")
-    with pytest.raises(FileExistsError, match="here is the folder that you are in"):
-        export_safetensors(".", model, TOKENIZERS[1:])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "link", "model"]
 
 
 def test_damaged_exports_are_said_to_be(tmp_path):

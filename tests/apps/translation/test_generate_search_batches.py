@@ -7,7 +7,6 @@ from fastformer.apps.translation.search import SearchOptions, beam_search, greed
 from fastformer.apps.translation.state import DecoderState
 from tests.support.translation_task import BOS, EOS, random_model, reverse_batch, reversing_model
 from tests.support.uncached_search import (
-    RAGGED,
     log_probabilities,
     rows_of,
     sequence_scores,
@@ -115,13 +114,3 @@ def test_empty_batch():
     nothing, lengths = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     assert greedy_search(model, nothing, lengths) == []
     assert beam_search(model, nothing, lengths) == []
-
-
-def test_search_leaves_the_model_as_it_was():
-    """Its mode, and a table of positions that training can go on with."""
-    model = random_model(15, max_positions=4).train()
-    source, lengths = sources(RAGGED)
-    greedy_search(model, source, lengths)
-    assert model.training
-    hidden = model(source, lengths, source, lengths)
-    hidden.sum().backward()

@@ -82,11 +82,11 @@ def _version(distribution: str) -> str:
 
 
 def _triton() -> str:
-    versions = {_version(name) for name in ("triton", "triton-windows")} - {_ABSENT}
+    versions = [v for v in map(_version, ("triton", "triton-windows")) if v != _ABSENT]
     if not versions:
         return f"Triton: not installed ({INSTALL_TRITON})"
     interpreter = os.environ.get("TRITON_INTERPRET")
-    return f"Triton: {versions.pop()}" + (f", TRITON_INTERPRET={interpreter}" if interpreter else "")
+    return f"Triton: {versions[0]}" + (f", TRITON_INTERPRET={interpreter}" if interpreter else "")
 
 
 def _gpus() -> list[str]:

@@ -49,7 +49,7 @@ def test_ids_and_text_are_theirs(folder: Path, theirs: Any, tmp_path: Path) -> N
     again = load_tokenizer(tmp_path)
     assert again.encode_batch(lines) == source.encode_batch(lines)
     (tmp_path / "vocabulary.json").write_text("[]")
-    with pytest.raises(TextError, match=r"vocabulary\.json: damaged"):
+    with pytest.raises(TextError, match=r"vocabulary\.json is damaged"):
         load_tokenizer(tmp_path)
 
 

@@ -8,7 +8,7 @@ from fastformer import functional
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each packed attention got."""
     tokens, op = list[int](), functional.packed_attention
 

@@ -138,17 +138,17 @@ def results(model: Any, side: str) -> dict[str, Tensor]:
     return {"outputs": chosen.detach(), **pooled, **gradients}
 
 
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
     """In what results differ by more than another order of adding, or None."""
-    if found.keys() != wanted.keys():
-        return f"gradients of {sorted(found.keys() ^ wanted.keys())[:3]} in one of the two only"
-    largest = max((float(x.abs().max()) for name, x in wanted.items() if not name.startswith("outputs")), default=0.0)
-    for name, x in wanted.items():
-        own = float(x.abs().max())
-        error = float((found[name].double() - x.double()).abs().max())
-        scale = own if name.startswith("outputs") else max(own, 0.01 * largest)
+    if actual.keys() != expected.keys():
+        return f"gradients of {sorted(actual.keys() ^ expected.keys())[:3]} in one of the two only"
+    largest = max((float(x.abs().max()) for name, x in expected.items() if not name.startswith("outputs")), default=0.0)
+    for name, x in expected.items():
+        largest_value = float(x.abs().max())
+        error = float((actual[name].double() - x.double()).abs().max())
+        scale = largest_value if name.startswith("outputs") else max(largest_value, 0.01 * largest)
         if not error <= ROUNDINGS * EPS * scale:
-            return f"{name} differs by {error:.2g} of {own:.2g}"
+            return f"{name} differs by {error:.2g} of {largest_value:.2g}"
     return None
 
 
@@ -184,7 +184,7 @@ def _eager_mask(*args: Any, **options: Any) -> Tensor:
     return additive
 
 
-def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
+def eager_results(name: str) -> tuple[torch.dtype, dict[str, Any]]:
     """Return a dtype, and eager's finite numbers for each kind of padding: in fp64, or in fp32 if more are finite.
 
     In fp32, two right results differ by the rounding of both: by 3e-4 in gradients of EmbeddingGemma 2.
@@ -193,12 +193,16 @@ def expected(name: str) -> tuple[torch.dtype, dict[str, Any]]:
     for dtype in (torch.float64, torch.float32):
         try:
             model = build(name, "eager", dtype)
-            found = {side: results(model, side) for side in SIDES}
+            by_side = {side: results(model, side) for side in SIDES}
         except RuntimeError:  # a dtype of its own
             if dtype == torch.float32 and not most[1]:
                 raise
             continue
-        finite = {side: its for side, its in found.items() if all(bool(x.isfinite().all()) for x in its.values())}
+        finite = {
+            side: tensors
+            for side, tensors in by_side.items()
+            if all(bool(x.isfinite().all()) for x in tensors.values())
+        }
         most = (dtype, finite) if len(finite) > len(most[1]) else most
         if len(finite) == len(SIDES):
             break
@@ -211,10 +215,10 @@ def outcome(name: str) -> dict[str, Any]:
     Raises:
         AssertionError: a number is wrong, or our attention was given the name and never called.
     """
-    found = of_padded_batches(name)
-    if found["outcome"] == "not built":
-        return found
-    return found | of_flattened_batches(name, entry.tested_classes() | found.get("packed", {}))
+    record = of_padded_batches(name)
+    if record["outcome"] == "not built":
+        return record
+    return record | of_flattened_batches(name, entry.tested_classes() | record.get("packed", {}))
 
 
 def of_padded_batches(name: str) -> dict[str, Any]:
@@ -222,62 +226,62 @@ def of_padded_batches(name: str) -> dict[str, Any]:
     with warnings.catch_warnings(), eagers:
         warnings.simplefilter("ignore")
         try:
-            dtype, wanted = expected(name)
+            dtype, expected = eager_results(name)
         except Exception as error:
             return {"outcome": "not built", "reason": _first_line(error)}
-        if not wanted:
+        if not expected:
             return {"outcome": "not built", "reason": "eager's numbers are not finite"}
-        alone, refused = 0, ""
+        calls_by_name, refused = 0, ""
         try:
             named = build(name, "fastformer", dtype)
             with counted() as calls:
-                found = {side: results(named, side) for side in wanted}
-            alone = calls.total()
+                by_side = {side: results(named, side) for side in expected}
+            calls_by_name = calls.total()
         except Exception as error:  # parts of it may have models of their own, which padding_free takes
-            found, refused = {}, _first_line(error)
-        for side, its in found.items():
-            assert (wrong := difference(its, wanted[side])) is None, f"{name}, attention alone, {side}: {wrong}"
-        made = packed(name, dtype, wanted)
-        if made["outcome"] == "packed":
-            reasons = (made.get("reason"), refused and f"the name alone raises {refused}")
-            return {**made, "reason": "; ".join(filter(None, reasons))} if any(reasons) else made
+            by_side, refused = {}, _first_line(error)
+        for side, tensors in by_side.items():
+            assert (wrong := difference(tensors, expected[side])) is None, f"{name}, attention alone, {side}: {wrong}"
+        record = packed(name, dtype, expected)
+        if record["outcome"] == "packed":
+            reasons = (record.get("reason"), refused and f"the name alone raises {refused}")
+            return {**record, "reason": "; ".join(filter(None, reasons))} if any(reasons) else record
         if refused:
             return {"outcome": "refused", "reason": refused}
-        return made if alone else {**made, "outcome": "no attention"}
+        return record if calls_by_name else {**record, "outcome": "no attention"}
 
 
 RULES = ("columns", "tokens", "words")
 
 
-def packed(name: str, dtype: torch.dtype, wanted: dict[str, Any]) -> dict[str, Any]:
+def packed(name: str, dtype: torch.dtype, expected: dict[str, Any]) -> dict[str, Any]:
     """What becomes of a model with `padding_free`: each base model inside it alone, then all that are right."""
     right: dict[str, str] = {}
     reasons = set()
     for identity in dict.fromkeys(entry.identity(base) for _, base in _base_models(build(name, "eager", dtype))):
-        found = [_wrong_with(name, dtype, wanted, {identity: rule}) for rule in RULES[:1]]
-        while found[-1] is not None and found[-1].startswith("outputs") and len(found) < len(RULES):
-            found.append(_wrong_with(name, dtype, wanted, {identity: RULES[len(found)]}))
-        if found[-1] is None:
-            right[identity] = RULES[len(found) - 1]
+        errors = [_wrong_with(name, dtype, expected, {identity: rule}) for rule in RULES[:1]]
+        while errors[-1] is not None and errors[-1].startswith("outputs") and len(errors) < len(RULES):
+            errors.append(_wrong_with(name, dtype, expected, {identity: RULES[len(errors)]}))
+        if errors[-1] is None:
+            right[identity] = RULES[len(errors) - 1]
         else:
-            reasons.add(f"{identity.rpartition('.')[2]}: {found[0]}")
-    said = {"reason": "; ".join(sorted(reasons))} if reasons else {}
+            reasons.add(f"{identity.rpartition('.')[2]}: {errors[0]}")
+    reason = {"reason": "; ".join(sorted(reasons))} if reasons else {}
     if not right:
-        return {"outcome": "padded", "reason": "no model that takes a padding mask", **said}
-    wrong = _wrong_with(name, dtype, wanted, right)
+        return {"outcome": "padded", "reason": "no model that takes a padding mask", **reason}
+    wrong = _wrong_with(name, dtype, expected, right)
     assert wrong is None, f"{name}, packed: {wrong}"
-    return {"outcome": "packed", "packed": right, **said}
+    return {"outcome": "packed", "packed": right, **reason}
 
 
-def _wrong_with(name: str, dtype: torch.dtype, wanted: dict[str, Any], classes: dict[str, str]) -> str | None:
+def _wrong_with(name: str, dtype: torch.dtype, expected: dict[str, Any], classes: dict[str, str]) -> str | None:
     """Why some classes of base models may not run packed, by a rule of positions each, or None."""
     model, ran = build(name, "eager", dtype), set[str]()
     with mock.patch.object(entry, "tested_classes", return_value=classes):
         report = padding_free(model)
-        for side in wanted:
+        for side in expected:
             with counted(ran) as calls:
                 try:
-                    wrong = difference(results(model, side), wanted[side])
+                    wrong = difference(results(model, side), expected[side])
                 except Exception as error:
                     wrong = _first_line(error)
             if wrong is not None:
@@ -334,19 +338,19 @@ def _keeps_apart(model: Any, eager: Any, caches: dict[str, Any]) -> None:
             target = {"decoder_input_ids": inputs, "decoder_position_ids": positions}
             target = target if model.config.is_encoder_decoder else {}
             outputs.append(model(input_ids=inputs, position_ids=positions, **target, **caches)[0].detach())
-        later, wanted = (x[:, lengths[0] :] for x in outputs)
-        wrong = difference({"outputs": later}, {"outputs": wanted})
+        later, later_after_change = (x[:, lengths[0] :] for x in outputs)
+        wrong = difference({"outputs": later}, {"outputs": later_after_change})
         assert wrong is None, f"a sequence sees another: {wrong}"
         if not training:
             pieces = zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)
-            alone = torch.cat([eager(input_ids=x, position_ids=at)[0].detach() for x, at in pieces], 1)
-            wrong = difference({"outputs": outputs[0]}, {"outputs": alone})
+            each_alone = torch.cat([eager(input_ids=x, position_ids=at)[0].detach() for x, at in pieces], 1)
+            wrong = difference({"outputs": outputs[0]}, {"outputs": each_alone})
             assert wrong is None, f"a sequence has other numbers than alone: {wrong}"
 
 
 def _first_line(error: Exception) -> str:
-    said = re.sub(r" from '/[^']*'", "", str(error).strip())  # where a module lies here
-    return f"{type(error).__name__}: {said.splitlines()[0][:160] if said else ''}"
+    message = re.sub(r" from '/[^']*'", "", str(error).strip())  # where a module lies here
+    return f"{type(error).__name__}: {message.splitlines()[0][:160] if message else ''}"
 
 
 def _late(*_: object) -> None:
@@ -365,8 +369,8 @@ GETS = {
 
 def page(record: dict[str, Any]) -> str:
     """The page of the documentation: what each type of model gets."""
-    kept = {name: its for name, its in record["types"].items() if its.get("reason") != NO_TEXT}
-    count = Counter(its["outcome"] for its in kept.values())
+    text_types = {name: result for name, result in record["types"].items() if result.get("reason") != NO_TEXT}
+    count = Counter(result["outcome"] for result in text_types.values())
     lines = [
         "# Hugging Face's types of models",
         "",
@@ -377,17 +381,17 @@ def page(record: dict[str, Any]) -> str:
         "",
         "| | types | |",
         "|---|---:|---|",
-        *(f"| {outcome} | {count[outcome]} | {said} |" for outcome, said in GETS.items()),
+        *(f"| {outcome} | {count[outcome]} | {meaning} |" for outcome, meaning in GETS.items()),
     ]
-    names = ", ".join(name for name, its in kept.items() if its.get("flattened") == KEPT_APART)
+    names = ", ".join(name for name, result in text_types.items() if result.get("flattened") == KEPT_APART)
     lines += ["", "## Flattened batches", "", f"Sequences are kept apart by position ids in: {names}. Others raise."]
     for outcome in GETS:
         lines += ["", f"## {outcome.capitalize()}", "", "| type | |", "|---|---|"]
-        for name, its in kept.items():
-            if its["outcome"] == outcome:
-                classes = ", ".join(f"`{cls.rpartition('.')[2]}`" for cls in its.get("packed", ()))
-                said = "; ".join(filter(None, (classes, its.get("reason", "").replace("|", "/"))))
-                lines.append(f"| {name} | {said} |")
+        for name, result in text_types.items():
+            if result["outcome"] == outcome:
+                classes = ", ".join(f"`{cls.rpartition('.')[2]}`" for cls in result.get("packed", ()))
+                meaning = "; ".join(filter(None, (classes, result.get("reason", "").replace("|", "/"))))
+                lines.append(f"| {name} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -396,29 +400,32 @@ def main() -> None:
     parser.add_argument("types", nargs="*")
     parser.add_argument("--update", action="store_true")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    results_by_type: dict[str, Any] = {}
     signal.signal(signal.SIGPROF, _late)
     for name in options.types or types():
         began = time.process_time()
         try:
             signal.setitimer(signal.ITIMER_PROF, LONGEST)
-            found[name] = outcome(name)
+            results_by_type[name] = outcome(name)
             signal.setitimer(signal.ITIMER_PROF, 0)
         except AssertionError as error:
-            found[name] = {"outcome": "WRONG", "reason": _first_line(error)}
+            results_by_type[name] = {"outcome": "WRONG", "reason": _first_line(error)}
         except Exception as error:
-            found[name] = {"outcome": "ERROR", "reason": _first_line(error)}
+            results_by_type[name] = {"outcome": "ERROR", "reason": _first_line(error)}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        its = found[name]
-        said = f"{its['outcome']:10} {its.get('packed', '')} {its.get('reason', '')}"
-        print(f"{time.process_time() - began:5.1f} s  {name:28} {said}", flush=True)
+        result = results_by_type[name]
+        text = f"{result['outcome']:10} {result.get('packed', '')} {result.get('reason', '')}"
+        print(f"{time.process_time() - began:5.1f} s  {name:28} {text}", flush=True)
         gc.collect()
-    print(Counter(its["outcome"] for its in found.values()))
+    print(Counter(result["outcome"] for result in results_by_type.values()))
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["types"]
-    changed = [name for name, its in found.items() if its != recorded.get(name)]
+    changed = [name for name, result in results_by_type.items() if result != recorded.get(name)]
     if options.update:
-        kept = recorded if options.types else {}
-        record = {"transformers": transformers.__version__, "types": dict(sorted((kept | found).items()))}
+        kept_types = recorded if options.types else {}
+        record = {
+            "transformers": transformers.__version__,
+            "types": dict(sorted((kept_types | results_by_type).items())),
+        }
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(record), encoding="utf-8")
     elif changed:

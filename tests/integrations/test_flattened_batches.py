@@ -22,15 +22,15 @@ ROWS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
 def collated(**options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
-    found = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": row} for row in rows])
-    return {name: x for name, x in found.items() if x is not None}
+    results = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": row} for row in rows])
+    return {name: x for name, x in results.items() if x is not None}
 
 
 @pytest.mark.parametrize("caches", [{}, {"use_cache": False}, {"attention_mask": torch.ones(1, sum(LENGTHS))}])
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_the_collator_of_transformers(name, options, pack, caches, seen):
+def test_the_collator_of_transformers(name, options, pack, caches, packed_calls):
     """Every attention gets the run of tokens, whether all layers were asked to be packed or not."""
     inputs = collated(**options) | caches
     expected = outcome(tiny(name, "eager"), collated() | {"use_cache": False})
@@ -38,16 +38,16 @@ def test_the_collator_of_transformers(name, options, pack, caches, seen):
     if pack:
         padding_free(model)
     assert_same(outcome(model, inputs), expected)
-    assert seen == [sum(LENGTHS)] * 2
+    assert packed_calls == [sum(LENGTHS)] * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_several_rows_of_sequences(name, seen):
+def test_several_rows_of_sequences(name, packed_calls):
     inputs = {"input_ids": torch.randint(3, VOCABULARY, (2, LENGTH)), "position_ids": ROWS, "use_cache": False}
     actual, expected = (tiny(name, each)(**inputs, output_hidden_states=True) for each in ("fastformer", "eager"))
     for one, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
         assert_close(one, other, ROUNDINGS)
-    assert seen == [2 * LENGTH] * 2
+    assert packed_calls == [2 * LENGTH] * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "llama4_text", "falcon_h1", "lfm2", "t5gemma"])
@@ -82,12 +82,12 @@ def test_position_ids_beside_a_padding_mask_are_positions():
     assert_close(actual, expected, ROUNDINGS)
 
 
-def test_the_sequences_of_mpnet(seen):
+def test_the_sequences_of_mpnet(packed_calls):
     """It refuses the name, with which the survey begins."""
     eager, model = (survey.build("mpnet", "eager", torch.float64) for _ in range(2))
     padding_free(model)
     survey._keeps_apart(model, eager, {})
-    assert set(seen) == {9}
+    assert set(packed_calls) == {9}
 
 
 @pytest.mark.parametrize("name", ["llama", "mpnet"])

@@ -97,25 +97,25 @@ RARE = ("prompt lookup", "sampling")
     ("name", "how"),
     [(name, how) for name in GENERATING for how in GENERATE if name in ("llama", "t5") or how not in RARE],
 )
-def test_generation(name, how, way, seen):
+def test_generation(name, how, way, packed_calls):
     rows = slice(1, 2) if how == "prompt lookup" else slice(None)  # transformers has it for a row alone
     inputs = {key: x[rows] for key, x in batch(name, "left").items() if key != "labels"}
     settings = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **GENERATE[how]}
-    found = []
+    results = []
     for model in (tiny(name, "eager"), fast(name, way)):
         model.generation_config.eos_token_id = None  # all seven tokens
         torch.manual_seed(5)
-        found.append(model.generate(**inputs, **settings))
-    assert found[0].shape[1] == (8 if MODELS[name][0] is PAIRS else LENGTH + 7)
-    assert torch.equal(*found)
+        results.append(model.generate(**inputs, **settings))
+    assert results[0].shape[1] == (8 if MODELS[name][0] is PAIRS else LENGTH + 7)
+    assert torch.equal(*results)
     packed = way == "layers" and (how != "static cache" or MODELS[name][0] is PAIRS)
-    assert len(seen) == (2 if packed else 0)  # the layers of the prompt; steps have nothing to leave out
+    assert len(packed_calls) == (2 if packed else 0)  # the layers of the prompt; steps have nothing to leave out
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_sequence_in_pieces(name, kind, way, seen):
+def test_a_sequence_in_pieces(name, kind, way, packed_calls):
     """Several new tokens after those in the cache, with padding on the left: pieces of 4, 3, 1 and 1."""
     inputs = batch(name, "left")
     results = []
@@ -132,19 +132,19 @@ def test_a_sequence_in_pieces(name, kind, way, seen):
                 start = end
         results.append(torch.cat(logits, 1)[inputs["attention_mask"].bool()])
     assert_close(results[1], results[0], ROUNDINGS)
-    assert len(seen) == (2 if way == "layers" and kind == "dynamic" else 0)  # of the first piece
+    assert len(packed_calls) == (2 if way == "layers" and kind == "dynamic" else 0)  # of the first piece
 
 
 @pytest.mark.parametrize("asked", ["hidden_states", "attentions"])
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name in MODELS for way in WAYS if name in BY_NAME or way == "layers"]
 )
-def test_hidden_states_and_attention_weights(name, way, asked, seen):
+def test_hidden_states_and_attention_weights(name, way, asked, packed_calls):
     """Weights are of padded batches."""
     inputs = pairs(name, "right")
     expected, model = tiny(name, "eager")(**inputs, **{f"output_{asked}": True}), fast(name, way)
     actual = model(**inputs, **{f"output_{asked}": True})
-    assert bool(seen) == (way == "layers" and asked == "hidden_states")
+    assert bool(packed_calls) == (way == "layers" and asked == "hidden_states")
     kinds = [key for key, value in expected.items() if key.endswith(asked) and value]
     assert kinds
     masks = {x.shape[1]: x.bool() for key, x in inputs.items() if key.endswith("attention_mask")}
@@ -170,7 +170,7 @@ COMPILED = [("attention", name) for name in ("bert", "gpt2", "llama", "mistral",
 
 
 @pytest.mark.parametrize(("way", "name"), [*COMPILED, ("layers", "bert"), ("layers", "llama")])
-def test_compiles_in_one_graph(name, way, seen):
+def test_compiles_in_one_graph(name, way, packed_calls):
     """Of padded batches."""
     inputs = pairs(name, "right")
     real = inputs["labels"] != -100
@@ -179,10 +179,10 @@ def test_compiles_in_one_graph(name, way, seen):
     model = fast(name, way)
     with torch.no_grad():
         expected = model(**inputs).logits
-        seen.clear()
+        packed_calls.clear()
         actual = torch.compile(model, backend="eager", fullgraph=True)(**inputs).logits
     assert_close(actual[real], expected[real], ROUNDINGS)
-    assert not seen
+    assert not packed_calls
 
 
 def test_compiled_decoding_traces_once():

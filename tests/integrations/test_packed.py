@@ -52,7 +52,7 @@ def reasons(model: nn.Module, **options: Any) -> str:
 
 @pytest.mark.parametrize("side", [None, "right", "left", "gaps"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_gradients(name, side, seen):
+def test_logits_loss_and_gradients(name, side, packed_calls):
     inputs = pairs(name, side)
     expected = outcome(tiny(name, "eager"), inputs)
     model = tiny(name, "eager")
@@ -61,58 +61,58 @@ def test_logits_loss_and_gradients(name, side, seen):
     assert not report.padded
     assert_same(outcome(model, inputs), expected)
     calls = WITH_GAPS.get(name, attentions(name)) if side == "gaps" else attentions(name)
-    assert len(seen) == (0 if side is None else calls)
+    assert len(packed_calls) == (0 if side is None else calls)
     if side is not None and MODELS[name][0] is not PAIRS:
-        assert set(seen) <= {int(inputs["attention_mask"].sum())}
+        assert set(packed_calls) <= {int(inputs["attention_mask"].sum())}
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode, seen):
+def test_without_gradients(mode, packed_calls):
     inputs = pairs("t5", "right")
     eager, model = both_ways("t5")
     with mode():
         assert_close(model(**inputs).loss, eager(**inputs).loss, ROUNDINGS)
     model(**inputs).loss.backward()  # no tensor of inference mode is kept
-    assert len(seen) == 12
+    assert len(packed_calls) == 12
 
 
-def test_embeddings_in_place_of_ids(seen):
+def test_embeddings_in_place_of_ids(packed_calls):
     """RoBERTa then counts columns, not what is not the padding token."""
-    inputs, found = batch("roberta", "left"), []
+    inputs, results = batch("roberta", "left"), []
     for model in both_ways("roberta"):
         embeds = model.get_input_embeddings()(inputs["input_ids"])
         out = model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], return_dict=False)[0]
-        found.append(out[inputs["attention_mask"].bool()])
-    assert_close(found[1], found[0], ROUNDINGS)
-    assert len(seen) == 2
+        results.append(out[inputs["attention_mask"].bool()])
+    assert_close(results[1], results[0], ROUNDINGS)
+    assert len(packed_calls) == 2
 
 
-def test_states_of_padding_are_zero_and_a_pooler_reads_padded_states(seen):
+def test_states_of_padding_are_zero_and_a_pooler_reads_padded_states(packed_calls):
     model = BertModel(BertConfig(**PLAIN)).eval()
     padding_free(model)
-    inputs = {key: x for key, x in batch("bert", "left").items() if key != "labels"}
-    out = model(**inputs)
+    inputs = batch("bert", "left")
+    out = model(inputs["input_ids"], inputs["attention_mask"])
     assert not out.last_hidden_state[~inputs["attention_mask"].bool()].any()
     assert_close(out.pooler_output[1], torch.tanh(model.pooler.dense.bias))  # its first column is padding
-    assert len(seen) == 2
+    assert len(packed_calls) == 2
 
 
-def test_a_source_is_padded_and_a_target_is_not(seen):
+def test_a_source_is_padded_and_a_target_is_not(packed_calls):
     for without, calls in (("decoder_attention_mask", 2), ("attention_mask", 4)):
         inputs = {key: x for key, x in pairs("marian", "right").items() if key != without}
-        seen.clear()
+        packed_calls.clear()
         assert_as_eager("marian", inputs)
-        assert len(seen) == calls
+        assert len(packed_calls) == calls
 
 
 @pytest.mark.parametrize("states_padded", [False, True])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_a_decoder_that_is_given_states(name, states_padded, seen):
+def test_a_decoder_that_is_given_states(name, states_padded, packed_calls):
     """Cross attention by configuration, as in EncoderDecoderModel: the states' gradient too."""
     inputs = batch(name, "left")
     given = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]) if states_padded else None
-    found = []
+    results = []
     for whole in both_ways(name, is_decoder=True, add_cross_attention=True):
         model = whole.base_model
         given.grad = None
@@ -121,9 +121,9 @@ def test_a_decoder_that_is_given_states(name, states_padded, seen):
             encoder_attention_mask=mask, use_cache=False,
         ).last_hidden_state[inputs["attention_mask"].bool()]  # fmt: skip
         out.square().sum().backward()
-        found.append([out, given.grad.clone(), *(x.grad for x in model.parameters() if x.grad is not None)])
-    assert_same(found[1], found[0])
-    assert len(seen) == 4
+        results.append([out, given.grad.clone(), *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert_same(results[1], results[0])
+    assert len(packed_calls) == 4
 
 
 class LargestTable(TorchDispatchMode):
@@ -159,7 +159,7 @@ def test_biases_of_positions_are_by_distance(name, biases, monkeypatch):
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", GENERATING)
-def test_a_cache_holds_what_eager_gives_it(name, given, seen):
+def test_a_cache_holds_what_eager_gives_it(name, given, packed_calls):
     inputs, of_pairs = pairs(name, "left"), MODELS[name][0] is PAIRS
     labels = inputs.pop("labels")
     if of_pairs:
@@ -171,15 +171,17 @@ def test_a_cache_holds_what_eager_gives_it(name, given, seen):
             inputs["past_key_values"] = EncoderDecoderCache(cache, DynamicCache()) if of_pairs else cache
         caches.append(model(**inputs, use_cache=True).past_key_values)
         assert not given or caches[-1] is inputs["past_key_values"]
-    assert len(seen) == attentions(name)
+    assert len(packed_calls) == attentions(name)
     real = inputs["decoder_attention_mask" if of_pairs else "attention_mask"].bool()
     parts = [caches]
     if of_pairs:
         parts = [[each.self_attention_cache for each in caches], [each.cross_attention_cache for each in caches]]
         assert caches[1].is_updated == {0: True, 1: True}
-    for (wanted, found), mask in zip(parts, [real, inputs["attention_mask"].bool()], strict=False):
-        assert [layer.get_seq_length() for layer in found.layers] == [layer.get_seq_length() for layer in wanted.layers]
-        for one, other in zip(found.layers, wanted.layers, strict=True):
+    for (wanted, results), mask in zip(parts, [real, inputs["attention_mask"].bool()], strict=False):
+        assert [layer.get_seq_length() for layer in results.layers] == [
+            layer.get_seq_length() for layer in wanted.layers
+        ]
+        for one, other in zip(results.layers, wanted.layers, strict=True):
             kept = mask[:, -one.keys.shape[2] :]  # a window keeps the last ones
             for x, y in ((one.keys, other.keys), (one.values, other.values)):
                 assert_close(x.transpose(1, 2)[kept], y.transpose(1, 2)[kept], ROUNDINGS)
@@ -190,44 +192,44 @@ class Halving(DynamicCache):
         return tuple(x / 2 for x in super().update(*args, **kwargs))
 
 
-def test_caches_of_other_classes_run_padded(seen):
-    inputs, found = batch("llama", "left"), []
+def test_caches_of_other_classes_run_padded(packed_calls):
+    inputs, results = batch("llama", "left"), []
     for model in both_ways("llama"):
         logits = model(**inputs, past_key_values=Halving()).logits
-        found.append(logits[inputs["attention_mask"].bool()])
-    assert_close(found[1], found[0], ROUNDINGS)
-    assert not seen
+        results.append(logits[inputs["attention_mask"].bool()])
+    assert_close(results[1], results[0], ROUNDINGS)
+    assert not packed_calls
 
 
 @pytest.mark.parametrize("name", ["marian", "t5"])
-def test_a_memory_kept_from_another_target_runs_padded(name, seen):
-    inputs, found = pairs(name, "right"), []
+def test_a_memory_kept_from_another_target_runs_padded(name, packed_calls):
+    inputs, results = pairs(name, "right"), []
     inputs["decoder_input_ids"] = inputs.pop("labels").clamp(min=0)
     for model in both_ways(name):
         kept = model(**inputs).past_key_values.cross_attention_cache
-        seen.clear()
+        packed_calls.clear()
         logits = model(**inputs, past_key_values=EncoderDecoderCache(DynamicCache(), kept)).logits
-        found.append(logits[inputs["decoder_attention_mask"].bool()])
-    assert_close(found[1], found[0], ROUNDINGS)
-    assert len(seen) == 2  # of the encoder
+        results.append(logits[inputs["decoder_attention_mask"].bool()])
+    assert_close(results[1], results[0], ROUNDINGS)
+    assert len(packed_calls) == 2  # of the encoder
 
 
 @pytest.mark.parametrize("setting", ["output_attentions", "output_router_logits", "chunk_size_feed_forward"])
-def test_settings_that_keep_batches_padded(setting, seen):
+def test_settings_that_keep_batches_padded(setting, packed_calls):
     """Router logits go into a loss that balances experts by the padding mask."""
     config = {**PLAIN, "num_key_value_heads": 2, "num_local_experts": 4, setting: 3 if "chunk" in setting else True}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config, experts_implementation="eager"))
     padding_free(model)
     model(**batch("llama", "right"))
-    assert not seen
+    assert not packed_calls
 
 
-def test_masks_of_the_user_run_padded(seen):
+def test_masks_of_the_user_run_padded(packed_calls):
     inputs = batch("llama", "right")
     over_pairs = inputs["attention_mask"].bool()[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()
     eager, model = both_ways("llama")
     assert_same(outcome(model, {**inputs, "attention_mask": over_pairs}), outcome(eager, inputs))
-    assert not seen
+    assert not packed_calls
 
 
 def shift(module: nn.Module) -> None:
@@ -251,8 +253,8 @@ def with_a_hook(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("change", [shift, of_another_class, with_a_hook])
-def test_what_is_put_into_a_model_sees_batches(change, order, seen):
-    found, inputs = [], batch("llama", "right")
+def test_what_is_put_into_a_model_sees_batches(change, order, packed_calls):
+    results, inputs = [], batch("llama", "right")
     for pack in (False, True):
         model = tiny("llama", "eager")
         if pack and order == "after":
@@ -260,12 +262,12 @@ def test_what_is_put_into_a_model_sees_batches(change, order, seen):
         change(model.model.layers[1].mlp.down_proj)
         if pack and order == "before":
             padding_free(model)
-        found.append(outcome(model, inputs))
-    assert_same(found[1], found[0])
-    assert not seen
+        results.append(outcome(model, inputs))
+    assert_same(results[1], results[0])
+    assert not packed_calls
 
 
-def test_hooks_of_the_model_itself_see_batches(seen):
+def test_hooks_of_the_model_itself_see_batches(packed_calls):
     model, shapes = tiny("bert"), []
     padding_free(model)
     model.bert.register_forward_hook(lambda module, args, output: shapes.append(output[0].shape))
@@ -274,10 +276,10 @@ def test_hooks_of_the_model_itself_see_batches(seen):
     )
     model(**batch("bert", "left"))
     assert shapes == [(3, LENGTH), (3, LENGTH, 16)]
-    assert len(seen) == 2
+    assert len(packed_calls) == 2
 
 
-def test_a_part_that_is_declared_token_wise(monkeypatch, seen):
+def test_a_part_that_is_declared_token_wise(monkeypatch, packed_calls):
     class Doubled(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
@@ -289,10 +291,10 @@ def test_a_part_that_is_declared_token_wise(monkeypatch, seen):
 
     monkeypatch.setattr("fastformer.nn.inspection.TOKEN_WISE", {*TOKEN_WISE, Doubled})
     assert_as_eager("bert", batch("bert", "left"), change)
-    assert len(seen) == 2
+    assert len(packed_calls) == 2
 
 
-def test_a_model_of_ones_own(seen):
+def test_a_model_of_ones_own(packed_calls):
     class Mine(BertModel):
         pass
 
@@ -314,25 +316,25 @@ def test_classes_that_mix_tokens_by_configuration():
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize(("name", "before"), [("t5", "sdpa"), ("mpnet", "eager")])
-def test_copies_run_packed_and_can_be_undone(name, before, way, seen):
+def test_copies_run_packed_and_can_be_undone(name, before, way, packed_calls):
     inputs, model = pairs(name, "right"), tiny(name, before)
     padding_free(model)
     expected = outcome(model, inputs)
     made = way(model)
-    seen.clear()
+    packed_calls.clear()
     made.zero_grad()
     assert_same(outcome(made, inputs), expected)
-    assert len(seen) == attentions(name)
+    assert len(packed_calls) == attentions(name)
     padded(made)
-    seen.clear()
+    packed_calls.clear()
     made(**inputs)
-    assert not seen
+    assert not packed_calls
     model(**inputs)  # the original is as it was
-    assert len(seen) == attentions(name)
+    assert len(packed_calls) == attentions(name)
 
 
 @pytest.mark.parametrize(("name", "before"), [("marian", "sdpa"), ("t5", "sdpa"), ("mpnet", "eager")])
-def test_undone_it_is_what_it_was(name, before, seen):
+def test_undone_it_is_what_it_was(name, before, packed_calls):
     model, untouched = tiny(name, before), tiny(name, before)
     padding_free(model)
     report = padding_free(model)  # twice is once
@@ -345,16 +347,16 @@ def test_undone_it_is_what_it_was(name, before, seen):
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
     model(**pairs(name, "right"))
-    assert not seen
+    assert not packed_calls
     assert not padded(model).packed
 
 
-def test_another_attention_chosen_afterwards(seen):
+def test_another_attention_chosen_afterwards(packed_calls):
     assert_as_eager("llama", batch("llama", "right"), lambda model: model.set_attn_implementation("eager") or model)
-    assert not seen
+    assert not packed_calls
 
 
-def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, seen):
+def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, packed_calls):
     """Also Ctrl-C; a layer that is called alone afterwards sees what it is given."""
     eager, model = both_ways("bert")
     with monkeypatch.context() as patch:
@@ -388,21 +390,21 @@ def test_checkpointed_activations_of_layers_that_differ(name):
 @pytest.mark.parametrize("name", ["gemma4_text", "gemma3n_text", "qwen2_vl"])
 def test_generation_of_such(name):
     auto = transformers.AutoModelForImageTextToText if name == "qwen2_vl" else transformers.AutoModelForCausalLM
-    settings, found = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}, []
+    settings, results = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}, []
     for pack in (False, True):
         model = survey.build(name, "eager", torch.float32, auto)
         if pack:
             assert padding_free(model).packed
         inputs = survey.batch(model, "left")
-        found.append(model.generate(**inputs, **settings))
-    assert torch.equal(*found)
+        results.append(model.generate(**inputs, **settings))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["bert", "llama", "marian", "t5"])
-def test_checkpointed_activations(name, reentrant, seen):
+def test_checkpointed_activations(name, reentrant, packed_calls):
     assert_as_eager(name, pairs(name, "left"), lambda model: checkpoint(without_dropout(model), reentrant))
-    assert len(seen) == 2 * attentions(name)  # computed again
+    assert len(packed_calls) == 2 * attentions(name)  # computed again
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])  # GPT-2's layers are not told that weights are wanted
@@ -411,24 +413,24 @@ def test_checkpointed_activations_and_attention_weights(name):
     assert_as_eager(name, inputs, lambda model: checkpoint(without_dropout(model)))
 
 
-def test_saved_and_loaded_it_is_an_ordinary_model(tmp_path, seen):
+def test_saved_and_loaded_it_is_an_ordinary_model(tmp_path, packed_calls):
     model = tiny("bert", "sdpa")
     padding_free(model)
     model.save_pretrained(tmp_path)
     made = type(model).from_pretrained(tmp_path)
     assert made.config._attn_implementation == "sdpa"
     made(**batch("bert", "right"))
-    assert not seen
+    assert not packed_calls
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 @pytest.mark.parametrize("order", ["adapter first", "adapter last"])
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
-def test_adapters(name, order, seen):
+def test_adapters(name, order, packed_calls):
     peft = pytest.importorskip("peft")
     targets = {"bert": ["query", "dense"], "llama": "all-linear", "gpt2": ["c_attn", "c_fc"]}[name]
     settings = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=name == "gpt2", init_lora_weights=False)
-    found, inputs = [], batch(name, "left")
+    results, inputs = [], batch(name, "left")
     for pack in (False, True):
         model = tiny(name, "eager")
         if pack and order == "adapter last":
@@ -437,27 +439,27 @@ def test_adapters(name, order, seen):
         adapted = peft.get_peft_model(model, settings).to(model.dtype)
         if pack and order == "adapter first":
             assert padding_free(adapted).packed
-        found.append(outcome(adapted.eval(), inputs))
-    assert_same(found[1], found[0])
-    assert len(found[1]) > 6
-    assert len(seen) == 2
+        results.append(outcome(adapted.eval(), inputs))
+    assert_same(results[1], results[0])
+    assert len(results[1]) > 6
+    assert len(packed_calls) == 2
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_accelerate_moves_its_weights(name, seen):
+def test_accelerate_moves_its_weights(name, packed_calls):
     """Between calls they are on meta, T5's bias too."""
     accelerate = pytest.importorskip("accelerate")
     inputs = pairs(name, "left")
     eager, model = both_ways(name)
     accelerate.cpu_offload(model)
     assert_close(model(**inputs).loss, eager(**inputs).loss, ROUNDINGS)
-    assert len(seen) == attentions(name)
+    assert len(packed_calls) == attentions(name)
 
 
 @pytest.mark.parametrize("prepared", ["first", "last"])
-def test_accelerate_prepares_it_for_training(prepared, seen):
+def test_accelerate_prepares_it_for_training(prepared, packed_calls):
     accelerate = pytest.importorskip("accelerate")
-    found, inputs = [], batch("bert", "left")
+    results, inputs = [], batch("bert", "left")
     for pack in (False, True):
         model = without_dropout(tiny("bert", "eager").float())
         if pack and prepared == "last":
@@ -465,14 +467,14 @@ def test_accelerate_prepares_it_for_training(prepared, seen):
         model = accelerate.Accelerator(cpu=True).prepare(model)
         if pack and prepared == "first":
             assert padding_free(model).packed
-        found.append(outcome(model, inputs))
-    assert_same(found[1], found[0])
-    assert len(seen) == 2
+        results.append(outcome(model, inputs))
+    assert_same(results[1], results[0])
+    assert len(packed_calls) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "checkpointed"), [("bert", False), ("llama", True)])
-def test_trainer(name, checkpointed, tmp_path, seen):
+def test_trainer(name, checkpointed, tmp_path, packed_calls):
     from transformers import Trainer, TrainingArguments
 
     named = "activation_checkpointing" in TrainingArguments.__dataclass_fields__  # transformers 5.20 and later
@@ -492,15 +494,15 @@ def test_trainer(name, checkpointed, tmp_path, seen):
         losses[-1].append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # Adam divides by its own gradients' size
     assert losses[0][0] > losses[0][-1]
-    assert len(seen) == 2 * (4 * (2 if checkpointed else 1) + 1)  # checkpointed layers are computed twice
+    assert len(packed_calls) == 2 * (4 * (2 if checkpointed else 1) + 1)  # checkpointed layers are computed twice
 
 
-def test_autocast(seen):
+def test_autocast(packed_calls):
     inputs = batch("llama", "left")
-    found = []
+    results = []
     for model in both_ways("llama"):
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(model(**inputs).loss)
+            results.append(model(**inputs).loss)
     # Two layers and the loss in bf16, whose inputs are rounded alike: a few roundings of the result.
-    assert abs((found[0] - found[1]).item()) < 8 * torch.finfo(torch.bfloat16).eps * found[0].item()
-    assert len(seen) == 2
+    assert abs((results[0] - results[1]).item()) < 8 * torch.finfo(torch.bfloat16).eps * results[0].item()
+    assert len(packed_calls) == 2

@@ -30,12 +30,12 @@ def loss(model: Any, name: str, side: str | None, row: int) -> Tensor:
 
 def alone(name: str) -> list[dict[str, Tensor]]:
     """The gradients of eager in each step: the mean over both processes."""
-    model, found = without_dropout(tiny(name, "eager")), []
+    model, gradients = without_dropout(tiny(name, "eager")), []
     for sides in SIDES:
         model.zero_grad()
         sum(loss(model, name, side, rank) for rank, side in enumerate(sides)).div(2).backward()
-        found.append({key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None})
-    return found
+        gradients.append({key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None})
+    return gradients
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -68,16 +68,16 @@ def work(rank: int, folder: str) -> None:
             if way == "sharded and checkpointed":
                 checkpoint(model)
             assert all(hasattr(x, "full_tensor") == (way != "ddp") for x in model.parameters())
-            for sides, wanted in zip(SIDES, expected, strict=True):
+            for sides, expected_gradients in zip(SIDES, expected, strict=True):
                 outside.zero_grad()
                 with counted() as calls:
                     loss(outside, name, sides[rank], rank).backward()
                 again = 2 if way == "sharded and checkpointed" else 1
                 assert calls["packed_attention"] == (0 if sides[rank] is None else again * attentions(name))
-                found = {key: whole(x.grad) for key, x in model.named_parameters() if x.grad is not None}
-                assert found.keys() == wanted.keys()
-                for key, x in wanted.items():
-                    assert_close(found[key], x, ROUNDINGS)
+                gradients = {key: whole(x.grad) for key, x in model.named_parameters() if x.grad is not None}
+                assert gradients.keys() == expected_gradients.keys()
+                for key, x in expected_gradients.items():
+                    assert_close(gradients[key], x, ROUNDINGS)
             assert padded(model).packed
     leave(rank, folder)
 

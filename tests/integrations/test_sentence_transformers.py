@@ -14,9 +14,8 @@ from fastformer.integrations.transformers import padding_free
 from tests.integrations.tiny_transformers import ROUNDINGS, without_dropout
 from tests.support.closeness import assert_close
 
-WORDS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "house", "runs", "sees", "red", "old"]
-WORDS += ["tree", "and", "in", "on", "it", "is"]
 TEXTS = ["the cat runs", "a dog", "the old house is red and the tree sees it in the house", "it"]
+WORDS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *sorted(set(" ".join(TEXTS).split()))]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 
 
@@ -33,8 +32,8 @@ def folder(request, tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-def test_embeddings_and_gradients(pooling, folder, seen):
-    found = []
+def test_embeddings_and_gradients(pooling, folder, packed_calls):
+    results = []
     for pack in (False, True):
         model = SentenceTransformer(modules=[Transformer(folder), Pooling(16, pooling_mode=pooling)], device="cpu")
         if pack:
@@ -42,18 +41,18 @@ def test_embeddings_and_gradients(pooling, folder, seen):
         encoded = model.encode(TEXTS, convert_to_tensor=True)
         embedded = without_dropout(model)(model.preprocess(TEXTS))["sentence_embedding"]
         embedded.square().sum().backward()
-        found.append([encoded, embedded, *(x.grad for x in model.parameters() if x.grad is not None)])
-    for one, other in zip(*found, strict=True):
+        results.append([encoded, embedded, *(x.grad for x in model.parameters() if x.grad is not None)])
+    for one, other in zip(*results, strict=True):
         assert_close(one, other, ROUNDINGS)
-    assert len(seen) == 4  # two layers, encoding and training
+    assert len(packed_calls) == 4  # two layers, encoding and training
 
 
-def test_scores_of_a_cross_encoder(folder, seen):
-    pairs, found = list(zip(TEXTS, reversed(TEXTS), strict=True)), []
+def test_scores_of_a_cross_encoder(folder, packed_calls):
+    pairs, results = list(zip(TEXTS, reversed(TEXTS), strict=True)), []
     for pack in (False, True):
         model = CrossEncoder(folder, device="cpu")
         if pack:
             assert padding_free(model).packed
-        found.append(model.predict(pairs, convert_to_tensor=True))
-    assert_close(found[0], found[1], ROUNDINGS)
-    assert len(seen) == 2
+        results.append(model.predict(pairs, convert_to_tensor=True))
+    assert_close(results[0], results[1], ROUNDINGS)
+    assert len(packed_calls) == 2

@@ -27,8 +27,8 @@ from fastformer.modes import compiling, has_values
 from fastformer.nn.inspection import HOOKS, has_global_hooks, mixing_reason
 from fastformer.packing import Layout, pack, unpack
 
-NAME = "fastformer"  # of the attention
-PACKED = "_attention_before_padding_free"  # attribute of a model that `padding_free` took: the name of its attention
+NAME = "fastformer"  # of the attention implementation
+ATTENTION_BEFORE = "_attention_before_padding_free"  # attribute that `padding_free` adds to the models that it takes
 BY_TOKEN = {"input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs"}  # arguments `[B, L, ...]`
 # Other arguments that may be tensors where a padded batch becomes one row.
 KNOWN = {
@@ -43,7 +43,7 @@ _LIBRARIES = ("transformers.", "torch.distributed.", "fastformer.", "accelerate.
 
 
 class NotPacked(TypeError):
-    """Raised inside a packed call that cannot go on as packed."""
+    """Raised inside a packed call that needs the padded batch."""
 
 
 @dataclass(eq=False)
@@ -82,8 +82,8 @@ def is_installed(module: nn.Module, method: str = "forward") -> bool:
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
     """Return the names of what the forward of a module's class takes by position or name."""
-    taken = list(signature(type(module).forward).parameters.values())[1:]
-    return tuple(p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD)
+    without_self = list(signature(type(module).forward).parameters.values())[1:]
+    return tuple(p.name for p in without_self if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +95,7 @@ def tested_classes() -> dict[str, str]:
     """
     text = resources.files("fastformer.integrations.transformers").joinpath("tested.json").read_text(encoding="utf-8")
     return {
-        name: rule for found in json.loads(text)["types"].values() for name, rule in found.get("packed", {}).items()
+        name: rule for record in json.loads(text)["types"].values() for name, rule in record.get("packed", {}).items()
     }
 
 
@@ -132,7 +132,7 @@ def obstacle(model: PreTrainedModel, also: Collection[type[nn.Module]]) -> str |
 
 
 def reason_for_batches(model: nn.Module) -> str | None:
-    """Return which hook, forward or module inside a model may look at the whole batch, or None."""
+    """Return which hook, replaced forward or module inside a model may look at the whole batch, or None."""
     if has_global_hooks():
         return "hooks of all modules"
     for name, module in model.named_modules():
@@ -175,7 +175,7 @@ def forward(model: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwa
             return _inside(sequences, inner, **arguments)
         except NotPacked as error:
             _refuse(model, str(error))
-    batch = _read_padding(model, arguments) if PACKED in model.__dict__ else None
+    batch = _read_padding(model, arguments) if ATTENTION_BEFORE in model.__dict__ else None
     with suppress(NotPacked):
         if batch is not None:
             return _run(model, inner, names, batch)
@@ -361,7 +361,7 @@ def _fill(cache: Any, row: Any, rows: Layout, memory: Layout | None) -> Any:
 
 
 def embed_positions(module: Any, inner: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
-    """Run an embedding of positions in the padded batch, inside a packed call too."""
+    """Embed the positions that tokens have in the padded batch, inside a packed call too."""
     batch = running()
     if not isinstance(batch, Packed):
         return inner(*args, **kwargs)

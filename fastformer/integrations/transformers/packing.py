@@ -49,7 +49,7 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
         if reason is not None:
             report.padded.append(Entry(name, name_of(type(base)), reason))
             continue
-        base.__dict__[entry.PACKED] = base.config._attn_implementation
+        base.__dict__[entry.ATTENTION_BEFORE] = base.config._attn_implementation
         base.config._attn_implementation_internal = entry.NAME
         entry.install(base, entry.forward)
         for part in base.modules():
@@ -69,7 +69,7 @@ def padded(model: nn.Module) -> PaddingFree:
     """Undo `padding_free`, in place; return the models that were packed."""
     report = PaddingFree()
     for name, base in list(_base_models(model)):
-        before = base.__dict__.pop(entry.PACKED, None)
+        before = base.__dict__.pop(entry.ATTENTION_BEFORE, None)
         if before is not None:
             report.packed.append(Entry(name, name_of(type(base)), "runs on padded batches"))
         if before not in (None, entry.NAME):  # an encoder and its decoder can share a configuration

@@ -3,7 +3,7 @@ SHELL := bash
 PYTHON ?= .venv/bin/python
 JOBS ?= 2
 
-.PHONY: help lint check test quick fuzz long aot survey kernel-hub faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
+.PHONY: help lint check test quick fuzz long aot survey kernel-hub faults core-faults lowest codegen codegen-part compiled compiled-part traffic lock notebook docs dist
 help:  ## what can be made
 	@sed -nE 's/^([a-z%-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -42,6 +42,9 @@ kernel-hub:  ## the library in the layout of Hugging Face's kernels package, loa
 # On 2026-11-22, one process of a machine that was busy six times over: 112 caught, in 42 minutes.
 faults:  ## break the kernels, a fault at a time: each must be caught by the test that it names
 	nice $(PYTHON) -m tests.kernels.mutations --jobs $(JOBS)
+
+core-faults:  ## the same of packing, the references of the ops, and nn
+	nice $(PYTHON) -m tests.core_faults --jobs $(JOBS)
 
 codegen:  ## compile every launch configuration anew, whatever is recorded, and hold it to the budget
 	$(PYTHON) -m benchmarks.codegen --fresh --jobs $(JOBS) | tail -n 60

@@ -1,16 +1,19 @@
-"""The list of deliberate faults stays applicable; whether tests catch them, `make faults` says."""
+"""The lists of deliberate faults stay applicable; `make faults` and `make core-faults` say whether tests catch them."""
 
 import pytest
 
+from tests import core_faults
 from tests.kernels.mutations import FAULTS
 from tests.kernels.mutations.runner import ROOT
 from tests.support.python import python
 
+BOTH = [*FAULTS, *core_faults.FAULTS]
 
-@pytest.mark.parametrize("file", sorted({fault.file for fault in FAULTS}))
+
+@pytest.mark.parametrize("file", sorted({fault.file for fault in BOTH}))
 def test_each_fault_has_one_place(file):
     text = (ROOT / file).read_text()
-    for fault in FAULTS:
+    for fault in BOTH:
         if fault.file == file:
             assert text.count(fault.old) == 1, fault.name
             assert fault.new != fault.old

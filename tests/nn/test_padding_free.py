@@ -252,3 +252,10 @@ def test_masks_that_learn_get_their_gradients():
     found = learned(ours)
     assert all(x.any() for x in found)
     assert_close(found, learned(torchs))
+
+
+def test_an_additive_padding_mask_that_hides_nothing_is_added(tokens_seen):
+    ours, torchs = twins("TransformerEncoder")
+    bias = -torch.rand(B, T, dtype=torch.float64)
+    check(ours, torchs, (random(B, T, D),), torch.zeros(B, T).bool(), src_key_padding_mask=bias)
+    assert set(tokens_seen) == {B * T}

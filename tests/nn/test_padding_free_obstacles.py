@@ -10,7 +10,7 @@ from torch import nn
 import fastformer
 from fastformer.packing import Layout, to_nested
 from tests.nn.layer_cases import FF, PADDING, STACKS, B, D, H, S, T, check, inputs_for, right, twins
-from tests.support.closeness import assert_close, random
+from tests.support.closeness import assert_close, gradients, random
 
 pytestmark = [
     pytest.mark.usefixtures("slow_path"),
@@ -104,6 +104,17 @@ def test_a_layer_or_norm_of_another_kind_gets_the_whole_batch():
     assert stack.obstacle() == "norm is a BatchNorm1d"
     stack.norm = nn.LayerNorm((T, D))
     assert stack.obstacle() == "norm normalises over 2 dimensions"
+
+
+def test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding():
+    found, x = [], random(B, T, D)
+    for stack in twins("TransformerEncoder"):
+        hidden = PADDING["right"][0].clone()
+        stack.layers[0].register_forward_hook(lambda *_: None)
+        out = stack(x, src_key_padding_mask=hidden)
+        hidden.zero_()
+        found.append(gradients(out.masked_fill(PADDING["right"][0][..., None], 0.0), [x, *stack.parameters()]))
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("where", ["encoder", "decoder", "encoder.layers.0", "decoder.layers.1"])

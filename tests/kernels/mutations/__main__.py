@@ -11,19 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.kernels import mutations
-from tests.kernels.mutations import FAULTS
 from tests.kernels.mutations.fault import Fault
 from tests.kernels.mutations.runner import PRELOADED, copy, judge, run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=mutations.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(faults: list[Fault], description: str | None) -> None:
+    """Judge faults, as the arguments of the command choose them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help="of the names or files of faults")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
-    chosen = [fault for fault in FAULTS if any(part in fault.name or part in fault.file for part in arguments.only)]
+    chosen = [fault for fault in faults if any(part in fault.name or part in fault.file for part in arguments.only)]
     if not chosen:
         parser.error(f"no fault has one of {arguments.only} in its name or file")
     os.environ |= {
@@ -69,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(mutations.FAULTS, mutations.__doc__)

@@ -1,0 +1,227 @@
+r"""Deliberate faults in packing, functional and nn, each of which a test must catch.
+
+    python -m tests.core_faults                          # all, `make core-faults`
+    python -m tests.core_faults --jobs 2 --only packing  # those with a word in their file or fragment
+
+A copy of the repository gets one fault at a time; the test beside it must then fail. A fault that survives is a gap in
+the tests. Each row is a fragment that occurs exactly once in the file, what stands there instead, and the test.
+"""
+
+from tests.kernels.mutations.__main__ import main
+from tests.kernels.mutations.fault import Fault
+
+PACK = "packing/test_packing.py::test_a_layout_says_where_each_token_lies_and_packing_moves_each_once"
+VALUES = "functional/test_attention.py::test_values_and_gradients_are_those_of_the_formula"
+DEAD = "functional/test_attention.py::test_a_dead_query_moves_nothing"
+BLANK = "functional/test_attention.py::test_whatever_lies_in_padding_reaches_nothing"
+ALONE = "functional/test_packed_attention.py::test_equals_each_sequence_alone"
+LOSS = "functional/test_linear_cross_entropy.py::test_values_and_gradients_are_those_of_the_formula"
+FORWARD = "functional/test_feed_forward.py::test_values_and_gradients_are_those_of_the_formula"
+OBSTACLE = "nn/test_padding_free_obstacles.py::test_a_part_that_may_look_at_a_whole_batch_gets_it"
+HOOKS = "nn/test_layers.py::test_hooks_and_replaced_methods_are_called"
+ORDER = "nn/cache/test_steps.py::test_any_order_of_operations"
+CHANGED = "nn/cache/test_fast_path.py::test_a_modified_layer_between_two_steps"
+LATER = "nn/options/test_options_set_later.py::"
+ATTENTION = "nn/test_multihead_attention.py::"
+
+# fmt: off
+ROWS: dict[str, list[tuple[str, str, str]]] = {
+    "packing/layout": [
+        ("origin = slots if columns == longest else rows * columns + positions", "origin = slots",
+         "packing/test_packing.py::test_lengths_in_a_wider_batch"),
+        ("real = ~padding", "real = padding", PACK),
+        ("torch.arange(total, device=device) - offsets[rows]", "torch.arange(total, device=device)", PACK),
+        ("flat.index_fill_(0, self.origin, True)", "flat.index_fill_(0, self.slots, True)", PACK),
+        ("origin % L * B + origin // L", "origin // L * B + origin % L", PACK),
+        ("return self.total == self.batch * self.max_length", "return True", PACK),
+        ("padded.narrow(1 if batch_first else 0, 0, layout.columns)",
+         "padded.narrow(1 if batch_first else 0, 1, layout.columns)", PACK),
+        ("(self.origin.diff() != 1)", "(self.origin.diff() > 2)",
+         "nn/options/test_layers_with_options.py::"
+         "test_packed_sequences_with_gaps_are_refused_where_positions_count"),
+        ("self.columns, 1) == self.positions).all()", "self.columns, 1) == self.positions).any()",
+         LATER + "test_packed_tokens_of_rows_with_padding_on_the_left_do_not_attend_across_by_position"),
+        ("if found is not other:", "if key not in self._memory:",
+         "packing/test_packing.py::test_a_layout_forgets_other_layouts_and_is_freed_at_once"),
+        ("torch.int64, copy=True)", "torch.int64)",
+         "functional/test_kept_tensors.py::test_a_layout_has_lengths_of_its_own"),
+        ("if total > MOST_TOKENS:", "if False:", "packing/test_packing.py::test_other_lengths_are_refused_by_name"),
+    ],
+    "functional/attention/rules": [
+        ("keys <= centre + right", "keys < centre + right", VALUES),
+        ("keys >= centre - left", "keys > centre - left", VALUES),
+        ("allowed.append(keys < key_ends)", "allowed.append(keys <= key_ends)", VALUES),
+        ("allowed.append(queries < query_ends)", "allowed.append(queries <= query_ends)", VALUES),
+        ("right = 0 if rules.causal else right", "right = 1 if rules.causal else right", VALUES),
+        ("centre = queries + (", "centre = queries - (", VALUES),
+        ("mask = torch.where(allowed, mask, -math.inf)", "pass", VALUES),
+        ("return mask.masked_fill(dead, 0.0), dead", "return mask, dead", VALUES),
+        ("return open_ | dead, dead", "return open_, dead", DEAD),
+    ],
+    "functional/attention/formula": [
+        ("scores = softcap * (scores / softcap).tanh()", "scores = (scores / softcap).tanh()", VALUES),
+        ("weights = sunk.softmax(-1)[..., :-1]", "weights = scores.softmax(-1)", VALUES),
+        ("x.repeat_interleave(heads // x.shape[1], 1)", "x.repeat(1, heads // x.shape[1], 1, 1)", VALUES),
+        ("scale = q.shape[-1] ** -0.5 if scale is None else scale", "scale = q.shape[-1] ** -0.5", VALUES),
+        ("return x.is_cpu and product_dtype(x) in _SIXTEEN_BITS", "return False",
+         "functional/test_attention_in_fp16.py::test_bf16_is_as_accurate_as_sdpa"),
+    ],
+    "functional/attention/reference": [
+        ("weights = drop(weights, rules.dropout_p)", "pass",
+         "functional/test_attention.py::test_dropout_of_the_weights"),
+        ("weights = weights.masked_fill(dead, 0.0)", "pass", VALUES),
+        ("return out if dead is None else out.masked_fill(dead, 0.0)", "return out", DEAD),
+        ("if rules.scale is not None and not rules.scale > _SMALLEST:", "if False:",
+         "functional/test_attention.py::test_a_causal_call_takes_any_scale"),
+        ("k, v = _blank(reduce(torch.logical_and, found), k, v)", "pass", BLANK),
+        ("(q,) = _blank(", "(_,) = _blank(", BLANK),
+        ("torch.finfo(dtype).max ** 0.25", "torch.finfo(dtype).max", BLANK),
+    ],
+    "functional/attention/distances": [
+        ("[..., :T, :].flip(-2)", "[..., :T, :]", VALUES),
+        ("(bias.shape[1] + 1) // 2 - T", "(bias.shape[1] + 1) // 2 - S", VALUES),
+        ("shift = ends[0] - ends[1]", "shift = ends[1] - ends[0]", VALUES),
+        ("return torch.where(added == -math.inf, added, added.clamp(min=lowest))", "return added",
+         "functional/test_attention.py::test_a_bias_that_is_finite_hides_nothing"),
+        ("bias = bias.to(torch.promote_types(bias.dtype, torch.float32))", "pass",
+         "functional/test_attention.py::test_the_gradient_of_the_bias_is_added_up_in_fp32"),
+    ],
+    "functional/attention/packed_reference": [
+        ("stride[members] = len(members) * longest", "stride[members] = longest", ALONE),
+        ("alone = group.key_bias is None or (rules.causal and same)",
+         "alone = group.key_bias is None or rules.causal", ALONE),
+        (">= k[:, None, None]", "> k[:, None, None]", ALONE),
+        (".triu_(1)", ".triu_(2)", ALONE),
+        ("key_lengths=key_layout.offsets.diff()", "key_lengths=None",
+         "functional/test_packed_attention.py::test_a_graph_attends_in_one_group"),
+    ],
+    "functional/dropout": [
+        ("keep.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))", "keep.to(x.dtype)",
+         "functional/test_dropout.py::test_the_rate_is_binomial_and_the_scale_unbiased"),
+        ("random_(-(2**63), None)", "random_()",
+         "functional/test_dropout.py::test_the_rate_is_binomial_and_the_scale_unbiased"),
+    ],
+    "functional/linear_cross_entropy/reference": [
+        ("shares * label_smoothing - others * inverse", "-others * inverse", LOSS),
+        ("logits.sub_(shares * (label_smoothing / logits.shape[1]))", "pass", LOSS),
+        ("return loss if mean is None else loss - label_smoothing * mean", "return loss", LOSS),
+        ("dbias += dlogits.sum(0)", "dbias = dlogits.sum(0)", LOSS),
+        ("dlogits = found[0] * grad", "dlogits = found[0]", LOSS),
+        (".squeeze(1).masked_fill_(~counts, 0.0)", ".squeeze(1)", LOSS),
+        ("torch.log1p(others + of_label.expm1())", "torch.log(others + of_label.exp())",
+         "functional/test_linear_cross_entropy.py::test_small_losses_of_large_logits"),
+    ],
+    "functional/feed_forward/op": [
+        ("return F.relu(gate) * value", "return F.relu(value) * gate", FORWARD),
+        ('return F.gelu(x, approximate="tanh")', "return F.gelu(x)", FORWARD),
+        ("linear(drop(hidden, dropout_p) if dropout_p else hidden, weight2", "linear(hidden, weight2",
+         "functional/test_feed_forward.py::test_dropout_is_of_the_hidden_activations"),
+    ],
+    "functional/embedding/op": [
+        ("F.embedding(ids, weight) * scale", "F.embedding(ids, weight)",
+         "functional/test_embedding.py::test_values_and_gradients_are_those_of_the_formula"),
+    ],
+    "functional/rotary/op": [
+        ("b, s, value=-1)", "b, s, value=1)",
+         "functional/test_rotary.py::test_values_and_gradients_are_those_of_the_formula"),
+        ("[out.to(x.dtype), x[..., R:]]", "[out.to(x.dtype), 0 * x[..., R:]]",
+         "functional/test_rotary.py::test_values_and_gradients_are_those_of_the_formula"),
+    ],
+    "nn/inspection": [
+        ('reasons.setdefault("called", f"{where} has hooks")', "pass", OBSTACLE),
+        ("if kind not in TOKEN_WISE and kind not in known:", "if False:", OBSTACLE),
+        ('return f" normalises over {len(shape)} dimensions" if len(shape) > 1 else None', "return None", OBSTACLE),
+        ("if part.bias_k is not None or part.add_zero_attn:", "if False:", OBSTACLE),
+        ("if not changed and len(", "if len(", HOOKS),
+        ('changed = hooks or state.get("_backward_pre_hooks") or "forward" in state', "changed = hooks", HOOKS),
+        ("if len(orders) > 1:", "if False:",
+         "nn/test_torch_calls.py::test_layers_that_differ_in_the_order_of_dimensions"),
+    ],
+    "nn/sublayers": [
+        ("functional.dropout(self.x, self.dropout.p if self.dropout.training else 0.0)", "self.x",
+         "nn/test_layers.py::test_dropout_is_applied_where_torch_applies_it"),
+        ("if not (plain and self.plain and", "if not (plain and", HOOKS),
+        ("(*given, norm.bias, eps=norm.eps, dropout_p", "(*given, norm.bias, dropout_p",
+         "nn/test_layers.py::test_every_setting"),
+    ],
+    "nn/layers": [
+        ('if parts.issuperset(("linear1", "dropout", "linear2")) else None', "", HOOKS),
+        ("dtype = product_dtype(x) if reader in parts else None", "dtype = product_dtype(x)",
+         "nn/test_carried_sums.py::test_a_hooked_linear_layer_sees_the_norm_in_torchs_dtype"),
+    ],
+    "nn/packed_input": [
+        ("return x if hidden is None else x.masked_fill(hidden, 0.0)", "return x",
+         "nn/test_padding_free.py::test_padding_of_minus_infinity_comes_out_as_zeros"),
+        ("return x.masked_fill(hidden & ~x.isfinite(), 0.0)", "return x",
+         "nn/test_padding_values.py::test_a_stack_that_runs_padded"),
+        ("padding.clone() if", "padding if",
+         "nn/test_padding_free_obstacles.py::"
+         "test_a_mask_that_changes_before_backward_where_hooks_keep_the_padding"),
+        (" and not bool(mask.tril().any())", "", "nn/test_padding_free.py::test_encoder"),
+        ("return None if bool(((padding != 0) & ~hidden).any()) else hidden", "return hidden",
+         "nn/test_padding_free.py::test_an_additive_padding_mask_that_hides_nothing_is_added"),
+        (" or padding.requires_grad:", ":",
+         "nn/test_padding_free.py::test_masks_that_learn_get_their_gradients"),
+        ("one.dtype == other.dtype and ", "",
+         "nn/test_padding_free.py::test_a_bias_of_ones_is_not_the_padding_mask_of_the_source"),
+        (" or (from_start and not layout.starts_rows)", "",
+         LATER + "test_positions_across_are_those_of_the_columns"),
+        ("(counts_positions and layout.has_gaps) or ", "",
+         "nn/options/test_layers_with_options.py::test_padding_changes_nothing"),
+    ],
+    "nn/cache": [
+        ("x[:, :, first:last].masked_fill_(forgotten[:, None, :, None], 0.0)", "pass",
+         "nn/cache/test_fast_path.py::test_what_a_row_forgot_hides_no_nan"),
+        ("written += [x for kept in self.layers for x in kept.memory or ()]", "pass", ORDER),
+        ("memory_lengths = memory_lengths.index_select(0, chosen)", "pass", ORDER),
+        ("count if layout is None else layout.lengths", "count", ORDER),
+    ],
+    "nn/fast_path": [
+        ("return not any(part.training for part in own.values() if type(part) is nn.Dropout)", "return True", CHANGED),
+        ("type(out_proj) not in OUT_PROJECTIONS or has_own_hooks(out_proj):", "type(out_proj) not in OUT_PROJECTIONS:",
+         CHANGED),
+        ("if others or attention.softcap is not None or attention.training:", "if others or attention.training:",
+         "nn/cache/test_fast_path.py::test_layers_with_options"),
+        ("if layer.norm_first else _norm(norm, x + step(x))", "",
+         "nn/cache/test_steps.py::test_every_kind_of_layer"),
+        ("if len(layer.plain_parts()) < _ENCODER_PARTS or", "if", HOOKS),
+    ],
+    "nn/layer_stack": [
+        ('if cache.stack_id != self.__dict__.get("_stack_id"):', "if False:",
+         "nn/cache/test_refusals.py::test_the_cache_of_another_stack_of_the_same_shape_is_refused"),
+    ],
+    "nn/multihead_attention": [
+        ("weights = weights.mean(1)", "weights = weights.sum(1)", ATTENTION + "test_every_option"),
+        (" and not extra and not learns", " and not learns",
+         ATTENTION + "test_is_causal_leaves_the_extra_keys_open"),
+        ("not extra and not learns", "not extra", ATTENTION + "test_is_causal"),
+    ],
+    "nn/position_bias": [
+        ("torch.where(i > power, i - power - 0.5, i)", "i", "nn/options/test_positions.py::test_alibi_of_the_paper"),
+        ("(distance > 0) * buckets", "(distance >= 0) * buckets",
+         "nn/options/test_positions.py::test_buckets_of_the_paper"),
+    ],
+    "nn/rotary": [
+        ("frequencies / self.scaling", "frequencies * self.scaling",
+         "nn/options/test_positions.py::test_a_share_and_a_scale"),
+    ],
+    "nn/conversion": [
+        ('module.__dict__.pop("padding_free", None)', "pass",
+         "nn/conversion/test_conversion.py::test_the_model_itself_changes_and_changes_back_completely"),
+        ("if parametrize.is_parametrized(module):", "if False:",
+         "nn/conversion/test_conversion_limits.py::"
+         "test_a_module_that_may_do_something_else_stays_and_is_reported"),
+        ('elif "forward" in module.__dict__:', "elif False:",
+         "nn/conversion/test_conversion_limits.py::"
+         "test_revert_leaves_a_module_whose_forward_was_replaced_in_the_instance"),
+    ],
+}
+# fmt: on
+FAULTS = [
+    Fault(f"{file}: {old}"[:64], f"fastformer/{file}.py", old, new, f"tests/{test}", failure=".")
+    for file, rows in ROWS.items()
+    for old, new, test in rows
+]
+
+if __name__ == "__main__":
+    main(FAULTS, __doc__)

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from fastformer.functional.dropout import drop as dropout
-from tests.support.closeness import gradients, random
+from tests.support.closeness import random
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -42,14 +41,3 @@ def test_it_repeats_under_a_seed_and_lets_everything_or_nothing_through():
     assert not dropout(x, 1.0).any()
     assert dropout(x[:0], 0.5).shape == (0, 5)
     assert dropout(x.mT, 0.5).shape == (5, 7)
-
-
-def test_activation_checkpointing_uses_one_mask():
-    x = random(6, 8)
-
-    def run(checkpointed):
-        torch.manual_seed(4)
-        step = lambda x: dropout(x, 0.5) ** 2  # noqa: E731
-        return gradients(checkpoint(step, x, use_reentrant=False) if checkpointed else step(x), [x])[0]
-
-    assert torch.equal(run(True), run(False))

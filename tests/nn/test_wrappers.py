@@ -115,44 +115,6 @@ def test_wrapped_layers_and_attention_run_padded_with_torchs_numbers(
         ours.stack.new_cache(B) if kind == "encoder" else ours.stack.new_cache(random(B, S, D))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_that_change_between_calls() -> None:
-    """Another adapter, two, none, merged: each time the steps are those of what is then the model."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        target_modules=["linear1", "out_proj"], r=2, init_lora_weights=False, use_rslora=True, lora_dropout=0.5
-    )
-    model = Model()
-    fastformer.convert(model)
-    adapted = peft.get_peft_model(model, config)
-    adapted.add_adapter("other", config)
-    adapted.to(torch.float64).eval()
-    stack = adapted.base_model.model.stack
-    x, memory = random(B, L, D, grad=False), random(B, S, D, grad=False)
-
-    def outputs() -> Tensor:
-        expected: Tensor = stack(x, memory, CAUSAL)
-        cache = stack.new_cache(memory)
-        found = [stack.step(x[:, :3], cache), *(stack.step(x[:, t : t + 1], cache) for t in range(3, L))]
-        assert_close(torch.cat(found, 1), expected, roundings=1e3)
-        assert_close(adapted(x, memory)[~HIDDEN], stack(x, memory, CAUSAL, None, None, SOURCE_HIDDEN)[~HIDDEN], 1e3)
-        return expected
-
-    with torch.no_grad():
-        first = outputs()
-        adapted.set_adapter("other")
-        second = outputs()
-        adapted.base_model.set_adapter(["default", "other"])
-        third = outputs()
-        with adapted.disable_adapter():
-            none = outputs()
-        adapted.eval()
-        different = (first, second, third, none)
-        assert not any(torch.allclose(a, b, atol=1e-3) for a, b in itertools.combinations(different, 2))
-        adapted.merge_adapter()
-        assert_close(outputs(), third, roundings=1e3)
-
-
 TARGETS = ["linear1", "linear2", "out_proj", "self_attn", "multihead_attn", "all-linear", "linear1 self_attn"]
 
 

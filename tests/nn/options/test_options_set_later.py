@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
 
 import fastformer
 from fastformer.nn import ALiBi, Rotary
@@ -79,22 +78,6 @@ def test_an_option_is_not_lost_to_torchs_layer(name):
         torch.testing.assert_close(layer(x), expected.detach())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda module: prune.identity(module, "sinks"),
-        lambda module: parametrize.register_parametrization(module, "sinks", nn.Identity()),
-    ],
-    ids=["pruned", "parametrised"],
-)
-def test_sinks_that_are_pruned_or_parametrised_count(change):
-    x, module = tokens(), attention(sinks=True)
-    module.sinks = nn.Parameter(torch.full((H,), 2.0))
-    expected = module(x, x, x, need_weights=False)[0]
-    change(module)
-    torch.testing.assert_close(module(x, x, x, need_weights=False)[0], expected)
-
-
 def hidden(side: str, length: int) -> torch.Tensor:
     padding = torch.arange(length) >= torch.tensor([[length], [2], [3]])
     return padding.flip(1) if side == "left" else padding
@@ -142,15 +125,3 @@ def test_no_tokens_and_masks_over_columns(name, lengths):
         expected = stack(x, mask, padding, padding_free=False).masked_fill(padding[..., None], 0)
         torch.testing.assert_close(stack(x, mask, padding), expected)
     assert stack.step(x, stack.new_cache(B), torch.tensor(lengths)).shape == x.shape
-
-
-@pytest.mark.parametrize("name", ["rotary", "position_bias"])
-def test_a_module_that_was_made_on_meta_and_filled_later_is_the_same(name):
-    x, given = tokens(), attention(**{name: LATER[name]})
-    with torch.device("meta"):
-        made = attention(**{name: ALiBi(H) if name == "position_bias" else LATER[name]})
-    made = made.to_empty(device="cpu")
-    for buffer in made.buffers():
-        buffer.fill_(7.0)  # what happens to be in memory
-    made.load_state_dict(given.state_dict())
-    torch.testing.assert_close(made(x, x, x), given(x, x, x))

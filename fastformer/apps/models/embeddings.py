@@ -38,7 +38,7 @@ def sinusoidal_positions(
 
 
 def _looks_up(part: nn.Module | None) -> bool:
-    """Whether it does no more than take rows of its weight, forward and backward; None: there is no such part."""
+    """Return whether a part does no more than take rows of its weight, forward and backward; True for None."""
     if part is None:
         return True
     options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
@@ -132,7 +132,7 @@ class Embedding(nn.Module):
         return self(ids, torch.arange(length, device=ids.device).expand_as(ids), length, types)  # type: ignore[no-any-return]
 
     def encodings(self, length: int) -> Tensor:
-        """The encodings of the first `length` positions or more: `[length or more, D]`.
+        """Return the encodings of the first `length` positions or more: `[length or more, D]`.
 
         Raises:
             ValueError: there are none, or length is beyond what learned positions hold.

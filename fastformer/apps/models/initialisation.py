@@ -38,7 +38,7 @@ def initialise(model: nn.Module, settings: Any, output_is_over_vocabulary: bool 
 
 
 def _drawing(how: str, width: float | None, deviation: float) -> Callable[[Tensor], Tensor]:
-    """What fills a matrix; `deviation`: of "normal" without a range."""
+    """Return what fills a matrix; `deviation`: of "normal" without a range."""
     bound = RANGES["uniform"] if width is None else width
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "xavier_uniform": nn.init.xavier_uniform_,

@@ -132,7 +132,7 @@ class ModelSettings(Settings, kw_only=True):
         return *shape, self.norm_eps, True, self.norm_first, self.bias
 
     def options(self, causal: bool) -> LayerOptions:
-        """The keywords of a layer's constructor, none where nothing is other than torch's, as it is here by default.
+        """Return the keywords of a layer's constructor, none where nothing is other than torch's, as here by default.
 
         causal: whether self-attention sees what came before alone.
         """
@@ -179,7 +179,7 @@ class ModelSettings(Settings, kw_only=True):
         return make_norm(self.norm, self.d_model, self.norm_eps, self.bias, {}) if self.final_norm else None
 
     def numbers_in_layers(self, layers: int, cross_attention: bool = False) -> int:
-        """The numbers in the weight matrices of a stack."""
+        """Return the numbers in the weight matrices of a stack."""
         D, F, kv_heads = self.d_model, self.feed_forward, self.kv_heads or self.heads
         attention = 2 * D * self.head_width * (self.heads + kv_heads)
         bias = self.heads * self.relative_buckets if self.positions == "relative" else 0

@@ -136,7 +136,7 @@ def choose(
     rates: dict[str, float] = {}  # rows may have the same shape
 
     def candidate(row: int) -> tuple[Choice, float, float | None]:
-        """The shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
+        """Return the shape of a row, the tokens that the budget pays for, and the speed if it was measured."""
         batch, _ = _step(task, train, given, _TRIAL_TOKENS[on_gpu])
         shape = Choice(
             {**data, **_left_out({name: sizes[row] for name, sizes in task.data.items()}, given)},
@@ -188,7 +188,7 @@ def choose(
 
 
 def _shape(task: Task, defaults: Any, given: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The settings of a model's shape for a row of the table, at the width that is given or else the row's."""
+    """Return a model's shape for a row of the table, at the width that is given or else the row's."""
     width = given.get("d_model", SIZES[row].d_model)
     shape: dict[str, Any] = {"d_model": width, **{name: counts[row] for name, counts in task.layers.items()}}
     if not {"kv_heads", "head_size"} & given.keys():
@@ -203,7 +203,7 @@ def _left_out(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: float) -> tuple[int, float]:
-    """The setting of the batch size for steps of about so many tokens, unless it is given, and the tokens of a step."""
+    """Return the batch size for steps of about so many tokens, unless it is given, and the tokens of a step."""
     least, most = _STEP_TOKENS
     count = max(1, int(_rounded(min(max(tokens, least), most) / train.accumulate / task.unit, 1)))
     batch = given.get(task.batch, max(count, task.longest)) if task.batch else 1
@@ -211,7 +211,7 @@ def _step(task: Task, train: TrainConfig, given: Mapping[str, Any], tokens: floa
 
 
 def _rounded(number: float, digits: int = 2) -> float:
-    """A number of so few digits; with one, two measurements of one speed mostly give the same settings."""
+    """Round to so few digits; with one, two measurements of one speed mostly give the same settings."""
     return float(f"{number:.{digits}g}")
 
 

@@ -158,7 +158,7 @@ def _read_checksums(folder: Path) -> dict[str, str]:
 
 
 def _best(records: Sequence[Mapping[str, Any]], metric: str) -> Mapping[str, Any]:
-    """The first of the best validations; of the last one where none has the metric; {} where there is none."""
+    """Return the first of the best validations; the last one where none has the metric; {} where there is none."""
     found = [record for record in records if record["kind"] in ("validation", "average")]
     rated = [record for record in found if _is_number(record.get(metric)) and record[metric] == record[metric]]
     if not rated:

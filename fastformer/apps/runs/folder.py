@@ -41,7 +41,7 @@ class RunConfig(Settings):
 
 
 def read_kind(folder: Path | str) -> str:
-    """What a run folder holds: one of `KINDS`.
+    """Return what a run folder holds: one of `KINDS`.
 
     Raises:
         FileNotFoundError: the folder holds no run.
@@ -59,7 +59,7 @@ def config_of(folder: Path | str) -> Path:
 
 
 def stated(path: Path, default: str | None = None) -> RunConfig:
-    """What a file says that it is; where it does not, the default, or else the main application's."""
+    """Return what a file says that it is; if it does not, the default, or else the main application's."""
     run = read_toml(path).get("run", {})
     run = run if isinstance(run, dict) else {}
     kind = run.get("kind", default or MAIN)

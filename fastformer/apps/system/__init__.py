@@ -1,1 +1,1 @@
-"""What the applications meet outside: files of strangers, folders with two writers, terminals that break."""
+"""Files, locks of run folders, terminal output and OpenMP threads."""

@@ -125,7 +125,7 @@ class GraphedUpdate(Update):
         self._forget()
 
     def backward(self, batch: Any, tokens: float | Tensor) -> Tensor:
-        """As in `Update`, but autograd finds no gradients to add to: one op adds all. Twice the memory, meanwhile."""
+        """Add the gradients as in `Update`, but with one op for all of them. Takes their memory twice, meanwhile."""
         kept = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None

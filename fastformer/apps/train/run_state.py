@@ -65,7 +65,7 @@ class Position:
         return "epochs" if config.epochs is not None and self.epoch >= config.epochs else None
 
     def spent(self, config: TrainConfig, batches: BatchSource) -> float:
-        """The part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
+        """Return the part of the budget that is spent, 0 to 1; of several budgets, the one nearest to its end."""
         parts = [0.0]
         if config.steps is not None:
             parts.append(self.step / config.steps)

@@ -119,7 +119,7 @@ class Update:
         self.optimizer.zero_grad()
 
     def step(self, norm: Tensor, rate: float | Tensor) -> None:
-        """As `apply`, but the gradients stay."""
+        """Do what `apply` does, but keep the gradients."""
         if self._config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self._config.clip_norm, norm)
         for group in self.optimizer.param_groups:

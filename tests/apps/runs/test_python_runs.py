@@ -8,8 +8,6 @@ pytest.importorskip("typer", reason="the command line needs the extra `apps`")
 
 from fastformer.apps.language import run as language_modelling
 from fastformer.apps.language.model import LanguageConfig, LanguageModel, language_model_loss
-from fastformer.apps.language.sampling import SamplingOptions
-from fastformer.apps.language.text_generator import TextGenerator
 from fastformer.apps.text import (
     Batches,
     LanguageBatches,
@@ -91,29 +89,6 @@ def test_a_translation_run_by_hand(tmp_path: Path, before: bool) -> None:
         done = fastformer(*command, cwd=tmp_path)
         assert done.returncode == 2, command
         assert "the run was trained in Python, and its folder does not know the data" in done.stderr
-
-
-def test_a_language_run_by_hand(tmp_path: Path) -> None:
-    trainer, tokenizer = language_trainer(tmp_path / "mine")
-    trainer.fit()
-    language_modelling.complete_run(trainer, tokenizer, context=8)
-    options = SamplingOptions(seed=3, max_new_tokens=6)
-    wanted = TextGenerator(trainer.model.eval(), tokenizer, 8).generate(["one", "two"], options)  # type: ignore[arg-type]
-    loaded = language_modelling.load_generator(tmp_path / "mine")
-    assert loaded.context == 8
-    assert loaded.generate(["one", "two"], options) == wanted
-    command = ("generate", "--run", "mine", "--seed", "3", "--max-new-tokens", "6", "--device", "cpu", "one", "two")
-    done = fastformer(*command, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (
-        0,
-        "".join(f"{p}{t}\n" for p, t in zip(("one", "two"), wanted, strict=True)),
-    )
-    (tmp_path / "t.txt").write_text("one two\nthree\n")
-    for command in (("evaluate", "--run", "mine", "--source", "t.txt"), ("info", "--run", "mine"), ("compare", "mine")):
-        done = fastformer(*command, cwd=tmp_path)
-        assert done.returncode == 0, (command, done.stderr)
-    done = fastformer("evaluate", "--run", "mine", cwd=tmp_path)
-    assert "the run was trained in Python" in done.stderr
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:

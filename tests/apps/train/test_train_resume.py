@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastformer.apps.train import Checkpoint, CheckpointError, CheckpointFolder, Result, TrainConfig, read_metrics
-from tests.support.train_task import Source, config, network, summed_loss, trainer, validate
+from tests.support.train_task import Source, config, network, summed_loss, trainer
 
 TIMES = ("seconds", "tokens_per_second")
 
@@ -184,54 +184,6 @@ def test_another_optimiser_or_architecture_and_a_run_in_the_folder_are_refused_i
     with pytest.raises(ValueError, match="already holds checkpoints"):
         trainer(tmp_path, config(steps=5)).fit()
     assert CheckpointFolder(tmp_path / "checkpoints").open().step == 5
-
-
-@pytest.mark.parametrize("resumed", [False, True], ids=["goes on", "resumed"])
-def test_a_step_that_an_error_ended_leaves_no_gradient_behind(tmp_path, resumed):
-    """`accumulate`: the first batch of that step has added its gradients; the caller may have some of its own, too."""
-    settings = config(accumulate=2, steps=12, average=2)
-    whole = trainer(tmp_path / "whole", settings, model=network(dropout=0))
-    whole.fit()
-    calls: list[int] = []
-
-    def failing(model: Any, batch: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 13:  # in step 7; step 5 is saved, step 6 recorded
-            raise RuntimeError("mine")
-        return summed_loss(model, batch)
-
-    model = network(dropout=0)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    broken = trainer(tmp_path / "broken", settings, model=model, loss=failing)
-    with pytest.raises(RuntimeError, match="mine"):
-        broken.fit()
-    if resumed:
-        broken.resume()
-    broken.fit()
-    assert_equal(dict(model.state_dict()), dict(whole.model.state_dict()))
-    assert records(tmp_path / "broken") == records(tmp_path / "whole")
-
-
-def test_an_error_while_the_average_is_validated_leaves_the_last_weights(tmp_path):
-    settings = config(steps=10, average=2)
-    whole = trainer(tmp_path / "whole", settings)
-    whole.fit()
-    calls: list[int] = []
-
-    def failing(model: Any) -> dict[str, float]:
-        calls.append(1)
-        if len(calls) == 3:  # after those of steps 5 and 10
-            raise RuntimeError("mine")
-        return validate(model)
-
-    broken = trainer(tmp_path / "broken", settings, validate=failing)
-    with pytest.raises(RuntimeError, match="mine"):
-        broken.fit()
-    assert_equal(dict(broken.model.state_dict()), dict(whole.model.state_dict()))
-    broken.fit()
-    assert_equal(dict(broken.model.state_dict()), dict(whole.model.state_dict()))
-    assert records(tmp_path / "broken") == records(tmp_path / "whole")
 
 
 def test_the_best_checkpoint_stays_so_where_the_index_could_not_say(tmp_path):

@@ -255,24 +255,6 @@ def test_plain_progress_shows_loss_speed_time_left_and_validations_by_time(tmp_p
     assert not [record for record in read_metrics(tmp_path) if record["kind"] == "train"]
 
 
-def test_a_line_says_when_a_validation_was_the_best_and_is_saved(tmp_path, capsys):
-    losses = iter([3.0, 2.0, 2.5, 1.0, 1.5])
-    checkpoints = tmp_path / "checkpoints"
-    made = trainer(tmp_path, config(average=2), validate=lambda model: {"loss": next(losses)}, show=True)
-    progress, best = made._records.progress, []
-    show = progress.line
-    progress.line = lambda text: (best.append(made.checkpoints.best()), show(text))
-    made.fit()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("validation", "average"))]
-    assert ["best so far, saved" in line for line in lines] == [True, True, False, True, False]
-    assert lines[0].endswith("  best so far, saved")
-    # Said after it is true: validations are the 2nd, 4th, 5th and 7th line, after the begin and beside two epochs.
-    assert [None if path is None else path.name for path in (best[1], best[3], best[4], best[6])] == [
-        "step-5", "step-10", "step-10", "step-20",
-    ]  # fmt: skip
-    assert checkpoints.is_dir()
-
-
 def test_the_mean_of_an_epoch_is_over_all_its_tokens(tmp_path):
     """Of batches of unequal size, whatever records, validations and resumed runs lie between."""
     seen: dict[int, list[tuple[float, int]]] = {}

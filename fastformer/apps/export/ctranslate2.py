@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastformer.apps.export.folder import application_for, export_folder
+from fastformer.apps.export.weights import application_for, export_folder
 from fastformer.apps.models.embeddings import Embedding, sinusoidal_positions
 from fastformer.apps.models.settings import ModelSettings
 from fastformer.apps.text import Tokenizer

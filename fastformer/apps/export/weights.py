@@ -1,18 +1,21 @@
-"""safetensors: one file of weights, the model's settings as JSON, and the tokenizers, for programs of any kind."""
+"""Export and load a model as safetensors, with its settings as JSON and its tokenizers."""
 
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fastformer.apps.export.folder import application_for, export_folder
 from fastformer.apps.models.sizes import check_memory
-from fastformer.apps.runs.kinds import application_of
+from fastformer.apps.runs.application import Application
+from fastformer.apps.runs.kinds import application_of, applications
 from fastformer.apps.settings import befores, to_plain
+from fastformer.apps.system.files import new_folder
 from fastformer.apps.text import Tokenizer
 from fastformer.apps.train.weights import CheckpointError, check_size, load_weights, write_weights
 from fastformer.settings import check_value
@@ -85,3 +88,30 @@ def load_safetensors(folder: Path | str) -> Any:
 
 def _check_dtype(dtype: object) -> None:
     check_value("dtype", dtype, str, choices=get_args(Dtype))
+
+
+@contextmanager
+def export_folder(folder: Path | str) -> Iterator[Path]:
+    """Yield a hidden folder to write to, which gets its name when the block ends.
+
+    Raises FileExistsError if the folder is not empty, or is the current one.
+    """
+    folder = Path(os.path.realpath(folder))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already; choose another folder")
+    if folder == Path.cwd():
+        raise FileExistsError(f"{folder} is the folder that you are in, and would be replaced; choose another")
+    with new_folder(folder) as temporary:
+        yield temporary
+
+
+def application_for(model: Any, tokenizers: Sequence[Tokenizer]) -> Application:
+    """Return the application of a model; raise TypeError, or ValueError for another number of tokenizers."""
+    found: Application | None = next((each for each in applications() if isinstance(model, each.network)), None)
+    if found is None:
+        names = ", ".join(each.network.__name__ for each in applications())
+        raise TypeError(f"model must be one of {names}, not a {type(model).__name__}")
+    wanted = len(found.tokenizers)
+    if len(tokenizers) != wanted:
+        raise ValueError(f"tokenizers must be {wanted} for a {type(model).__name__}, not {len(tokenizers)}")
+    return found

@@ -30,8 +30,7 @@ class SentenceAttention:
     """Every attention weight of a translation model for one sentence and a translation of it.
 
     Attributes:
-        source: the text that was read.
-        target: its translation.
+        source, target: the text, and its translation.
         maps: "encoder" `[L, H, S, S]`, "decoder" `[L, H, T, T]` and "cross" `[L, H, T, S]`, on the CPU; row t of the
             last two is where the model looked to write token t.
         source_tokens: what the encoder reads, eos included.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastformer.apps.export.folder import export_folder
+from fastformer.apps.export.weights import export_folder
 from fastformer.apps.system.files import append_file, synchronise, write_file
 from fastformer.apps.system.run_lock import LOCK, lock_run
 

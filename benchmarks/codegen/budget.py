@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codegen.checks.loops import Loop
-from benchmarks.codegen.compilation import Row
-from benchmarks.codegen.reader import ARCHITECTURES, Resources
+from benchmarks.codegen.compilation import KNOWN, Row
+from benchmarks.codegen.reader import Resources
 
 BUDGET = Path(__file__).resolve().with_name("budget.json")
 MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing else does
@@ -32,14 +32,14 @@ MORE_REGISTERS = 1.10  # ptxas releases differ by a few registers where nothing 
 MORE_INSTRUCTIONS = 1.03
 
 
-def broken_limits(arch: int, result: Resources | str) -> Iterator[tuple[str, str]]:
+def broken_limits(arch: int | str, result: Resources | str) -> Iterator[tuple[str, str]]:
     """Yield the limits that a result breaks: the limit's name, and a sentence."""
     if isinstance(result, str):
         yield "compiles", f"does not compile: {result}"
         return
     if result.stack:
         yield "stack", f"{result.stack} bytes of stack: it spills"
-    if result.shared > (limit := ARCHITECTURES[arch].shared_of_block):
+    if result.shared > (limit := KNOWN[arch].shared_of_block):
         yield "shared", f"{result.shared} bytes of shared memory, and a block gets at most {limit}"
     if result.ctas == 0 and result.shared <= limit:
         yield "registers", f"no block fits on a multiprocessor with {result.registers} registers a thread"

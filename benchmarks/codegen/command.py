@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.codegen.budget import BUDGET, broken_limits, compare, dump, entry, judge, read_budget, recorded
-from benchmarks.codegen.compilation import Row, compile_all, find_cases, fingerprint, record
-from benchmarks.codegen.reader import ARCHITECTURES, Resources
+from benchmarks.codegen.compilation import KNOWN, Row, compile_all, find_cases, fingerprint, record, target_of
+from benchmarks.codegen.reader import Resources
 
 DEFAULT = (80, 90, 100)
 HEADER = (
@@ -49,7 +49,7 @@ def table(rows: list[Row], results: dict[str, Resources | str]) -> str:
                 )
                 or "-",
             )
-        lines.append((row.kernel, row.case, f"sm_{row.job.arch}", *numbers, row.configuration))
+        lines.append((row.kernel, row.case, target_of(row.job.arch), *numbers, row.configuration))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
 
@@ -66,9 +66,13 @@ def section(title: str, lines: list[str]) -> None:
         print(f"\n{title}:", *lines, sep="\n  ")
 
 
+def _arch(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.codegen", description="Compile the kernels without a GPU.")
-    parser.add_argument("--arch", type=int, nargs="+", default=DEFAULT, help="80 86 89 90 100 120")
+    parser.add_argument("--arch", type=_arch, nargs="+", default=DEFAULT, help=" ".join(map(str, KNOWN)))
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel or case contains the text")
     parser.add_argument("--update", action="store_true", help="write the budget of this Triton version")
     parser.add_argument("--fresh", action="store_true", help="compile what the budget has a record of, too")
@@ -77,8 +81,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default="benchmarks.codegen.cases", help="the package of the cases")
     parser.add_argument("--budget", type=Path, default=BUDGET, help="the budget file")
     options = parser.parse_args(argv)
-    if unknown := [arch for arch in options.arch if arch not in ARCHITECTURES]:
-        parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, ARCHITECTURES))}")
+    if unknown := [arch for arch in options.arch if arch not in KNOWN]:
+        parser.error(f"--arch {unknown[0]}: known are {', '.join(map(str, KNOWN))}")
     if options.ptxas and not os.access(options.ptxas, os.X_OK):
         parser.error(f"--ptxas {options.ptxas}: it must be a program")
     if options.ptxas and options.update:
@@ -101,7 +105,7 @@ def report(
     newest = max(versions, key=lambda name: [int(part) for part in name.split(".")], default=version)
     against = version if version in versions else newest
     here = {row.name for row in rows}
-    archs = [f"sm_{arch}" for arch in options.arch]
+    archs = [target_of(arch) for arch in options.arch]
     gone = [
         name
         for name in versions.get(against, {})
@@ -162,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     if not rows and not faults:
         stop(f"no kernel and no case contains {options.only!r}; {options.cases} has {len(cases)} cases")
     known = {} if options.fresh else recorded(rows, read_budget(options.budget)["triton"].get(version, {}))
-    rows.sort(key=lambda row: (row.kernel, row.case, row.job.arch))
+    rows.sort(key=lambda row: (row.kernel, row.case, target_of(row.job.arch)))
     new = [row for row in rows if row.name not in known]
     told = f"Triton {version}: {len(rows)} compilations for {len(cases)} cases, {len(known)} of them recorded"
     print(told, file=sys.stderr, flush=True)

@@ -27,16 +27,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.codegen import reader
+from benchmarks.codegen.amd import AMD, read_amd
 from benchmarks.codegen.checks.loops import tile_of
-from benchmarks.codegen.reader import ARCHITECTURES, Resources, read
+from benchmarks.codegen.reader import ARCHITECTURES, Architecture, Resources, read
 
+KNOWN: dict[int | str, Architecture] = dict([*ARCHITECTURES.items(), *AMD.items()])
 Cases = list[tuple[str, Callable[[], object]]]
 
 
 class Job(NamedTuple):
     """One compilation, in a form that goes to another process."""
 
-    arch: int
+    arch: int | str  # 90 for sm_90; "gfx942"
     module: str
     function: str
     signature: dict[str, Any]
@@ -57,25 +59,37 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.case} | {self.kernel} | sm_{self.job.arch}"
+        return f"{self.case} | {self.kernel} | {target_of(self.job.arch)}"
+
+
+def target_of(arch: int | str) -> str:
+    """Return the name of what kernels are compiled for."""
+    return arch if isinstance(arch, str) else f"sm_{arch}"
+
+
+def triton_target(arch: int | str) -> Any:
+    """Return the same as Triton takes it."""
+    from triton.backends.compiler import GPUTarget
+
+    if isinstance(arch, int):
+        return GPUTarget("cuda", arch, 32)
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
 
 
 class Driver:
     """Stands in for a GPU's driver: enough for a launcher to bind arguments and options."""
 
-    def __init__(self, arch: int) -> None:
+    def __init__(self, arch: int | str) -> None:
         self.arch = arch
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> int | str:
         return self.arch  # Triton keeps what it knows by device: each architecture is one
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: int | str) -> int:
         return 0
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
+        return triton_target(self.arch)
 
 
 def find_cases(package: str) -> tuple[Cases, list[str]]:
@@ -98,7 +112,7 @@ def _chosen(function: Any, constants: dict[Any, Any]) -> dict[str, Any]:
     return {p.name: constants.get((p.num,)) for p in function.params if p.is_constexpr}
 
 
-def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
+def record(cases: Cases, arch: int | str) -> tuple[list[Row], list[str]]:
     """Run the launchers as on a GPU of that architecture; return the distinct compilations, and what went wrong."""
     import triton
 
@@ -118,7 +132,7 @@ def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         job = Job(arch, fn.module, fn.name, compile["signature"], compile["constants"], compile["configs"][0], options)
         chosen = _chosen(fn.jit_function, job.constants)
-        chosen |= {name: options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        chosen |= {name: options.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
         configuration = " ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
         kernel = f"{fn.module.partition('.')[2]}.{fn.name}"
         row = Row(kernel, case, configuration, job, {case})
@@ -130,15 +144,15 @@ def record(cases: Cases, arch: int) -> tuple[list[Row], list[str]]:
         rows[compile["specialization_data"]] = row
         return True
 
-    found = ARCHITECTURES[arch]
-    launch.assumed = launch.Device(arch, found.multiprocessors, found.shared_of_block)
+    found = KNOWN[arch]
+    launch.assumed = launch.Device(target_of(arch), found.multiprocessors, found.shared_of_block)
     triton.runtime.driver.set_active(Driver(arch))
     triton.knobs.runtime.jit_cache_hook = hook
     for case, call in cases:
         try:
             call()
         except Exception as error:
-            faults.append(f"{case} on sm_{arch}: the launcher raised {type(error).__name__}: {error}")
+            faults.append(f"{case} on {target_of(arch)}: the launcher raised {type(error).__name__}: {error}")
     triton.knobs.runtime.jit_cache_hook = None
     return list(rows.values()), faults
 
@@ -155,11 +169,10 @@ def _function(module: str, name: str) -> Any:
 
 def source_of(job: Job) -> tuple[Any, Any]:
     """Return what Triton compiles, and for what."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     source = ASTSource(_function(job.module, job.function), job.signature, job.constants, job.attributes)
-    return source, GPUTarget("cuda", job.arch, 32)
+    return source, triton_target(job.arch)
 
 
 @cache
@@ -206,8 +219,10 @@ def compile_job(job: Job) -> Resources:
     import triton
 
     source, target = source_of(job)
-    tile = tile_of(job.function, _chosen(source.fn, job.constants))
-    return read(triton.compile(source, target=target, options=job.options), job.arch, tile)
+    compiled = triton.compile(source, target=target, options=job.options)
+    if isinstance(job.arch, str):
+        return read_amd(compiled)
+    return read(compiled, job.arch, tile_of(job.function, _chosen(source.fn, job.constants)))
 
 
 def end_with_parent() -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from fastformer_kernels.attention import backward as attention_backward
 from fastformer_kernels.attention import decode as attention_decode
 from fastformer_kernels.attention import forward as attention
+from fastformer_kernels.attention import tiles as attention_tiles
 from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.embedding import kernels as embedding
 from fastformer_kernels.feed_forward import kernels as feed_forward
@@ -128,6 +130,14 @@ class Tuned:
             call()
         return seen[0]
 
+    def key(self, call: Kernel) -> str:
+        """The `Call.key` by which an attention kernel's tile is chosen; empty for other kernels."""
+        if self.site is None or self.site.module is not attention_tiles:
+            return ""
+        with mock.patch.object(attention_tiles, "choose", wraps=attention_tiles.choose) as choose:
+            call()
+        return str(choose.call_args.args[0].key)
+
     def others(self, chosen: Config) -> list[Config]:
         """The configurations to compare it with."""
         return list(self.options[1:]) if self.site is None else neighbours(chosen, self.axes)
@@ -171,12 +181,12 @@ def _attention_cases(B: int, H: int, L: int, K: int, dtype: torch.dtype = torch.
         return call
 
     shape = f"{B} x {H} x {L:,} x {K}, causal" + (", fp32" if dtype == torch.float32 else "")
-    keys, queries = (Site(attention_backward, f"_tiles_of_{name}") for name in ("keys", "queries"))
-    yield Tuned("attention forward", shape, forward, Site(attention, "_tiles"), _TILE)
-    yield Tuned("attention backward, keys", shape, lambda device: backward(device, False, True), keys, _TILE)
-    yield Tuned("attention backward, queries", shape, lambda device: backward(device, True, False), queries, _TILE)
+    tile = Site(attention_tiles, "choose")
+    yield Tuned("attention forward", shape, forward, tile, _TILE)
+    yield Tuned("attention backward, keys", shape, lambda device: backward(device, False, True), tile, _TILE)
+    yield Tuned("attention backward, queries", shape, lambda device: backward(device, True, False), tile, _TILE)
     if K <= 128 and dtype != torch.float32:  # wider, there is no fast mode
-        fast = Tuned("attention backward, fast", shape, lambda device: backward(device, True, True, True), keys, _TILE)
+        fast = Tuned("attention backward, fast", shape, lambda device: backward(device, True, True, True), tile, _TILE)
         both = (Config(fast=0), Config(fast=1))
         yield fast
         yield Tuned("attention backward", shape, lambda device: backward(device, True, True), options=both)
@@ -199,7 +209,7 @@ def _decode_cases(tiny: bool) -> Iterator[Tuned]:
 
         shape = f"{B} x {H} x {S:,} x {K}"
         yield Tuned("decode", shape, prepare, options=(Config(split=1), Config(split=0)))
-        tile = Site(attention_decode, "_tile")
+        tile = Site(attention_tiles, "choose")
         yield Tuned("decode", shape, prepare, tile, (Axis("BLOCK_S", 16, 256), WARPS, STAGES))
         yield Tuned("decode", shape, prepare, _number(attention_decode, "_shares", "shares"), (Axis("shares", 1, 512),))
 

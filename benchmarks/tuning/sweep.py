@@ -1,7 +1,7 @@
 """Is the tile that each kernel takes the fastest of its neighbours? A sweep on a GPU.
 
 python -m benchmarks.tuning --minutes 2 --out tuning.jsonl      # what fits into the time, what is worth most first
-python -m benchmarks.tuning --only 'attention*'                 # some kernels
+python -m benchmarks.tuning --only 'attention*' --write-tiles   # some kernels; let the library take the fastest tiles
 TRITON_INTERPRET=1 python -m benchmarks.tuning --dry-run        # proves the code without a GPU
 
 For each case of `benchmarks.tuning.cases` the configuration that the package chooses is timed in turn with each of its
@@ -33,9 +33,11 @@ from benchmarks.harness import environment
 from benchmarks.harness.clock import Call, Stopwatch
 from benchmarks.harness.race import relative_error
 from benchmarks.tuning.cases import Config, Kernel, Tuned, find_cases
+from fastformer_kernels.attention.tiles import MEASURED, measured
 
-FORMAT = 1  # of the file; raised when its fields change
+FORMAT = 2  # of the file; raised when its fields change
 ROUNDS = 15
+FASTER = 1.03  # a tile is worth another
 TOLERANCE = 1e-2  # bf16 rounds to 4e-3, and another tile adds in another order
 DRY_NEIGHBOURS = 2  # of each case, in a dry run
 _MOST_WORKERS = 12
@@ -54,6 +56,7 @@ class Trial:
     status: str  # measured, dry run, or why there is no time
     seconds: float | None = None
     ratio: float | None = None
+    key: str = ""  # of an attention kernel's calls (`Call.key`)
 
 
 class DeviceLost(Exception):
@@ -69,7 +72,7 @@ class Sweep:
 
     def case(self, case: Tuned, call: Kernel, chosen: Config, others: Sequence[Config]) -> Iterator[Trial]:
         """Measure the configurations of a case, one after another."""
-        expected = case.run(call, chosen)
+        expected, key = case.run(call, chosen), case.key(call)
         base = self._graph(case, call, chosen)
         for config in others:
             status, seconds, ratio = _LATE, None, None
@@ -81,7 +84,7 @@ class Sweep:
                 except Exception as error:  # whatever a compiler or a driver raises
                     self.check_device(error)
                     status = f"fails: {_line(error)}"
-            yield Trial(case.kernel, case.shape, chosen, config, status, seconds, ratio)
+            yield Trial(case.kernel, case.shape, chosen, config, status, seconds, ratio, key)
 
     def _fault(self, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str | None:
         for a, b in zip(found, expected, strict=True):
@@ -174,6 +177,20 @@ def table(results: Sequence[Trial]) -> list[str]:
     return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
+def faster_tiles(results: Sequence[Trial]) -> dict[str, Config]:
+    """Return the fastest tile of each attention kernel's calls by `Call.key`, where it is faster than the chosen one.
+
+    Of cases with the same key, that with the largest gain decides.
+    """
+    fastest: dict[str, Trial] = {}
+    for result in results:
+        if result.key and (result.ratio or 0.0) > FASTER:
+            best = fastest.get(result.key)
+            if best is None or (result.ratio or 0.0) > (best.ratio or 0.0):
+                fastest[result.key] = result
+    return {key: result.config for key, result in sorted(fastest.items())}
+
+
 def sweep_all(
     sweep: Sweep, cases: Sequence[tuple[int, Tuned]], pool: ProcessPoolExecutor | None = None
 ) -> Iterator[Trial]:
@@ -207,6 +224,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write each result there (JSON lines)")
     parser.add_argument("--only", metavar="PATTERN", help="kernels of these names, such as 'attention*'")
     parser.add_argument("--workers", type=int, help="processes that compile (default: 12 at most; 0 in a dry run)")
+    parser.add_argument(
+        "--write-tiles", action="store_true", help=f"write faster tiles to {MEASURED.name} of the library"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no figures; needs TRITON_INTERPRET=1")
     options = parser.parse_args(argv)
     if not 0 < options.minutes < math.inf:
@@ -267,4 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("A dry run: tiny shapes, each configuration once, kernels in the interpreter. Nothing was timed.")
     print("\n".join(table(results)))
+    if options.write_tiles:
+        tiles = {**measured(), **faster_tiles(results)}
+        MEASURED.write_text(json.dumps(tiles, indent=1) + "\n", encoding="utf-8")
+        print(f"{MEASURED} has {len(tiles)} tiles")
     return int(lost)

@@ -87,8 +87,8 @@ def unsupported(op: str, x: Tensor) -> str | None:
         return f"{op} needs an NVIDIA or AMD GPU, and the tensor is on {x.device.type}"
     elif architecture_of(target := _target(x.get_device())) is None:
         return f"{op} needs sm_80 or newer, gfx90a, gfx942, gfx950, gfx11 or gfx12, not {target}"
-    elif target.startswith("gfx"):
-        return f"{op} does not run on AMD GPUs yet, such as this {target}"
+    elif target.startswith("gfx") and (thread.backend or process.backend) != "triton":
+        return f"{op} was never run on an AMD GPU, such as this {target}; backend 'triton' tries the kernels"
     if functorch_level() is not None and batched():
         return f"{op} has no rule for torch.func.vmap"
     if forward_ad._current_level >= 0:

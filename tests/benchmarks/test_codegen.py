@@ -114,6 +114,24 @@ def test_whatever_goes_into_a_compilation_is_in_its_fingerprint():
 
 @needs_triton
 @pytest.mark.slow
+def test_kernels_compile_for_amd(tmp_path):
+    """By Triton's own backend. The norms' backward has an option of NVIDIA's alone."""
+    code = """if True:
+        from benchmarks.codegen.compilation import compile_job, find_cases, record
+        names = "layer_norm/N 1024 no parameters backward", "attention/forward K 64 T 100 bfloat16 light"
+        cases = [case for case in find_cases("benchmarks.codegen.cases")[0] if case[0] in names]
+        for arch in ("gfx942", "gfx1201"):
+            rows, faults = record(cases, arch)
+            assert len(rows) >= len(names) and not faults, faults
+            print(*[compile_job(row.job).stack for row in rows])
+    """
+    found = python("-c", code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET=None)
+    assert found.returncode == 0, found.stderr
+    assert set(found.stdout.split()) == {"0"}
+
+
+@needs_triton
+@pytest.mark.slow
 def test_what_changed_is_compiled_again_and_its_faults_are_found(faults, tmp_path):
     """Against the budget of the sound kernels: a helper that spills now, a launcher that asks for too much memory."""
     copy = shutil.copytree(FAULTS / "codegen_faults", tmp_path / "codegen_faults")

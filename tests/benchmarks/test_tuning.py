@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from benchmarks.harness.clock import Stopwatch
 from benchmarks.tuning import sweep as tuning
 from benchmarks.tuning.cases import Axis, Site, Tuned, _grid, find_cases, neighbours
+from fastformer_kernels.attention import tiles
 from fastformer_kernels.embedding import kernels as embedding
 
 CPU = torch.device("cpu")
@@ -165,6 +166,29 @@ def test_the_table_names_what_is_faster_than_the_choice():
         ["b", "x", "BLOCK 32, num_warps 4", "chosen", "0.90", "0"],
         ["c", "x", "BLOCK 32, num_warps 4", "-", "-", "1"],
     ]
+
+
+def test_the_library_takes_tiles_that_were_measured_to_be_faster(monkeypatch, tmp_path):
+    """And the tables' for calls of another length class, GPU or option."""
+    call = tiles.Call("forward", "sm_90", "16", 64, 1024, frozenset())
+    chosen, best = tiles.choose(call), {"BLOCK_T": 64, "BLOCK_S": 64, "num_warps": 4, "num_stages": 5}
+    trials = [
+        tuning.Trial("a", "x", chosen, config, "measured", 1e-3, ratio, call.key)
+        for config, ratio in ((best, 1.2), (chosen, 1.1), ({}, None))
+    ]
+    assert tuning.faster_tiles([*trials, trials[0].__class__("b", "x", chosen, best, "measured", 1e-3, 1.5)]) == {
+        call.key: best
+    }
+    assert tuning.faster_tiles([tuning.Trial("a", "x", chosen, best, "measured", 1e-3, 1.02, call.key)]) == {}
+    monkeypatch.setattr(tiles, "MEASURED", tmp_path / "tiles.json")
+    tiles.MEASURED.write_text(json.dumps(tuning.faster_tiles(trials)))
+    others = [call._replace(queries=511), call._replace(architecture="sm_86"), call._replace(features={"dropout"})]
+    others = [call._replace(features=frozenset(call.features)) for call in others]
+    before = [tiles.choose(other) for other in others]
+    for cached in (tiles.measured, tiles.choose):
+        monkeypatch.setattr(tiles, cached.__name__, cached.__wrapped__)
+    assert tiles.choose(call) == tiles.choose(call._replace(queries=5000)) == best
+    assert [tiles.choose(other) for other in others] == before
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 import fastformer
 from fastformer import functional
+from fastformer.backend import BackendError
 from fastformer.functional import choice, preferences
 from fastformer.functional.attention import op
 from fastformer.functional.preferences import Preference
@@ -94,6 +95,13 @@ def test_auto_leaves_plain_calls_to_sdpa(name, run):
 def test_auto_takes_no_kernel_where_none_is_known_to_run(target, run):
     assert run(target, attend) == "sdpa"
     assert run(target, lambda: attend(rules=lambda: {"softcap": 9.0})) == "reference"
+
+
+@pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
+def test_amd_gpus_run_kernels_if_asked(target, run):
+    assert run(target, attend, backend="triton") == "triton"
+    with pytest.raises(BackendError, match="not gfx1030"):
+        run("gfx1030", attend, backend="triton")
 
 
 def test_the_backend_and_determinism_decide_first(run):

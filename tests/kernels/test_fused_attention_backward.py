@@ -11,6 +11,7 @@ from fastformer.functional import attention, attention_with_weights, packed_atte
 from fastformer.functional.attention import fused as fused_attention
 from fastformer.packing import Layout
 from fastformer_kernels.host import launch
+from fastformer_kernels.host.architecture import architecture_of
 from tests.kernels.attention_cases import DTYPES, check, fused, heads, on_device, op_arguments, plain, take_the_fast_way
 from tests.support.closeness import gradients
 from tests.support.fused_op import DEVICE, assert_as_accurate_as_reference, needs_kernels
@@ -148,13 +149,23 @@ def test_masks_of_wide_heads(dtype, kind):
 @pytest.mark.parametrize("masked", [False, True])
 def test_wide_heads_in_fp32_with_the_tiles_of_desktop_gpus(masked, capability, monkeypatch):
     """Which fit into their 99 KiB of shared memory (`python -m benchmarks.codegen --arch 86 120 --only "K 256"`)."""
-    monkeypatch.setattr(launch, "assumed", launch.Device(capability, 82, 99 << 10))
+    monkeypatch.setattr(launch, "assumed", launch.Device(f"sm_{capability}", 82, 99 << 10))
     check(heads(1, 1, 70, 90, 136), torch.float32, **(masks(torch.bool) if masked else {"causal": True}))
 
 
-def test_desktop_gpus_have_the_matrix_units_of_generation_8():
-    generations = {capability: launch.Device(capability, 1, 1).generation for capability in (80, 86, 89, 90, 100, 120)}
-    assert generations == {80: 8, 86: 8, 89: 8, 90: 9, 100: 10, 120: 8}
+def test_gpus_are_classified_by_their_matrix_units_and_shared_memory():
+    classes = {
+        "sm_80": ["sm_80", "sm_87"],
+        "sm_86": ["sm_86", "sm_89", "sm_120", "sm_121"],
+        "sm_90": ["sm_90"],
+        "sm_100": ["sm_100", "sm_103", "sm_110"],
+        "gfx9": ["gfx90a", "gfx942", "gfx950"],
+        "gfx12": ["gfx1100", "gfx1201"],
+        None: ["sm_75", "gfx1030", "gfx906"],
+    }
+    assert {name: {architecture_of(target) for target in targets} for name, targets in classes.items()} == {
+        name: {name} for name in classes
+    }
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)

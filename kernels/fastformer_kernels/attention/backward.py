@@ -22,7 +22,6 @@ from fastformer_kernels.attention.delta import launch_delta
 from fastformer_kernels.attention.problem import (
     Problem,
     attends,
-    head_width,
     is_exact,
     lined_up,
     row_strides,
@@ -45,7 +44,7 @@ from fastformer_kernels.attention.scores import (
     through_cap,
     weight_gradient,
 )
-from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
+from fastformer_kernels.host.launch import guard, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -242,92 +241,6 @@ def _attention_queries(
     tl.store(dq_ptr + wide * stride_dq_t * ALIGN + dims[None, :], dq, mask=written)
 
 
-def _tiles_of_keys(wide: Tensor, problem: Problem, heavy: bool, fast: bool) -> dict[str, Any]:
-    """Choose the tile sizes of the kernel that gathers dK and dV: the largest that spill nothing.
-
-    16 keys a warp, where they fit: with fewer, warps compute the same scores, if no branch spreads them
-    (`scores.score_gradient`). Heavy calls look up masks or gradients of weights tile by tile, or cap scores, which
-    takes registers. Chosen from what the compiler reports
-    (`python -m benchmarks.codegen`); `benchmarks/NOTES.md` has what was tried. Not measured on a GPU.
-    """
-    K, generation = head_width(wide), device_of(wide).generation
-    tf32 = wide.dtype == torch.float32  # what is not exact, below
-    if is_exact(wide):
-        low = K == 128 or (K == 64 and heavy and (generation < 9 or problem.distance_bias is not None))
-        if low:
-            tile = (16, 32, 8 if heavy and generation > 9 else 4, 1)
-        elif K <= 64:
-            tile = (32, 32, 4, 1)
-        elif has_small_memory(wide):
-            tile = (16, 16, 8 if heavy or problem.seed is not None else 4, 1)
-        else:
-            tile = (16, 16 if generation == 9 and not heavy else 32, 8, 1)
-    elif K <= 32:
-        tile = (32, 64, 4, 2) if heavy else (64, 64, 4, 2)
-    elif K == 128 and tf32 and generation < 9:
-        tile = (32, 32, 4, 2)
-    elif K == 64 and generation < 9:
-        tile = (16, 128, 8, 2) if heavy else (32, 64, 4, 2) if fast else (32, 128, 8, 2)
-    elif K == 64 and heavy:
-        tile = (32, 64, 4, 2)
-    elif K == 64:
-        tile = (64, 64, 8, 2) if problem.seed is not None and generation > 9 else (64, 128, 8, 2)
-    elif K == 128:
-        if generation == 9 and not fast:
-            tile = (16 if heavy else 32, 128, 8, 2)
-        elif generation < 9 and heavy and not fast:
-            tile = (32, 32, 4, 2)
-        else:
-            square = generation < 10 and not heavy
-            tile = (64, 64, 8, 2) if square else (32, 64, 8, 1 if fast else 2)
-    elif has_small_memory(wide):
-        tile = (16, 32, 8, 2)
-    elif tf32 and (problem.mask is not None or problem.softcap > 0.0):
-        tile = (64, 32 if generation < 9 else 16, 8, 2)
-    elif tf32 and generation < 9:
-        tile = (32, 32, 4, 2) if problem.seed is None else (64, 32, 8, 1)
-    elif tf32:
-        tile = (32, 64, 8, 1 if heavy and generation > 9 else 2)
-    elif generation < 9 or heavy:
-        tile = (64, 32 if generation < 9 and (heavy or problem.seed is None) else 16, 8, 2)
-    else:
-        tile = (16 if generation == 9 and problem.seed is not None else 32, 64, 8, 1 if generation == 9 else 2)
-    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
-
-
-def _tiles_of_queries(wide: Tensor, problem: Problem, heavy: bool) -> dict[str, Any]:
-    """Choose the tile sizes of the kernel that computes dQ, as `_tiles_of_keys` does."""
-    K, generation = head_width(wide), device_of(wide).generation
-    tf32, crowded = wide.dtype == torch.float32, heavy and problem.key_mask is not None
-    if is_exact(wide):
-        tile = (16, 16, 8, 1) if K > 64 else (32, 32, 4, 1)
-        if (heavy and (K == 128 or (K <= 64 and generation < 9))) or (K > 128 and generation == 9):
-            tile = (16, 16, 4, 1)
-        elif K == 128:
-            tile = (16, 32, 4, 1)
-    elif K <= 64 and heavy:
-        tile = (64, 32, 8 if crowded and generation > 9 and K <= 32 else 4, 2)
-        if crowded and generation < 9 and K == 64:
-            tile = (128, 32, 8, 2)
-    elif K <= 64:
-        tile = (64, 64, 4, 2) if K <= 32 or problem.queries < 512 else (128, 64, 8, 2)
-    elif K == 128:
-        narrow = heavy or problem.seed is not None or (tf32 and generation < 9)
-        tile = (64, 32, 8 if heavy and tf32 else 4, 2) if narrow else (64, 64, 4, 2)
-        if generation < 10 and ((crowded and generation == 8) or (heavy and tf32)):
-            tile = (128, 16, 8, 2)
-    elif generation > 9:
-        stages = 1 if problem.seed is not None and not heavy else 2
-        tile = (32, 32, 8, 1) if has_small_memory(wide) else (64, 32, 8, stages)
-    elif generation == 9:
-        tile = (128, 16 if heavy or tf32 else 32, 8, 2)
-    elif heavy or has_small_memory(wide):
-        tile = (32, 32, 4, 2)
-    else:
-        tile = (128, 16, 8, 2) if tf32 else (64, 32, 8, 2)
-    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
-
-
 def _like(x: Tensor) -> Tensor:
     """Return an empty tensor of x's shape; dense ones are laid out as `[B, T, H, K]`, as projections make them."""
     if x.dim() == 3:
@@ -391,7 +304,7 @@ def backward(
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "ALIGN": align, "HAS_DWEIGHTS": dweights is not None}
     constants["STRAIGHT"] = is_exact(wide)
-    heavy = problem.looked_up or problem.softcap > 0.0 or dweights is not None
+    features = ["heavy"] * (dweights is not None) + ["fast"] * fast
     row = (q.shape[-1] + v.shape[-1]) * q.element_size()  # bytes of one of q and dout, and one of k and v
     with guard(q):
         # fp32 on plain cores has no registers left for it.
@@ -399,7 +312,7 @@ def backward(
         if not own_delta:
             launch_delta(delta, out_view, dout_view, added, align, problem, q)
         if wants_q and not fast:
-            tile = _tiles_of_queries(wide, problem, heavy)
+            tile = problem.tile("queries", wide, *features)
             tiles = -(-T // tile["BLOCK_T"])
             together = side_by_side(q, problem, B * H, S * row * k.shape[1] // H)
             grid, sizes = (B * H * tiles,), (lse.numel() // 2, T, S, tiles, together)
@@ -409,7 +322,7 @@ def backward(
             constants_of_dq = {**constants, "OWN_DELTA": own_delta, "STRAIGHT": q.dtype == torch.float32}
             launch(_attention_queries, grid, *tensors, *strides, *sizes, *scalars, **constants_of_dq, **tile)
         if wants_keys:
-            tile = _tiles_of_keys(wide, problem, heavy, fast)
+            tile = problem.tile("keys", wide, *features)
             tiles = -(-S // tile["BLOCK_S"])
             together = side_by_side(q, problem, B * k.shape[1], T * row * H // k.shape[1])
             grid, sizes = (B * k.shape[1] * tiles,), (lse.numel() // 2, T, S, tiles, together)

@@ -15,10 +15,8 @@ from torch import Tensor
 from fastformer_kernels.attention.problem import (
     Problem,
     attends,
-    is_exact,
     lined_up,
     row_strides,
-    score_tile,
     views,
     wider,
 )
@@ -175,9 +173,7 @@ def bias_gradient(
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
     dweights = None if dweights is None else lined_up(dweights.float())
     wide = wider(q, v)
-    tile = score_tile(wide)
-    if is_exact(wide) and device_of(wide).generation >= 10:
-        tile["BLOCK_S"] = 16  # 32 spill 8 bytes at head size 64
+    tile = problem.tile("bias", wide)
     BLOCK_T, BLOCK_S = tile["BLOCK_T"], tile["BLOCK_S"]
     # A column counts from the first row of its tile: BLOCK_T - 1 further than from its own row, at most.
     first, last = -(-(longest - 1) // BLOCK_S), (longest - 1 + BLOCK_T - 1) // BLOCK_S

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, head_size, head_width, is_exact, views, wider
+from fastformer_kernels.attention.problem import Problem, attends, head_size, views, wider
 from fastformer_kernels.attention.scores import (
     bias_of_head,
     fold,
@@ -133,18 +133,6 @@ def _shares(q: Tensor, heads: int, tiles: int) -> int:
     return max(1, min(2 * device_of(q).multiprocessors // max(heads, 1), tiles // 2))
 
 
-def _tile(wide: Tensor, problem: Problem) -> dict[str, int]:
-    """Choose the number of keys a tile: the most that spill nothing. Not measured on a GPU."""
-    K = head_width(wide)
-    if is_exact(wide):
-        block, warps, stages = (32, 4, 2) if K <= 32 else (32, 8, 2 if K == 64 else 1)
-    else:
-        block, warps, stages = (64, 4, 2) if K <= 128 else (32, 4, 2 if wide.dtype == torch.float32 else 1)
-        if K > 128 and problem.distance_bias is not None and device_of(wide).generation >= 10:
-            block, warps = 16, 2  # 32 keys and 4 warps spill 8 bytes
-    return {"BLOCK_S": block, "num_warps": warps, "num_stages": stages}
-
-
 def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention of a few queries, `[B, H, T, V]`, laid out as `[B, T, H, V]`.
 
@@ -159,7 +147,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_()
     heads, group, wide = k.shape[1], H // k.shape[1], wider(q, v)
-    tile = _tile(wide, problem)
+    tile = problem.tile("decode", wide)
     splits = _shares(q, B * heads, -(-S // tile["BLOCK_S"]))
     part = noted(q.new_empty((B * heads, splits, T * group, v.shape[-1]), dtype=torch.float32))
     peak, total = (noted(q.new_empty((B * heads, splits, T * group), dtype=torch.float32)) for _ in range(2))

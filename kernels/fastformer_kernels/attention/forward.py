@@ -40,7 +40,7 @@ from fastformer_kernels.attention.scores import (
     visible,
 )
 from fastformer_kernels.constants import LOG2E
-from fastformer_kernels.host.launch import device_of, guard, has_small_memory, launch, noted
+from fastformer_kernels.host.launch import device_of, guard, launch, noted
 from fastformer_kernels.random import row_keys
 
 
@@ -172,51 +172,17 @@ def _attention(
         tl.store(lse_ptr + rows, highest + logarithm, mask=rows < end_row)
 
 
-def _tiles(wide: Tensor, values: Tensor, problem: Problem) -> dict[str, Any]:
-    """Choose the tile sizes of the forward kernel, and whether the scores of the next tile are computed ahead.
+def _ahead(wide: Tensor, tile: dict[str, int]) -> bool:
+    """Choose whether the scores of the next tile are computed before the softmax of this one.
 
-    16 bits: 16 rows a warp, as one warp multiplies, so that none repeats another's work, and of these the tile of the
-    fewest instructions that spills nothing on sm_80, sm_90 and sm_100. Short sequences take smaller tiles, so that less
-    of the last one is wasted and more blocks run. Ahead only where the products take longer than all the rest, in tf32,
-    and on sm_100; elsewhere other warps multiply meanwhile, and carrying scores costs instructions and registers. tf32
-    takes the tiles of twice the head size (`head_width`). fp32 runs on plain cores, bound by registers. Chosen from
-    what the compiler reports (`python -m benchmarks.codegen`, and benchmarks/NOTES.md); not measured on a GPU.
+    Only where the products take longer than all the rest, in tf32, and on sm_100: elsewhere other warps multiply
+    meanwhile, and carrying scores costs instructions and registers.
     """
-    K, T = head_width(wide), problem.queries
-    small, generation = has_small_memory(wide), device_of(wide).generation
-    ampere, blackwell, halves = generation < 9, generation > 9, wide.element_size() == 2
-    hopper = generation == 9 and halves
-    heavy = problem.looked_up or problem.softcap > 0.0
     if is_exact(wide):
-        tile = (32, 32, 4 if K == 64 and not heavy else 8, 1) if K <= 128 else (16, 32, 8, 1)
-    elif K <= 32:
-        tile = (64, 32, 4, 2 if heavy and blackwell else 3) if T <= 128 or heavy else (64, 64, 4, 3)
-        if heavy and blackwell and wide.dtype == torch.float32:
-            tile = (64, 32, 8, 2)
-    elif K == 64 and (T <= 128 or heavy):
-        tile = (64, 32, 4, 2 if ampere else 3)
-    elif K == 64:
-        tile = (64, 64, 4, 3) if T < 512 or small else (128, 64, 8, 3)
-        if hopper and T >= 512 and problem.seed is None:
-            tile = (128, 128, 8, 2)
-    elif K == 128 and heavy:
-        tile = (128, 32, 8, 2) if ampere else (64, 32, 4 if hopper else 8, 2)
-    elif K == 128:
-        narrow = T < 512 or (ampere and (problem.seed is not None or not halves))
-        tile = (64, 32, 4, 2) if narrow else (128, 64, 8, 2)
-    elif not ampere:
-        # One stage less where tf32 spilled 16 bytes on sm_100.
-        one = small or (blackwell and not halves and problem.seed is not None)
-        tile = (128 if hopper else 64, 32, 8, 1 if one else 2)
-    elif halves and head_width(values) == K:
-        tile = (64, 64, 8, 1 if small or heavy else 2) if heavy or problem.seed is None else (32, 64, 8, 2)
-    elif halves:
-        tile = (64, 64, 8, 1) if small and heavy else (128, 32, 8, 2)
-    else:
-        tile = (32, 64, 8, 1) if heavy else (128, 32, 8, 2)
-    slow_products = K == 128 and tile[0] == 128
-    ahead = not is_exact(wide) and (blackwell or not halves or (generation == 9 and slow_products))
-    return {**dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True)), "AHEAD": ahead}
+        return False
+    architecture, halves = device_of(wide).architecture, wide.element_size() == 2
+    slow_products = head_width(wide) == 128 and tile["BLOCK_T"] == 128
+    return architecture == "sm_100" or not halves or (architecture == "sm_90" and slow_products)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -241,7 +207,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     align, (q_view, k_view, v_view, out_view) = views(q, k, v, out)
-    tile = _tiles(wider(q, v), v, problem)
+    wide = wider(q, v)
+    tile = problem.tile("forward", wide, *(["narrow values"] if head_width(v) < head_width(wide) else []))
     tiles = -(-T // tile["BLOCK_T"])
     grid = (B * H * tiles,)
     together = side_by_side(q, problem, B * H, S * (q.shape[-1] + V) * q.element_size() * k.shape[1] // H)
@@ -260,6 +227,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     scalars = problem.scalars()
     constants = {**problem.switches(q, k, v), "HAS_SINKS": problem.sinks is not None, "ALIGN": align}
     # The highest of the raw scores is the highest of the scaled ones, and scaling them is a part of the exponent then.
+    constants["AHEAD"] = _ahead(wide, tile)
     constants["RAW"] = problem.scale > 0.0 and problem.softcap == 0.0 and not problem.added
     with guard(q):
         launch(_attention, grid, *tensors, *strides, *mask_strides, *sizes, *scalars, **constants, **tile)

@@ -16,7 +16,6 @@ from fastformer_kernels.attention.problem import (
     attends,
     lined_up,
     row_strides,
-    score_tile,
     views,
     whole_lines,
     wider,
@@ -136,7 +135,7 @@ def mask_gradient(
         return dmask.zero_()
     align, (q_view, k_view, v_view, dout_view) = views(q, k, v, dout)
     dweights = None if dweights is None else lined_up(dweights.float())
-    tile = score_tile(wider(q, v))
+    tile = problem.tile("scores", wider(q, v))
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     grid = (dmask.shape[0] * dmask.shape[1] * tiles * key_tiles,)
     looked_up = (q if dweights is None else dweights, *problem.pointers(q))

@@ -12,12 +12,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fastformer_kernels.attention import tiles
 from fastformer_kernels.attention.arguments import Arguments
 from fastformer_kernels.host.launch import (
     as_bytes,
     device_of,
     guard,
-    has_small_memory,
     inner_contiguous,
     kernel,
     launch,
@@ -197,6 +197,29 @@ class Problem(Arguments):
             "HAS_DROPOUT": self.seed is not None,
         }
 
+    def tile(self, family: str, wide: Tensor, *features: str) -> dict[str, int]:
+        """Return the tile sizes of a kernel, by their names in it.
+
+        Args:
+            family: a table of `tiles`.
+            wide: as `wider` returns it.
+            features: of the call, besides those that its arguments say.
+        """
+        masked = self.mask is not None or self.softcap > 0.0
+        found = {
+            "heavy": masked or self.distance_bias is not None,
+            "masked": masked,
+            "bias": self.distance_bias is not None,
+            "key mask": self.key_mask is not None,
+            "dropout": self.seed is not None,
+        }
+        products = "16" if wide.element_size() == 2 else "fp32" if is_exact(wide) else "tf32"
+        call = tiles.Call(
+            *(family, device_of(wide).architecture, products, head_width(wide), self.queries),
+            frozenset(features).union(name for name, present in found.items() if present),
+        )
+        return tiles.choose(call)
+
 
 def wider(q: Tensor, v: Tensor) -> Tensor:
     """Return that of the larger head size: for it tiles are chosen, and how to multiply."""
@@ -257,25 +280,6 @@ def side_by_side(q: Tensor, problem: Problem, heads: int, head_bytes: int) -> in
     most = max(1, device_of(q).cache // 2 // max(head_bytes, 1))
     groups = -(-heads // most)
     return -(-heads // groups)
-
-
-def score_tile(wide: Tensor) -> dict[str, int]:
-    """Choose the tile of a kernel that makes one tile of scores and no more: the largest that spills nothing.
-
-    On matrix units 64 rows, which 4 warps share: two products that meet in one formula pass for one that feeds another,
-    and of those Triton lays all warps along the rows, so that 8 warps computed 32 rows four times. Chosen from what the
-    compiler reports (`python -m benchmarks.codegen`); not measured on a GPU.
-    """
-    width, generation = head_width(wide), device_of(wide).generation
-    if is_exact(wide):
-        tile = (32, 32, 8, 2 if width == 128 and has_small_memory(wide) else 1) if width <= 128 else (16, 16, 8, 1)
-    elif generation < 9:
-        tile = (64, 32, 4, 1) if width <= 64 else (64, 16, 4, 2)
-        if width > 128 and wide.dtype == torch.float32:  # 64 rows of 4 warps spill 144 bytes
-            tile = (32, 16, 4, 2) if has_small_memory(wide) else (128, 16, 8, 2)
-    else:
-        tile = (64, 64 if generation == 9 or width <= 128 else 16, 8, 1)
-    return dict(zip(("BLOCK_T", "BLOCK_S", "num_warps", "num_stages"), tile, strict=True))
 
 
 @kernel(anywhere=["query_lengths_ptr", "key_lengths_ptr", "key_mask_ptr"])

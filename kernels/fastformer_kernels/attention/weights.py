@@ -8,7 +8,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from fastformer_kernels.attention.problem import Problem, attends, row_strides, score_tile, views
+from fastformer_kernels.attention.problem import Problem, attends, row_strides, views
 from fastformer_kernels.attention.scores import (
     bias_of_head,
     exponentials,
@@ -81,7 +81,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor, *arguments: Any) -> Tensor:
     if result.numel() == 0:
         return result
     align, (q_view, k_view) = views(q, k)
-    tile = score_tile(q)
+    tile = problem.tile("scores", q)
     tiles, key_tiles = -(-T // tile["BLOCK_T"]), -(-S // tile["BLOCK_S"])
     grid = (B * H * tiles * key_tiles,)
     tensors = (q_view.data, k_view.data, lse, result, *problem.pointers(q))

@@ -13,6 +13,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from fastformer_kernels.host.architecture import architecture_of
+
 # Fused multiply-add, which Triton 3.10 turns off unless asked for; every version from 3.6 on takes the option.
 _ENABLE_FP_FUSION = True
 # Those whose binder `launch` calls by itself; tests/kernels/test_plan.py holds the one that is installed to it.
@@ -50,39 +52,46 @@ _watching = _Watching()
 class Device(NamedTuple):
     """What tile sizes and grids depend on."""
 
-    capability: int  # 90 for sm_90
+    target: str  # what kernels are compiled for, such as "sm_90" or "gfx942"
     multiprocessors: int
     shared_memory: int  # bytes that one block can get
     cache: int = 50 << 20  # bytes of L2
 
     @property
-    def generation(self) -> int:
-        """Return the generation of the matrix units: 8 (mma.sync), 9 (wgmma), 10 and up (tcgen05).
+    def architecture(self) -> str:
+        """Return the class of GPUs that this one belongs to."""
+        found = architecture_of(self.target)
+        assert found is not None, f"no kernel is known to run on {self.target}"
+        return found
 
-        sm_120 and newer, desktop GPUs, have mma.sync.
-        """
-        return 8 if self.capability >= 120 else self.capability // 10
+    @property
+    def is_amd(self) -> bool:
+        """Return whether Triton compiles for it with AMD's backend."""
+        return self.target.startswith("gfx")
+
+    @property
+    def generation(self) -> int:
+        """Return the generation of NVIDIA's matrix units: 8 (mma.sync), 9 (wgmma) or 10 (tcgen05); 8 for AMD's GPUs."""
+        return {"sm_90": 9, "sm_100": 10}.get(self.architecture, 8)
 
 
 # Where no GPU is asked: the interpreter, and meta tensors; `benchmarks.codegen` puts other GPUs here. It is an H200's.
-assumed = Device(90, 132, 227 << 10)
+assumed = Device("sm_90", 132, 227 << 10)
 
 
 @cache
 def _properties(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
-    capability, shared = found.major * 10 + found.minor, found.shared_memory_per_block_optin
-    return Device(capability, found.multi_processor_count, shared, found.L2_cache_size)
+    if torch.version.hip is not None:
+        target, shared = found.gcnArchName.partition(":")[0], found.shared_memory_per_block
+    else:
+        target, shared = f"sm_{found.major}{found.minor}", found.shared_memory_per_block_optin
+    return Device(target, found.multi_processor_count, shared, found.L2_cache_size)
 
 
 def device_of(x: Tensor) -> Device:
     """Return the facts of the GPU that `x` is on."""
     return _properties(x.get_device()) if x.is_cuda else assumed
-
-
-def has_small_memory(x: Tensor) -> bool:
-    """Return whether a block gets the 99 KiB of shared memory of desktop GPUs; it is 163 and up elsewhere."""
-    return device_of(x).shared_memory < 160 << 10
 
 
 @cache
@@ -98,11 +107,11 @@ def guard(x: Tensor) -> Any:
 def precision(x: Tensor) -> str:
     """Return the input precision of `tl.dot` for tensors like `x`: that of torch's own matrix products.
 
-    Of 16 bits there is one only, and nobody is asked.
+    16 bits have one only, and so has fp32 on AMD's GPUs, of which one alone has tf32.
     """
     # torch.backends.cuda.matmul.fp32_precision asks this, 2 us later
     tf32 = x.dtype == torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if tf32 and not device_of(x).is_amd else "ieee"
 
 
 def cdiv(a: int, b: int) -> int:

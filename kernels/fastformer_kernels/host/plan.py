@@ -23,6 +23,7 @@ from fastformer_kernels.host.launch import Launch, guard, precision, repeat, wat
 # norm and of attention), so those of a dozen launchers take about 1 MiB.
 _MOST = 32
 _NEVER = "does more than a plan can"
+_SPECIALISES_STORAGE = torch.version.hip is not None  # Triton compiles for AMD by whether 32 bits count the bytes
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -108,6 +109,8 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
                 if first is None:
                     first = x
                 description += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0
+                if _SPECIALISES_STORAGE:
+                    description.append(x.untyped_storage().nbytes() < 1 << 31)
             elif isinstance(x, Tensor):  # of a class of somebody's own: no description, and no key to keep it alive
                 return launcher(*args)
             else:

@@ -92,7 +92,9 @@ def backward_tile(x: Tensor, bytes_a_column: int, elements: int = 16) -> tuple[t
     maxnreg = min((1 << 16) // (32 * warps), 255)
     parts = cdiv(N, BLOCK_N)
     programs = max(warps // num_warps * device.multiprocessors // parts, 1)
-    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps, "maxnreg": maxnreg}
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "STAGES": ahead + 1, "num_warps": num_warps}
+    if not device.is_amd:  # AMD's backend has no such option
+        tile["maxnreg"] = maxnreg
     return (min(cdiv(M, BLOCK_M), programs), parts), tile
 
 

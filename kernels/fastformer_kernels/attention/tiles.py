@@ -1,0 +1,241 @@
+"""Tile sizes of the attention kernels, as tables: a call takes the first row that it fits.
+
+A row fits if it names the GPU's architecture (`host.architecture`; "" is any, and AMD's GPUs take the rows of sm_86,
+which has most nearly their 64 KiB of shared memory), the products (16: of 16 bits, tf32, fp32: exact, on plain cores;
+"" is any), a head width and a number of queries that are not below the call's, and only features that the call has:
+
+- heavy: something to look up or to compute for each score, a mask, a bias, a softcap, gradients of weights;
+- masked: a mask or a softcap; bias: by distance; key mask; dropout;
+- fast: gradients of queries by atomic additions;
+- narrow values: of a smaller head width than queries and keys.
+
+The head width is a power of two; for tf32 it is twice that of the head (`problem.head_width`). tf32 beyond 128 is
+multiplied exactly, so that its rows end at a width of 256.
+
+**The rows** are the largest tiles that spill nothing and compute no product twice, of these the fewest instructions,
+by what the compiler reports (`python -m benchmarks.codegen`; benchmarks/NOTES.md has what was tried). Not measured on a
+GPU. 16 bits: 16 rows a warp, as one warp multiplies. Short sequences take smaller tiles, so that less of the last one
+is wasted and more blocks run. Masks and softcap take registers. fp32 runs on plain cores, bound by registers.
+
+`python -m benchmarks.tuning --write-tiles` writes tiles that were measured to be faster to `measured_tiles.json`, by
+`Call.key`. They replace those of the tables.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+MEASURED = Path(__file__).with_name("measured_tiles.json")
+_ANY = 1 << 31
+
+
+class Call(NamedTuple):
+    """What of a call decides its tiles."""
+
+    family: str  # a name in TILES
+    architecture: str
+    products: str  # "16", "tf32" or "fp32"
+    width: int
+    queries: int
+    features: frozenset[str]
+
+    @property
+    def key(self) -> str:
+        """Return the name of all calls that have the same tile measured: lengths count by class."""
+        length = "1-128" if self.queries <= 128 else "129-511" if self.queries < 512 else "512-"
+        return " ".join((*self[:3], str(self.width), length, ",".join(sorted(self.features)))).rstrip()
+
+
+class Row(NamedTuple):
+    """A tile, and the calls that take it."""
+
+    architectures: str
+    products: str
+    width: int
+    queries: int
+    features: str  # with commas
+    tile: tuple[int, ...]
+
+    def fits(self, call: Call) -> bool:
+        """Return whether a call takes the row, if no row before it."""
+        named = self.architectures.split()
+        if named and call.architecture not in named and not (call.architecture[:3] == "gfx" and "sm_86" in named):
+            return False
+        if self.products not in ("", call.products) or call.width > self.width or call.queries > self.queries:
+            return False
+        return not self.features or call.features.issuperset(self.features.split(", "))
+
+
+BLOCKS = ("BLOCK_T", "BLOCK_S", "num_warps", "num_stages")
+_NAMES = {"decode": ("BLOCK_S", "num_warps", "num_stages")}  # of the numbers of a tile; BLOCKS for other families
+
+TILES: dict[str, tuple[Row, ...]] = {
+    "forward": (
+        Row("", "fp32", 32, _ANY, "", (32, 32, 8, 1)),
+        Row("", "fp32", 64, _ANY, "heavy", (32, 32, 8, 1)),
+        Row("", "fp32", 64, _ANY, "", (32, 32, 4, 1)),
+        Row("", "fp32", 128, _ANY, "", (32, 32, 8, 1)),
+        Row("", "fp32", 256, _ANY, "", (16, 32, 8, 1)),
+        Row("sm_100", "tf32", 32, _ANY, "heavy", (64, 32, 8, 2)),
+        Row("sm_100", "", 32, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("", "", 32, _ANY, "heavy", (64, 32, 4, 3)),
+        Row("", "", 32, 128, "", (64, 32, 4, 3)),
+        Row("", "", 32, _ANY, "", (64, 64, 4, 3)),
+        Row("sm_80 sm_86", "", 64, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("sm_80 sm_86", "", 64, 128, "", (64, 32, 4, 2)),
+        Row("", "", 64, _ANY, "heavy", (64, 32, 4, 3)),
+        Row("", "", 64, 128, "", (64, 32, 4, 3)),
+        Row("sm_86", "", 64, _ANY, "", (64, 64, 4, 3)),
+        Row("", "", 64, 511, "", (64, 64, 4, 3)),
+        Row("sm_90", "16", 64, _ANY, "dropout", (128, 64, 8, 3)),
+        Row("sm_90", "16", 64, _ANY, "", (128, 128, 8, 2)),
+        Row("", "", 64, _ANY, "", (128, 64, 8, 3)),
+        Row("sm_80 sm_86", "", 128, _ANY, "heavy", (128, 32, 8, 2)),
+        Row("sm_90", "16", 128, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("", "", 128, _ANY, "heavy", (64, 32, 8, 2)),
+        Row("", "", 128, 511, "", (64, 32, 4, 2)),
+        Row("sm_80 sm_86", "tf32", 128, _ANY, "", (64, 32, 4, 2)),
+        Row("sm_80 sm_86", "16", 128, _ANY, "dropout", (64, 32, 4, 2)),
+        Row("", "", 128, _ANY, "", (128, 64, 8, 2)),
+        Row("sm_90", "16", 256, _ANY, "", (128, 32, 8, 2)),
+        Row("sm_100", "tf32", 256, _ANY, "dropout", (64, 32, 8, 1)),  # two stages spill 16 bytes
+        Row("sm_90 sm_100", "", 256, _ANY, "", (64, 32, 8, 2)),
+        Row("sm_86", "16", 256, _ANY, "narrow values, heavy", (64, 64, 8, 1)),
+        Row("", "16", 256, _ANY, "narrow values", (128, 32, 8, 2)),
+        Row("", "16", 256, _ANY, "heavy", (64, 64, 8, 1)),
+        Row("", "16", 256, _ANY, "dropout", (32, 64, 8, 2)),
+        Row("sm_86", "16", 256, _ANY, "", (64, 64, 8, 1)),
+        Row("", "16", 256, _ANY, "", (64, 64, 8, 2)),
+        Row("", "tf32", 256, _ANY, "heavy", (32, 64, 8, 1)),
+        Row("", "tf32", 256, _ANY, "", (128, 32, 8, 2)),
+    ),
+    # dK and dV. 16 keys a warp, where they fit: with fewer, warps compute the same scores, if no branch spreads them
+    # (`scores.score_gradient`).
+    "keys": (
+        Row("", "fp32", 32, _ANY, "", (32, 32, 4, 1)),
+        Row("sm_100", "fp32", 64, _ANY, "heavy, bias", (16, 32, 8, 1)),
+        Row("", "fp32", 64, _ANY, "heavy, bias", (16, 32, 4, 1)),
+        Row("sm_80 sm_86", "fp32", 64, _ANY, "heavy", (16, 32, 4, 1)),
+        Row("", "fp32", 64, _ANY, "", (32, 32, 4, 1)),
+        Row("sm_100", "fp32", 128, _ANY, "heavy", (16, 32, 8, 1)),
+        Row("", "fp32", 128, _ANY, "", (16, 32, 4, 1)),
+        Row("sm_86", "fp32", 256, _ANY, "heavy", (16, 16, 8, 1)),
+        Row("sm_86", "fp32", 256, _ANY, "dropout", (16, 16, 8, 1)),
+        Row("sm_86", "fp32", 256, _ANY, "", (16, 16, 4, 1)),
+        Row("sm_90", "fp32", 256, _ANY, "heavy", (16, 32, 8, 1)),
+        Row("sm_90", "fp32", 256, _ANY, "", (16, 16, 8, 1)),
+        Row("", "fp32", 256, _ANY, "", (16, 32, 8, 1)),
+        Row("", "", 32, _ANY, "heavy", (32, 64, 4, 2)),
+        Row("", "", 32, _ANY, "", (64, 64, 4, 2)),
+        Row("sm_80 sm_86", "", 64, _ANY, "heavy", (16, 128, 8, 2)),
+        Row("sm_80 sm_86", "", 64, _ANY, "fast", (32, 64, 4, 2)),
+        Row("sm_80 sm_86", "", 64, _ANY, "", (32, 128, 8, 2)),
+        Row("", "", 64, _ANY, "heavy", (32, 64, 4, 2)),
+        Row("sm_100", "", 64, _ANY, "dropout", (64, 64, 8, 2)),
+        Row("", "", 64, _ANY, "", (64, 128, 8, 2)),
+        Row("sm_80 sm_86", "tf32", 128, _ANY, "", (32, 32, 4, 2)),
+        Row("sm_80 sm_86 sm_90", "", 128, _ANY, "heavy, fast", (32, 64, 8, 1)),
+        Row("sm_80 sm_86 sm_90", "", 128, _ANY, "fast", (64, 64, 8, 2)),
+        Row("sm_80 sm_86", "", 128, _ANY, "heavy", (32, 32, 4, 2)),
+        Row("sm_80 sm_86", "", 128, _ANY, "", (64, 64, 8, 2)),
+        Row("sm_90", "", 128, _ANY, "heavy", (16, 128, 8, 2)),
+        Row("sm_90", "", 128, _ANY, "", (32, 128, 8, 2)),
+        Row("", "", 128, _ANY, "fast", (32, 64, 8, 1)),
+        Row("", "", 128, _ANY, "", (32, 64, 8, 2)),
+        Row("sm_86", "", 256, _ANY, "", (16, 32, 8, 2)),
+        Row("sm_80", "tf32", 256, _ANY, "masked", (64, 32, 8, 2)),
+        Row("", "tf32", 256, _ANY, "masked", (64, 16, 8, 2)),
+        Row("sm_80", "tf32", 256, _ANY, "dropout", (64, 32, 8, 1)),
+        Row("sm_80", "tf32", 256, _ANY, "", (32, 32, 4, 2)),
+        Row("sm_100", "tf32", 256, _ANY, "heavy", (32, 64, 8, 1)),
+        Row("", "tf32", 256, _ANY, "", (32, 64, 8, 2)),
+        Row("sm_80", "16", 256, _ANY, "heavy", (64, 32, 8, 2)),
+        Row("sm_80", "16", 256, _ANY, "dropout", (64, 16, 8, 2)),
+        Row("sm_80", "16", 256, _ANY, "", (64, 32, 8, 2)),
+        Row("", "16", 256, _ANY, "heavy", (64, 16, 8, 2)),
+        Row("sm_90", "16", 256, _ANY, "dropout", (16, 64, 8, 1)),
+        Row("sm_90", "16", 256, _ANY, "", (32, 64, 8, 1)),
+        Row("", "16", 256, _ANY, "", (32, 64, 8, 2)),
+    ),
+    # dQ.
+    "queries": (
+        Row("sm_80 sm_86", "fp32", 64, _ANY, "heavy", (16, 16, 4, 1)),
+        Row("", "fp32", 64, _ANY, "", (32, 32, 4, 1)),
+        Row("", "fp32", 128, _ANY, "heavy", (16, 16, 4, 1)),
+        Row("", "fp32", 128, _ANY, "", (16, 32, 4, 1)),
+        Row("sm_90", "fp32", 256, _ANY, "", (16, 16, 4, 1)),
+        Row("", "fp32", 256, _ANY, "", (16, 16, 8, 1)),
+        Row("sm_100", "", 32, _ANY, "heavy, key mask", (64, 32, 8, 2)),
+        Row("", "", 32, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("", "", 32, _ANY, "", (64, 64, 4, 2)),
+        Row("sm_80 sm_86", "", 64, _ANY, "heavy, key mask", (128, 32, 8, 2)),
+        Row("", "", 64, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("", "", 64, 511, "", (64, 64, 4, 2)),
+        Row("", "", 64, _ANY, "", (128, 64, 8, 2)),
+        Row("sm_80 sm_86", "", 128, _ANY, "heavy, key mask", (128, 16, 8, 2)),
+        Row("sm_80 sm_86 sm_90", "tf32", 128, _ANY, "heavy", (128, 16, 8, 2)),
+        Row("", "tf32", 128, _ANY, "heavy", (64, 32, 8, 2)),
+        Row("", "", 128, _ANY, "heavy", (64, 32, 4, 2)),
+        Row("", "", 128, _ANY, "dropout", (64, 32, 4, 2)),
+        Row("sm_80 sm_86", "tf32", 128, _ANY, "", (64, 32, 4, 2)),
+        Row("", "", 128, _ANY, "", (64, 64, 4, 2)),
+        Row("sm_100", "", 256, _ANY, "heavy", (64, 32, 8, 2)),
+        Row("sm_100", "", 256, _ANY, "dropout", (64, 32, 8, 1)),
+        Row("sm_100", "", 256, _ANY, "", (64, 32, 8, 2)),
+        Row("sm_90", "tf32", 256, _ANY, "", (128, 16, 8, 2)),
+        Row("sm_90", "", 256, _ANY, "heavy", (128, 16, 8, 2)),
+        Row("sm_90", "", 256, _ANY, "", (128, 32, 8, 2)),
+        Row("sm_86", "", 256, _ANY, "", (32, 32, 4, 2)),
+        Row("", "", 256, _ANY, "heavy", (32, 32, 4, 2)),
+        Row("", "tf32", 256, _ANY, "", (128, 16, 8, 2)),
+        Row("", "", 256, _ANY, "", (64, 32, 8, 2)),
+    ),
+    # One tile of scores and no more: weights, and the gradient of a mask. On matrix units 64 rows, which 4 warps share:
+    # two products that meet in one formula pass for one that feeds another, and of those Triton lays all warps along
+    # the rows, so that 8 warps computed 32 rows four times.
+    "scores": (
+        Row("sm_86", "fp32", 64, _ANY, "", (32, 32, 8, 1)),
+        Row("sm_86", "fp32", 128, _ANY, "", (32, 32, 8, 2)),
+        Row("", "fp32", 128, _ANY, "", (32, 32, 8, 1)),
+        Row("", "fp32", 256, _ANY, "", (16, 16, 8, 1)),
+        Row("sm_80 sm_86", "", 64, _ANY, "", (64, 32, 4, 1)),
+        Row("sm_80 sm_86", "", 128, _ANY, "", (64, 16, 4, 2)),
+        Row("sm_86", "tf32", 256, _ANY, "", (32, 16, 4, 2)),  # 64 rows of 4 warps spill 144 bytes
+        Row("sm_80", "tf32", 256, _ANY, "", (128, 16, 8, 2)),
+        Row("sm_80 sm_86", "", 256, _ANY, "", (64, 16, 4, 2)),
+        Row("sm_90", "", 256, _ANY, "", (64, 64, 8, 1)),
+        Row("", "", 128, _ANY, "", (64, 64, 8, 1)),
+        Row("", "", 256, _ANY, "", (64, 16, 8, 1)),
+    ),
+    # The gradient of a bias by distance: as of scores, but for one tile that spilled 8 bytes.
+    "bias": (Row("sm_100", "fp32", 128, _ANY, "", (32, 16, 8, 1)),),
+    # Keys a tile.
+    "decode": (
+        Row("", "fp32", 32, _ANY, "", (32, 4, 2)),
+        Row("", "fp32", 64, _ANY, "", (32, 8, 2)),
+        Row("", "fp32", 256, _ANY, "", (32, 8, 1)),
+        Row("", "", 128, _ANY, "", (64, 4, 2)),
+        Row("sm_100", "tf32", 256, _ANY, "bias", (16, 2, 2)),  # 32 keys and 4 warps spill 8 bytes
+        Row("sm_100", "", 256, _ANY, "bias", (16, 2, 1)),
+        Row("", "tf32", 256, _ANY, "", (32, 4, 2)),
+        Row("", "", 256, _ANY, "", (32, 4, 1)),
+    ),
+}
+TILES["bias"] += TILES["scores"]
+
+
+@cache
+def measured() -> dict[str, dict[str, int]]:
+    """Read the tiles that tuning wrote, by `Call.key`."""
+    found: dict[str, dict[str, int]] = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    return found
+
+
+@cache
+def choose(call: Call) -> dict[str, int]:
+    """Return the tile sizes of a call by their names; the caller does not change them."""
+    if call.key in measured():
+        return measured()[call.key]
+    row = next(row for row in TILES[call.family] if row.fits(call))
+    return dict(zip(_NAMES.get(call.family, BLOCKS), row.tile, strict=True))

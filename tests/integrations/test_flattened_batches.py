@@ -16,7 +16,7 @@ from tests.support.closeness import assert_close
 
 LENGTHS = (4, 1, 3, 2)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-ROWS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+ROWS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 0, 1, 2, 0, 1]])  # the first is one sequence
 
 
 def collated(**options: Any) -> dict[str, Any]:

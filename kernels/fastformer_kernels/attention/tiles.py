@@ -195,6 +195,8 @@ TILES: dict[str, tuple[Row, ...]] = {
     # two products that meet in one formula pass for one that feeds another, and of those Triton lays all warps along
     # the rows, so that 8 warps computed 32 rows four times.
     "scores": (
+        Row("gfx9 gfx12", "fp32", 128, _ANY, "", (32, 32, 8, 1)),
+        Row("gfx9 gfx12", "16", 256, _ANY, "", (64, 16, 4, 1)),  # two stages take 80 KiB of LDS
         Row("sm_86", "fp32", 64, _ANY, "", (32, 32, 8, 1)),
         Row("sm_86", "fp32", 128, _ANY, "", (32, 32, 8, 2)),
         Row("", "fp32", 128, _ANY, "", (32, 32, 8, 1)),

@@ -3,9 +3,12 @@
 Without Triton, so that the choice of an implementation can be made where Triton is not installed.
 """
 
+from functools import cache
+
 _MFMA = ("gfx90a", "gfx942", "gfx950")
 
 
+@cache
 def architecture_of(target: str) -> str | None:
     """Return the class of a GPU by its target ("sm_90", "gfx942"), or None if the kernels do not run there.
 

@@ -61,6 +61,7 @@ def test_each_file_of_the_lock_has_a_hash() -> None:
 
 def test_torch_brings_nothing_whose_hash_nobody_compares() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    installed = re.findall(r"pip install (.*)", workflow)
+    with_hashes = workflow.partition("\n  systems:")[0]  # the lock is for Linux; other systems have no hashes
+    installed = re.findall(r"pip install (.*)", with_hashes)
     assert installed
     assert all("--no-deps" in each for each in installed)

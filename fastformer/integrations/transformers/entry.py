@@ -8,7 +8,6 @@ reads its arguments first:
 """
 
 import json
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, update_wrapper, wraps
@@ -119,13 +118,12 @@ def calls_the_interface(model: PreTrainedModel) -> bool:
     return cls is None or bool(cls._can_set_attn_implementation())
 
 
-def obstacle(model: PreTrainedModel, also: Collection[type[nn.Module]]) -> str | None:
-    """Return why a base model cannot run packed, or None; the caller vouches for the classes in `also`."""
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Return why a base model cannot run packed, or None."""
     if identity(model) not in tested_classes():
         if not calls_the_interface(model):
             return "computes its attention outside of transformers' attention interface"
-        if type(model) not in also:
-            return f"{type(model).__name__} is not among the classes that were tested"
+        return f"{type(model).__name__} is not among the classes that were tested"
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return f"chunk_size_feed_forward is {model.config.chunk_size_feed_forward}"
     return reason_for_batches(model)

@@ -1,6 +1,6 @@
 """Hugging Face models without padding, in place: `padding_free`, and `padded`, which undoes it."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -25,7 +25,7 @@ class PaddingFree:
         return "\n".join(lines)
 
 
-def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) -> PaddingFree:
+def padding_free(model: nn.Module) -> PaddingFree:
     """Have a Hugging Face model run on the real tokens of a batch alone, in place.
 
     Each base model inside it packs the arguments that it is called with, runs on one row of real tokens, and pads its
@@ -36,8 +36,6 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
 
     Args:
         model: a transformers model, or a module that holds some, such as a SentenceTransformer.
-        also: classes of base models of your own that treat each token alone but for attention through transformers'
-            interface. Those of transformers are known by what was tested.
 
     Returns:
         The report, with the reason for each model that stays as it was.
@@ -45,7 +43,7 @@ def padding_free(model: nn.Module, *, also: Collection[type[nn.Module]] = ()) ->
     padded(model)
     report = PaddingFree()
     for name, base in list(_base_models(model)):
-        reason = entry.obstacle(base, also)
+        reason = entry.obstacle(base)
         if reason is not None:
             report.padded.append(Entry(name, name_of(type(base)), reason))
             continue

@@ -22,28 +22,23 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import fastformer
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from tests.nn.layer_cases import build, right
 from tests.support.closeness import assert_close, random
 from tests.support.processes import leave, run_two, two_of_gloo
 
 B, L, S, D = 3, 6, 5, 16
-HIDDEN = torch.arange(L) >= torch.tensor([[6], [2], [4]])
-SOURCE_HIDDEN = torch.arange(S) >= torch.tensor([[1], [5], [3]])
+HIDDEN, SOURCE_HIDDEN = right([6, 2, 4], L), right([1, 5, 3], S)
 CAUSAL = torch.ones(L, L, dtype=torch.bool).triu(1)
 
 
 class Model(nn.Module):
     """A decoder of torch.nn with an encoder's name, as adapters and wrappers find them."""
 
-    def __init__(self, kind: str = "decoder", **options: Any) -> None:
+    def __init__(self, kind: str = "decoder") -> None:
         super().__init__()
         torch.manual_seed(0)
-        options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options}
-        if kind == "encoder":
-            self.stack: Any = nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(D, 2, 24, **options), 2, enable_nested_tensor=False
-            )
-        else:
-            self.stack = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 2, 24, **options), 2)
+        sizes = {"d_model": D, "nhead": 2, "dim_feedforward": 24}
+        self.stack: Any = build(nn, f"Transformer{kind.capitalize()}", norm=False, **sizes)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         if isinstance(self.stack, nn.TransformerEncoder):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fastformer
 from fastformer.nn.cache import KVCache
 from fastformer.packing import Layout
+from tests.nn.layer_cases import build, randomise
 
 D, HEADS = 16, 2
 
@@ -26,17 +27,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(kind: str, final_norm: bool = True, **options: Any) -> tuple[nn.Module, Any]:
+def both(kind: str, **options: Any) -> tuple[nn.Module, Any]:
     """A stack of torch.nn, and ours of the same weights, in evaluation mode."""
     torch.manual_seed(0)
-    given = {"dropout": 0.5, "batch_first": True, "dim_feedforward": 24, **options}
-    made: Any = nn.TransformerEncoderLayer if kind == "encoder" else nn.TransformerDecoderLayer
-    stack: Any = nn.TransformerEncoder if kind == "encoder" else nn.TransformerDecoder
-    options_of = {"enable_nested_tensor": False} if kind == "encoder" else {}
-    theirs = stack(made(D, HEADS, **given), 2, nn.LayerNorm(D) if final_norm else None, **options_of)
-    for x in theirs.parameters():
-        nn.init.normal_(x, std=0.4)  # biases and norms that matter; layers that differ
-    theirs = theirs.double().eval()
+    settings = {"d_model": D, "nhead": HEADS, "dim_feedforward": 24, "dropout": 0.5, **options}
+    theirs = build(nn, f"Transformer{kind.capitalize()}", **settings).eval()
+    randomise(theirs)  # biases and norms that matter; layers that differ
     ours = copy.deepcopy(theirs)
     fastformer.convert(ours)
     return theirs, ours

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer
-from fastformer.packing import Layout
 from tests.nn.layer_cases import FF, LAYERS, MASKS, B, D, T, Twice, arguments_for, check, inputs_for, right, twins
 from tests.support.closeness import assert_close, gradients, random
 
@@ -166,10 +165,6 @@ def test_a_subclass_that_overrides_a_block_is_honoured(mixin, kind, grad):
     torch.backends.mha.set_fastpath_enabled(True)
     with torch.set_grad_enabled(grad):
         assert_close(own(*inputs).detach(), expected.detach())
-    layout = Layout.from_lengths([T])
-    packed = [layout] if "Encoder" in kind else [layout, inputs[1][0], layout]
-    with pytest.raises(RuntimeError, match="Own overrides a block of its layer; only forward calls that"):
-        own.packed(inputs[0][0], *packed)
 
 
 def doubled(module, args, out):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastformer.apps.language.model import language_model_loss
 from fastformer.apps.text import Batch, LabelledBatch, LanguageBatch
-from fastformer.apps.text.batch import rows_of, share_of
+from fastformer.apps.text.batch import share_of
 from fastformer.apps.translation.model import translation_loss
 from tests.support.language_task import random_batch as language_batch
 from tests.support.language_task import random_model as language_model
@@ -82,8 +82,3 @@ def test_a_process_may_get_nothing():
     for batch in batches:
         shares = [batch.share(rank, 3) for rank in range(3)]
         assert [share is None for share in shares] == [True, False, True]
-
-
-def test_rows_of_padded_ids_are_rows():
-    ids = torch.arange(12).view(3, 4)
-    assert torch.equal(rows_of(ids, torch.tensor([4, 1, 2]), slice(1, 3)), ids[1:])

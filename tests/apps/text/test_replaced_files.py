@@ -48,15 +48,6 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_a_pipe_is_written_to(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_file(tmp_path / "pipe", b"through")
-    assert os.read(reader, 100) == b"through"
-    os.close(reader)
-    assert (tmp_path / "pipe").is_fifo()
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of open files")
 def test_an_open_file_is_appended_to(tmp_path):
     """As with `--output /dev/stdout >> log`."""

@@ -95,17 +95,6 @@ def test_inference_makes_the_source_as_training_does(pairs, packed):
     assert torch.equal(lengths, batch.source_lengths)
 
 
-def test_collate_source_of_nothing_and_of_an_empty_sentence():
-    assert [tensor.tolist() for tensor in collate_source([], SOURCE_IDS)] == [[], []]
-    assert [tensor.tolist() for tensor in collate_source([[]], SOURCE_IDS)] == [[SOURCE_IDS.eos_id], [1]]
-
-
-def test_to_moves_ids_and_leaves_lengths():
-    batch = collate(numbered_pairs(3)).to("meta")
-    assert {batch.source.device.type, batch.target_in.device.type, batch.target_out.device.type} == {"meta"}
-    assert {batch.source_lengths.device.type, batch.target_lengths.device.type} == {"cpu"}
-
-
 @settings(deadline=None)
 @given(some_pairs, st.data())
 def test_sequences_hold_the_lists(pairs, data):
@@ -233,11 +222,6 @@ def test_without_shuffling_the_order_is_the_file_or_the_length():
     assert ordered == sorted(range(50), key=lambda i: (pairs.target.lengths[i], pairs.source.lengths[i], i))
 
 
-def test_buckets_shuffle_batches_not_only_sentences():
-    lengths = [int(batch.target_lengths.max()) for batch in Batches(numbered_pairs(400), sentences=10).epoch(0)]
-    assert lengths != sorted(lengths)
-
-
 def test_buckets_save_padding_and_budgets_are_filled():
     pairs = numbered_pairs(2000, longest=40)
     bucketed = Batches(pairs, tokens=400, bucket=True, packed=False)
@@ -267,3 +251,13 @@ def test_bad_arguments_of_batches():
     assert Batches(pairs, tokens=31).batches_in(0) == 2
     with pytest.raises(ValueError, match="no pairs"):
         Batches(make_pairs([]), tokens=20)
+
+
+def test_collate_source_of_nothing_and_of_an_empty_sentence():
+    assert [tensor.tolist() for tensor in collate_source([], SOURCE_IDS)] == [[], []]
+    assert [tensor.tolist() for tensor in collate_source([[]], SOURCE_IDS)] == [[SOURCE_IDS.eos_id], [1]]
+
+
+def test_buckets_shuffle_batches_not_only_sentences():
+    lengths = [int(batch.target_lengths.max()) for batch in Batches(numbered_pairs(400), sentences=10).epoch(0)]
+    assert lengths != sorted(lengths)

@@ -59,25 +59,6 @@ def test_columns_are_the_tutorials(count: int, columns: int, bptt: int) -> None:
     assert sum(batch.tokens for batch in found) == columns * (count // columns - 1)
 
 
-def test_resuming_in_the_middle_of_an_epoch() -> None:
-    batches = ColumnBatches(stream_of(103), columns=4, context=5)
-    whole = list(batches.epoch(3))
-    rest = list(batches.epoch(7, start=2))
-    assert len(rest) == len(whole) - 2
-    assert all(torch.equal(a.ids_in, b.ids_in) for a, b in zip(rest, whole[2:], strict=True))
-
-
-def test_windows_predict_every_token_once() -> None:
-    documents = stream_of(23)
-    pieces = cut_stream(documents, 5)
-    assert pieces.lengths.tolist() == [5, 5, 5, 5, 3]
-    predicted = np.concatenate(
-        [pieces.stream[s + 1 : s + 1 + n] for s, n in zip(pieces.starts, pieces.lengths, strict=True)]
-    )
-    assert predicted.tolist() == token_stream(documents).tolist() == [*range(10, 32), IDS.eos_id]
-    assert pieces.stream[0] == IDS.eos_id
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,16 +114,6 @@ def test_every_line_ends_with_eos_and_is_counted() -> None:
         encode_lines([[""], [""]], tokenizer)
 
 
-def test_files_plain_and_gzip(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("  one two \n\nthree\n")
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"  one two \n\nthree\n"))
-    plain, packed = read_text(tmp_path / "a.txt"), read_text(tmp_path / "a.txt.gz")
-    assert plain.documents == packed.documents == [["one two"], [""], ["three"]]
-    (tmp_path / "blank.txt").write_text("\n \n")
-    with pytest.raises(TextError, match=r"blank\.txt: holds no word"):
-        read_text(tmp_path / "blank.txt")
-
-
 def test_split_keeps_equal_documents_together() -> None:
     corpus = TextCorpus([[f"line {i % 50}"] for i in range(100)])
     parts = split_text(corpus, 0.1, seed=1)
@@ -193,3 +164,13 @@ def test_a_folder_of_sentence_pairs_is_no_text(tmp_path: Path) -> None:
         open_text_dataset(tmp_path)
     with pytest.raises(FileNotFoundError, match="fastformer data NAME"):
         open_text_dataset(tmp_path / "nothing")
+
+
+def test_files_plain_and_gzip(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("  one two \n\nthree\n")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"  one two \n\nthree\n"))
+    plain, packed = read_text(tmp_path / "a.txt"), read_text(tmp_path / "a.txt.gz")
+    assert plain.documents == packed.documents == [["one two"], [""], ["three"]]
+    (tmp_path / "blank.txt").write_text("\n \n")
+    with pytest.raises(TextError, match=r"blank\.txt: holds no word"):
+        read_text(tmp_path / "blank.txt")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastformer.apps.text import DATASETS, TextError, datasets, open_dataset, prepare, read_lines, write_lines
+from fastformer.apps.text import DATASETS, TextError, datasets, open_dataset, prepare, write_lines
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the corpora are not there")
@@ -66,19 +66,6 @@ def test_the_real_multi30k(tmp_path):
     for corpus, count in zip(open_dataset(tmp_path, "en", "fr"), (29_000, 1_014, 1_000), strict=True):
         assert len(corpus) == count
         assert corpus.dropped_empty == 0
-
-
-@needs_data
-def test_the_real_wikitext2(tmp_path):
-    report = prepare("wikitext2", DATA / "wikitext-2", tmp_path)
-    assert report.tokens == {"train.txt": 2_088_628, "valid.txt": 217_646, "test.txt": 245_569}
-    assert report.languages == []
-    assert "CC BY-SA" in str(report)
-    lines = read_lines(tmp_path / "train.txt")
-    assert len(lines) == 36_718
-    assert sum(len(line.split()) + 1 for line in lines) == 2_088_628
-    with pytest.raises(ValueError, match="must be two different ones of none at all"):
-        open_dataset(tmp_path, "en", "de")
 
 
 def test_wrong_counts_are_errors_and_nothing_looks_prepared(tmp_path, monkeypatch):

@@ -81,31 +81,10 @@ def test_copies_count_once_and_tests_and_broken_files_do_not(tmp_path: Path) -> 
     assert set.union(*map(numbers, after)) == set.union(*map(numbers, before))
 
 
-def test_a_file_is_read_in_the_encoding_that_it_states(tmp_path: Path) -> None:
-    roots = write_package(tmp_path)
-    text = f'"""{SENTENCE.format("café")}"""\n'
-    (tmp_path / "stated.py").write_bytes(b"# -*- coding: latin-1 -*-\n" + text.encode("latin-1"))
-    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbf" + text.replace("caf", "th").encode())
-    found = set.union(*map(numbers, docstring_corpora(10**9, roots)))
-    assert {"café", "thé"} <= found
-
-
-def test_escapes_that_no_file_can_hold_are_left_out(tmp_path: Path) -> None:
-    roots = write_package(tmp_path)
-    (tmp_path / "odd.py").write_text(f'"""{SENTENCE.format("odd")} \\ud800 and \\0 end."""\n')
-    (line,) = (line for part in docstring_corpora(10**9, roots) for line in part.lines if " odd " in line)
-    assert line == SENTENCE.format("odd") + " and end."
-
-
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (10, TextError)])
 def test_sizes_that_cannot_be(tmp_path: Path, size: int, error: type[Exception]) -> None:
     with pytest.raises(error, match="size"):
         docstring_corpora(size, write_package(tmp_path, 3))
-
-
-def test_no_file_at_all(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="no docstring for train"):
-        docstring_corpora(100, {"empty": tmp_path})
 
 
 def test_the_installed_python_and_torch_are_read_without_importing_torch() -> None:
@@ -125,3 +104,19 @@ def test_the_installed_python_and_torch_are_read_without_importing_torch() -> No
     train, valid, test, words = map(int, done.stdout.split())
     assert train > 5 * (valid + test) > 0
     assert words > 15_000
+
+
+def test_escapes_that_no_file_can_hold_are_left_out(tmp_path: Path) -> None:
+    roots = write_package(tmp_path)
+    (tmp_path / "odd.py").write_text(f'"""{SENTENCE.format("odd")} \\ud800 and \\0 end."""\n')
+    (line,) = (line for part in docstring_corpora(10**9, roots) for line in part.lines if " odd " in line)
+    assert line == SENTENCE.format("odd") + " and end."
+
+
+def test_a_file_is_read_in_the_encoding_that_it_states(tmp_path: Path) -> None:
+    roots = write_package(tmp_path)
+    text = f'"""{SENTENCE.format("café")}"""\n'
+    (tmp_path / "stated.py").write_bytes(b"# -*- coding: latin-1 -*-\n" + text.encode("latin-1"))
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbf" + text.replace("caf", "th").encode())
+    found = set.union(*map(numbers, docstring_corpora(10**9, roots)))
+    assert {"café", "thé"} <= found

@@ -69,22 +69,6 @@ def test_a_document_is_cut_where_the_context_ends():
     assert {tensor.dtype for tensor in vars(batch).values()} == {torch.int64}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "context", "lengths"), [(3, 4, [4]), (4, 4, [4, 1]), (7, 4, [4, 4]), (1, 1, [1, 1]), (2, 9, [3])]
-)
-def test_lengths_around_the_context(tokens, context, lengths):
-    """eos counts: a document of exactly `context` tokens does not fit in one piece."""
-    assert cut_documents(make_documents([[9] * tokens]), context).lengths.tolist() == lengths
-
-
-@settings(deadline=None)
-@given(some_documents, st.integers(1, 12))
-def test_pieces_in_order_are_the_documents(documents, context):
-    pieces = cut_documents(make_documents(documents), context)
-    batch = collate_pieces(pieces, np.arange(len(pieces)))
-    assert pieces_of(batch) == expected_pieces(documents, context)
-
-
 def expected_predictions(ids: list[int], context: int, overlap: int) -> list[tuple[int, int, int]]:
     """(where its window begins, where it ends, the token) of every prediction of one run of ids, one after another."""
     found, begin, end = [], 0, context
@@ -124,14 +108,6 @@ def test_overlapping_pieces_predict_every_token_once(stream, documents, context,
     assert pieces.predictions == len(counted) == len(expected) == sum(len(run) - 1 for run in runs)
 
 
-def test_positions_that_count_are_those_of_the_batch():
-    pieces = cut_documents(make_documents([[9] * 9, [9]]), context=4, overlap=3)
-    assert pieces.lengths.tolist() == [4] * 7 + [2]
-    assert pieces.reread.tolist() == [0] + [3] * 6 + [0]
-    assert counted_positions(pieces, np.array([7, 2, 0, 6])).tolist() == [0, 1, 5, 6, 7, 8, 9, 13]
-    assert counted_positions(pieces, np.array([7, 2, 0, 6])).dtype == torch.int64
-
-
 @settings(deadline=None)
 @given(some_documents, st.integers(1, 12), st.integers(0, 20), st.booleans(), st.integers(0, 3), st.integers(0, 4))
 def test_every_token_is_predicted_exactly_once_within_the_budget(documents, context, more, shuffle, seed, epoch):
@@ -151,49 +127,11 @@ def test_every_token_is_predicted_exactly_once_within_the_budget(documents, cont
     assert shuffle or found == expected_pieces(documents, context)
 
 
-@settings(deadline=None)
-@given(st.integers(1, 30), st.integers(1, 12), st.booleans(), st.integers(0, 3), st.data())
-def test_resuming_equals_not_stopping(count, context, shuffle, epoch, data):
-    def fresh() -> LanguageBatches:
-        return LanguageBatches(random_documents(count, 20), context=context, tokens=30, seed=5, shuffle=shuffle)
-
-    uninterrupted = list(fresh().epoch(epoch))
-    start = data.draw(st.integers(0, len(uninterrupted)))
-    resumed = list(fresh().epoch(epoch, start=start))
-    assert len(resumed) == len(uninterrupted) - start
-    for left, right in zip(resumed, uninterrupted[start:], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(vars(left).values(), vars(right).values(), strict=True))
-
-
-def test_shuffled_by_seed_and_epoch():
-    def order(seed: int, epoch: int) -> list[int]:
-        batches = LanguageBatches(random_documents(80, 20), context=8, tokens=40, seed=seed)
-        return [i for batch in batches.epoch(epoch) for i in batch.ids_in.tolist()]
-
-    state = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert order(1, 0) == order(1, 0)
-    assert len({tuple(order(*key)) for key in ((1, 0), (1, 1), (2, 0), (0, 1))}) == 4
-    assert state == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-
-
 def test_an_earlier_epoch_can_be_asked_for_again():
     batches = LanguageBatches(random_documents(80, 20), context=8, tokens=40)
     first = [batch.ids_in.tolist() for batch in batches.epoch(0)]
     assert [batch.ids_in.tolist() for batch in batches.epoch(1)] != first
     assert [batch.ids_in.tolist() for batch in batches.epoch(0)] == first
-
-
-def test_budgets_are_filled_with_many_documents():
-    batches = list(LanguageBatches(random_documents(2000, 40), context=64, tokens=400).epoch(0))
-    assert np.mean([batch.tokens for batch in batches[:-1]]) > 375
-    assert np.mean([len(batch) for batch in batches]) > 15
-
-
-def test_the_number_of_predictions_does_not_depend_on_context_or_budget():
-    documents = random_documents(50, 40)
-    for context, tokens in ((1, 1), (7, 50), (1000, 1000)):
-        batches = LanguageBatches(documents, context=context, tokens=tokens, shuffle=False)
-        assert sum(batch.tokens for batch in batches.epoch(0)) == len(documents.documents.ids) + 50
 
 
 def test_to_moves_ids_and_leaves_lengths():
@@ -246,3 +184,11 @@ def test_bad_arguments():
         LanguageBatches(make_documents([]), context=8, tokens=8)
     with pytest.raises(ValueError, match=r"^document 2 of 3 is empty: leave it out$"):
         make_documents([[9], [], [9]])
+
+
+def test_positions_that_count_are_those_of_the_batch():
+    pieces = cut_documents(make_documents([[9] * 9, [9]]), context=4, overlap=3)
+    assert pieces.lengths.tolist() == [4] * 7 + [2]
+    assert pieces.reread.tolist() == [0] + [3] * 6 + [0]
+    assert counted_positions(pieces, np.array([7, 2, 0, 6])).tolist() == [0, 1, 5, 6, 7, 8, 9, 13]
+    assert counted_positions(pieces, np.array([7, 2, 0, 6])).dtype == torch.int64

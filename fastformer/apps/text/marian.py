@@ -47,7 +47,6 @@ class MarianTokenizer(Tokenizer):
 
     @property
     def size(self) -> int:
-        """Number of ids, special ones included."""
         return len(self.words)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
@@ -68,11 +67,9 @@ class MarianTokenizer(Tokenizer):
         return text.replace(_SPACE, " ").strip()  # which sentencepiece leaves in pieces of the other side
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return the piece behind each id."""
         return [self.words[int(i)] for i in ids]
 
     def save(self, folder: str | Path) -> None:
-        """Write the model, the vocabulary and `tokenizer.json` into the folder, which is made if need be."""
         words = json.dumps(self.words, ensure_ascii=False, indent=0).encode("utf-8")
         sums = {"sha256": checksum(self.model), "vocabulary_sha256": checksum(words)}
         files = {MODEL_FILE: self.model, _VOCABULARY_FILE: words}

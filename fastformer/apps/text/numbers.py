@@ -19,19 +19,15 @@ from .corpora import ParallelCorpus
 LIMIT = 1_000_000
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_ENGLISH = _words(
+_ENGLISH = str.split(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
 )
-_ENGLISH_TENS = _words("- - twenty thirty forty fifty sixty seventy eighty ninety")
-_FRENCH = _words("zéro un deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize")
-_FRENCH_TENS = _words("- - vingt trente quarante cinquante soixante soixante quatre-vingt quatre-vingt")
-_GERMAN = _words("null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf")
-_GERMAN_TENS = _words("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
+_ENGLISH_TENS = str.split("- - twenty thirty forty fifty sixty seventy eighty ninety")
+_FRENCH = str.split("zéro un deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize")
+_FRENCH_TENS = str.split("- - vingt trente quarante cinquante soixante soixante quatre-vingt quatre-vingt")
+_GERMAN = str.split("null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf")
+_GERMAN_TENS = str.split("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 
 
 def _check(number: int) -> None:

@@ -52,7 +52,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def size(self) -> int:
-        """Number of ids, special ones included."""
         return int(self._processor.get_piece_size())
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
@@ -67,11 +66,9 @@ class SentencePieceTokenizer(Tokenizer):
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return the piece behind each id, for labels on attention maps."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
 
     def save(self, folder: str | Path) -> None:
-        """Write `sentencepiece.model` and `tokenizer.json` into the folder, which is made if need be."""
         settings = {"special_ids": vars(self.special_ids), "lowercase": self.lowercase, "size": self.size}
         content = {"kind": self.kind, **settings, "sha256": checksum(self.model)}
         write_tokenizer(folder, content, {MODEL_FILE: self.model})

@@ -122,7 +122,6 @@ class WordTokenizer(Tokenizer):
 
     @property
     def size(self) -> int:
-        """Number of ids, special ones included."""
         return len(self.words)
 
     def split(self, text: str) -> list[str]:
@@ -141,11 +140,9 @@ class WordTokenizer(Tokenizer):
         return join_words(words) if self.splitting == "punctuation" else " ".join(words)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return the word behind each id."""
         return [self.words[i] for i in ids]
 
     def save(self, folder: str | Path) -> None:
-        """Write `tokenizer.json` into the folder, which is made if need be."""
         settings = {"lowercase": self.lowercase, "splitting": self.splitting, "words": self.words}
         write_tokenizer(folder, {"kind": self.kind, "special_ids": vars(self.special_ids), **settings})
 

@@ -72,9 +72,9 @@ def read_parallel(
     source: list[str] = []
     target: list[str] = []
     lines, empty, beyond = [0, 0], 0, 0
-    for pair in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
-        lines = [count + (line is not None) for count, line in zip(lines, pair, strict=True)]
-        left, right = ((line or "").strip() for line in pair)
+    for left, right in zip_longest(iterate_lines(source_path), iterate_lines(target_path)):
+        lines[0], lines[1] = lines[0] + (left is not None), lines[1] + (right is not None)
+        left, right = (left or "").strip(), (right or "").strip()
         if limit is not None and len(source) >= limit:
             beyond += 1
         elif left and right:

@@ -207,7 +207,8 @@ def test_packed_layers_and_layers_with_rms_norm(kind, norm_first, causal, norm):
     inputs = {"tokens": random(layouts[0].total, D)}
     if kind == "Decoder":
         inputs["memory"] = random(layouts[1].total, D)
-    made = [cls(module, *layouts, causal=causal) for cls, module in zip((Packed, Padded), made, strict=True)]
+    stacks = [getattr(library, f"Transformer{kind}")(x, 1) for library, x in zip((fastformer, nn), made, strict=True)]
+    made = [cls(stack, *layouts, causal=causal) for cls, stack in zip((Packed, Padded), stacks, strict=True)]
     return check(*made, torch.float32, inputs)
 
 

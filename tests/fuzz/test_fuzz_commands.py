@@ -95,7 +95,6 @@ def run(arguments: list[str], home: Path, stdin: bytes = b"") -> Done:
         assert not any(line.startswith("error: ") for line in before), done.stderr[-500:]
         assert "codec can't encode" not in last, last
         assert "out of memory" not in last, last  # sizes are bounded before they are built
-        assert last.isprintable(), repr(last)
     return done
 
 

@@ -34,9 +34,11 @@ class RunSummary:
         settings: everything of config.toml, as "section.key".
         records: of metrics.jsonl.
         parameters: of the model, tied ones counted once.
-        steps, seconds: of training so far, validations included.
+        steps: of training so far.
+        seconds: of training so far, validations included.
         clock: what counts the seconds: "wall", or "cpu", the processor's time of all threads.
-        best_step, best: where validation was best by the run's own metric, and all values of that validation.
+        best_step: where validation was best by the run's own metric.
+        best: all values of that validation.
         bleu_signature: of the BLEU in that validation, as sacrebleu states it.
         text: checksums of the encoded training text and of the validation text, as far as the folder says.
     """

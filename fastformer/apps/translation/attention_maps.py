@@ -30,7 +30,8 @@ class SentenceAttention:
     """Every attention weight of a translation model for one sentence and a translation of it.
 
     Attributes:
-        source, target: the text, and its translation.
+        source: the text.
+        target: its translation.
         maps: "encoder" `[L, H, S, S]`, "decoder" `[L, H, T, T]` and "cross" `[L, H, T, S]`, on the CPU; row t of the
             last two is where the model looked to write token t.
         source_tokens: what the encoder reads, eos included.
